@@ -13,10 +13,11 @@ import msgspec
 from quintet.core.admission import make_requests, meet, refit
 from quintet.core.commit import commit, ending_of
 from quintet.core.deadlines import check_hopeful, check_in_time
+from quintet.core.disk import DiskTalk
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
-from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.tiers import Tiers
 from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import POLICIES
 from quintet.core.refusals import Refusals
@@ -31,6 +32,7 @@ from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import Role, epoch_tag, frontend_of, is_newer
+from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Reclaim, Reclaimed
 from quintet.wire.step import Capacity, StepPlan, StepResult
 
@@ -62,6 +64,7 @@ class Engine:
         self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = Suspects()
         self.refusals = Refusals()
+        self.disk = DiskTalk()
         self.state: State | None = None
         self.executor_epoch: int | None = None
         """Epoch of the executor whose tables the state mirrors."""
@@ -115,11 +118,11 @@ class Engine:
             before.counters.executor_losses += 1
             convicted = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
             before.in_flight.clear()
-            before.pool.host = HostPool(0)  # nothing can be kept of what an executor lost
+            before.pool.tiers = Tiers()  # nothing can be kept of what an executor lost
             for request in list(before.running):
                 before.preempt(request)
             self._keep_departed(before, now_ns)
-        pool = BlockPool(limits.num_blocks, message.num_host_blocks)
+        pool = BlockPool(limits.num_blocks, self.disk.tiers(message))
         self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
         if before is None:
             effects = Effects()
@@ -409,6 +412,15 @@ class Engine:
             plan.tables = self._tables
         return plan
 
+    def kv_orders(self, now_ns: int) -> KvOrders | None:
+        """Return what the executor is to do with its disk, if anything. Asked before each plan, and behind the last one."""
+        return self.disk.orders(self.state, self._tables, now_ns)
+
+    def kv_answers(self, message: KvAnswers) -> None:
+        """Hear what became of that. Answers about other tables come from before they were emptied."""
+        if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
+            self.disk.answer(self.state, message)
+
     def commit(self, result: StepResult, now_ns: int) -> Effects:
         """Apply a step's result."""
         if self.state is None:
@@ -427,6 +439,8 @@ class Engine:
         state = self.state
         if state is None:
             return Effects()
+        if state.pool.tiers.disk is not None:
+            state.pool.tiers.disk.expire(now_ns)
         effects = self._tell_untold(now_ns)
         if not due:
             return effects

@@ -17,7 +17,7 @@ def check(state: State) -> None:
     _check_requests(state)
     _check_slots(state)
     _check_blocks(state)
-    _check_host_blocks(state)
+    state.pool.tiers.check(request.request_id for request in state.waiting)
     _check_progress(state)
 
 
@@ -87,21 +87,6 @@ def _check_held(state: State, request: Request) -> None:
         assert held.end * block_size >= min(request.room, request.planned), (who, held.end, request.room)
     if groups.is_plain:
         assert request.room == request.held[0].end * block_size, who
-
-
-def _check_host_blocks(state: State) -> None:
-    host = state.pool.host
-    places = host.free + host.leaving + list(host.block_of.values())
-    assert sorted(places) == list(range(host.num_blocks)), Counter(places).most_common(3)
-    wants: Counter[bytes] = Counter()
-    for keys in host.keys_of.values():
-        wants.update(keys)
-    assert wants == host.wanted, (wants, host.wanted)
-    assert host.block_of.keys() <= host.wanted.keys(), "held, and not wanted"
-    assert len(host.wanted) + len(host.leaving) <= host.num_blocks, "wanted, and no room"
-    assert host.copies.keys() <= {*host.block_of.values(), *host.leaving}, host.copies
-    waiting = {request.request_id for request in state.waiting}
-    assert waiting.issuperset(host.keys_of), (waiting, list(host.keys_of))
 
 
 def _check_progress(state: State) -> None:

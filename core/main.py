@@ -16,12 +16,15 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.kv_disk import KvAnswers, KvKept
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Admit, Cancel, Failed, Handed, Live, Reclaim, StopHit, Tokens, Unknown
 from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Drain, Drained, SeatState, Topology
 
-Message = Admit | Cancel | StopHit | Reclaim | Live | Handed | Unknown | StepResult | Capacity
+Message = (
+    Admit | Cancel | StopHit | Reclaim | Live | Handed | Unknown | StepResult | Capacity | KvKept | KvAnswers
+)
 
 AUDIT_NS = 5_000_000_000
 """Between two accounts to the detokenizers."""
@@ -155,6 +158,10 @@ class Core:
             self._audit_path(message)
         elif isinstance(message, Unknown):
             self._tell_unknown(unpack_i64(message.request_ids))
+        elif isinstance(message, KvAnswers):
+            self.engine.kv_answers(message)
+        elif isinstance(message, KvKept):
+            self.engine.disk.hear_kept(message)
         elif isinstance(message, Capacity):
             self.process.log.info(
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
@@ -263,16 +270,25 @@ class Core:
         executor = self.process.me.index
         if not self._has_executor():
             return
+        self._order()
         while True:
             start = time.monotonic_ns()
             plan = self.engine.plan(self.process.now_ns)
             if plan is None:
+                self._order()
                 return
             plan.sent_ns = time.monotonic_ns()
             self._span("plan", plan.step, start, plan.sent_ns)
             peers.send(Role.EXECUTOR, executor, plan)
             self._span("send")
             self.metrics.plan.observe((time.monotonic_ns() - start) * S)
+            self._order()
+
+    def _order(self) -> None:
+        """Have the executor store and fetch: behind the plans that write a block, before any that could write over it."""
+        orders = self.engine.kv_orders(self.process.now_ns)
+        if orders is not None:
+            self.process.peers.send(Role.EXECUTOR, self.process.me.index, orders)
 
     def _send(self, effects: Effects) -> None:
         peers = self.process.peers

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from quintet.core.state import Ending, Limits, State
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
 S = 1e-9
+
+
+def _disk_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
+    """Yield what is counted of blocks on disk, by its name in `quintet.core.counters`."""
+    for name, what in (
+        ("stored", "written"),
+        ("unstored", "not written, the disk being too slow or full"),
+        ("fetched", "read"),
+        ("missed", "asked for, and not there or not whole"),
+    ):
+        help = f"KV blocks on disk, by what became of them; {name}: {what}."
+        yield f"disk_{name}_blocks", metrics.counter("kv_disk_blocks", help, event=name)
+    for name in ("stored", "fetched"):
+        yield f"disk_{name}_bytes", metrics.counter("kv_disk_bytes", "Bytes of these blocks.", event=name)
 
 
 class CoreMetrics:
@@ -20,6 +36,7 @@ class CoreMetrics:
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
+            *_disk_counters(metrics),
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
             (
                 "swap_out_blocks",

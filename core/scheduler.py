@@ -216,7 +216,7 @@ def _enter(
     tables.fill(state, step, request, found, num_own)
     if request.parent is not None:
         state.let_go_for_choices(request.parent)
-    state.pool.host.forget(request.request_id)
+    state.pool.tiers.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
     block_size = state.limits.block_size
     num_restored = max(map(len, found.restored)) if found.restored else 0

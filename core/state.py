@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from operator import attrgetter
 
+from quintet.core.counters import Counters
 from quintet.core.hooks import Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
@@ -84,33 +85,6 @@ class Ending:
     """Prompt tokens that it had to compute, being neither in the cache nor its elder's."""
     longest: int | None
     """Most outputs of any choice, when this was the request's last."""
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the process started."""
-
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    prompt_tokens: int = 0
-    prompt_tokens_cached: int = 0
-    generation_tokens: int = 0
-    first_tokens: int = 0
-    """Of these, a choice's first: a prompt's last token was computed for it."""
-    swap_out_blocks: int = 0
-    """Blocks that plans copy to the host."""
-    swap_in_blocks: int = 0
-    swap_out_bytes: int = 0
-    swap_in_bytes: int = 0
-    executor_losses: int = 0
-    convictions: int = 0
-    refusals: int = 0
-    steps: int = 0
-    expired: int = 0
-    """Choices whose deadline passed before they ended."""
-    hopeless: int = 0
-    """Requests that were refused because it would."""
 
 
 @dataclass(slots=True)
@@ -237,7 +211,7 @@ class State:
             self._leave(request)
         else:
             self._remove(self.waiting, request)
-            self.pool.host.forget(request.request_id)
+            self.pool.tiers.forget(request.request_id)
             if request.parent is not None:
                 self.let_go_for_choices(request.parent)
         request.status = Status.ENDED

@@ -126,7 +126,7 @@ class StepBuilder:
             num_tenants=len(state.running),
             planned_ns=now_ns,
         )
-        swaps_out = state.pool.host.take_copies()
+        swaps_out = state.pool.tiers.take_copies()
         plan = StepPlan(
             step=state.step,
             sent_ns=now_ns,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.step import StepPlan, StepResult
 
 
@@ -47,6 +48,36 @@ class Finished:
         return self.outcome
 
 
+class KvDisk(Protocol):
+    """Blocks of KV memory on disk. Used from the loop only; reads and writes beside it."""
+
+    @property
+    def num_places(self) -> int:
+        """Blocks there is room for on disk."""
+
+    @property
+    def num_staging_blocks(self) -> int:
+        """Host blocks that they are read into, numbered behind all others."""
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """Begin to take orders. ring: tells the loop, from another thread, that there are answers."""
+
+    def order(self, orders: KvOrders) -> None:
+        """Take what is to be stored out of KV memory, as it is now; write and read later."""
+
+    def take_answers(self) -> KvAnswers | None:
+        """Return what became of orders since the last call, for the newest tables ordered about; None without any."""
+
+    def kept(self) -> list[tuple[int, bytes]]:
+        """Return place and key of all that is on disk, what was written longest ago first."""
+
+    def reset(self) -> None:
+        """Forget every order, begun or not: the tables were emptied."""
+
+    def close(self) -> None:
+        """Write what was ordered, as far as that takes no longer than anybody waits, and close the files."""
+
+
 class StepWorker(Protocol):
     """Executes plans in the order of the core that made them."""
 
@@ -61,6 +92,10 @@ class StepWorker(Protocol):
     @property
     def swap_bytes_per_s(self) -> int:
         """How fast it copies between device and host, the slower way, as measured; 0 if it was not."""
+
+    @property
+    def kv_disk(self) -> KvDisk | None:
+        """Where blocks outlive this process; None where they do not."""
 
     @property
     def facts(self) -> Mapping[str, str]:

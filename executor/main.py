@@ -18,6 +18,7 @@ from collections.abc import Callable
 from quintet.executor.cards.share import share_of
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
+from quintet.executor.kv_talk import KvTalk, own_disk
 from quintet.executor.parallel.followers import Followers
 from quintet.executor.platforms.shares import take_share
 from quintet.executor.weights.read_ahead import read_ahead
@@ -26,6 +27,7 @@ from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_disk import DiskRang, KvOrders
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology
@@ -89,14 +91,18 @@ def make_worker(config: EngineConfig, span: Span, followers: Followers | None = 
     return make(config, span) if followers is None else make(config, span, followers)
 
 
+Message = StepPlan | KvOrders
+
+
 class Executor:
     """The seat and the worker, which core they serve, and what is in flight between them."""
 
-    def __init__(self, process: Process[StepPlan], worker: StepWorker) -> None:
+    def __init__(self, process: Process[Message], worker: StepWorker) -> None:
         self._process = process
         self._worker = worker
         self._span = process.span
         self._in_flight = InFlight(process.inbox)
+        self._disk = None if worker.kv_disk is None else KvTalk(process, worker.kv_disk)
         self._core_epoch: int | None = None
         self._last_step: int | None = None
         """The newest plan that came from this core, or was dropped."""
@@ -142,27 +148,34 @@ class Executor:
         self._process.progress += 1
         self._process.pending -= 1
 
-    def handle(self, messages: list[StepPlan | StepsEnded | Topology | Dropped]) -> None:
+    def handle(self, messages: list[Message | StepsEnded | DiskRang | Topology | Dropped]) -> None:
         """Send the results of the steps that ended, then begin the plans among ``messages``, all in order.
 
         When the core's epoch changed, every plan of the batch is from the core that is gone: the new one sends its
         first plan only after it has our `Capacity`.
         """
         is_new_core = self._follow_core()
-        plans: list[StepPlan | Dropped] = []
+        plans: list[StepPlan | KvOrders | Dropped] = []
         for message in messages:
             if isinstance(message, StepPlan) or (isinstance(message, Dropped) and self._is_next(message)):
                 plans.append(message)
                 self._last_step = message.step
+            elif isinstance(message, KvOrders):
+                plans.append(message)
+            elif isinstance(message, DiskRang) and self._disk is not None:
+                self._disk.answer()
             elif isinstance(message, StepsEnded):
                 for begun in self._in_flight.ended(message.count):
                     self._end(begun)
         if is_new_core:
             self._last_step = None
             return
-        self._process.pending += len(plans)
+        self._process.pending += sum(not isinstance(plan, KvOrders) for plan in plans)
         for plan in plans:
-            if plan.tables != self._num_emptied:
+            if isinstance(plan, KvOrders):
+                if self._disk is not None and plan.tables == self._num_emptied:
+                    self._disk.order(plan)
+            elif plan.tables != self._num_emptied:
                 self._process.pending -= 1
             elif isinstance(plan, Dropped):
                 self._fail_dropped(plan)
@@ -184,8 +197,10 @@ class Executor:
             self._process.pending -= 1
 
     def close(self) -> None:
-        """Stop waiting for the device."""
+        """Stop waiting for the device, and for the disk."""
         self._in_flight.close()
+        if self._disk is not None:
+            self._disk.close()
 
     def _begin(self, plan: StepPlan) -> None:
         """Have a plan computed. A step that is over at once is settled at once, unless others are before it."""
@@ -277,6 +292,8 @@ class Executor:
         self._process.pending -= self._in_flight.forget()
         self._worker.reset()
         self._num_emptied += 1
+        if self._disk is not None:
+            self._disk.reset()
 
     def _follow_core(self) -> bool:
         """Introduce ourselves to a core we have not met. Return whether there is a new one."""
@@ -303,6 +320,8 @@ class Executor:
             num_host_blocks=self._worker.num_host_blocks,
             swap_bytes_per_s=self._worker.swap_bytes_per_s,
         )
+        if self._disk is not None:
+            self._disk.introduce(capacity)
         self._process.peers.send(Role.CORE, self._process.me.index, capacity)
 
 
@@ -313,7 +332,7 @@ def in_words(error: Exception) -> str:
     return line if len(line) <= MAX_FAILURE_CHARS else line[: MAX_FAILURE_CHARS - 1] + "…"
 
 
-def serve(process: Process[StepPlan]) -> None:
+def serve(process: Process[Message]) -> None:
     """Boot, then execute plans until told to stop."""
     process.beat_from_a_thread()
     followers = None
@@ -321,7 +340,8 @@ def serve(process: Process[StepPlan]) -> None:
         if process.config.executor.num_ranks > 1:
             _set_environment()  # they inherit it
             followers = Followers(process.me, process.config)  # first: they load while this one does
-        worker = make_worker(take_share(process.me.index, process.config), process.span, followers)
+        config = own_disk(process.me.index, take_share(process.me.index, process.config))
+        worker = make_worker(config, process.span, followers)
         executor = Executor(process, worker)
         process.account = executor.account
         process.ready(**worker.facts)
@@ -336,7 +356,7 @@ def serve(process: Process[StepPlan]) -> None:
 
 def run(me: WorkerId, config: EngineConfig) -> None:
     """Be the executor process."""
-    serve(Process(me, config, StepPlan))
+    serve(Process(me, config, StepPlan | KvOrders))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
 from quintet.executor.cards.share import WHOLE, Share
+from quintet.executor.disk.boot import open_kv_disk
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, StepWorker
@@ -84,6 +85,7 @@ class Worker:
         self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, [ranks])
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
+        self.kv_disk = open_kv_disk(runner, config, self.num_host_blocks)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(
@@ -153,13 +155,24 @@ class Worker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._host_blocks.copy_in(plan.swaps_in)
+            self._copy_in(plan.swaps_in)
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._span("tables", plan.step)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")
         return self._smaller_steps.compute(plan, self._compute)
+
+    def _copy_in(self, swaps: bytes) -> None:
+        """Copy from host blocks; those behind the last one are what was read from disk."""
+        if self.kv_disk is None:
+            self._host_blocks.copy_in(swaps)
+            return
+        pairs = np.frombuffer(swaps, np.int32).reshape(-1, 2)
+        is_read = pairs[:, 1] >= self.num_host_blocks
+        if not is_read.all():
+            self._host_blocks.copy_in(pairs[~is_read].tobytes())
+        self.kv_disk.copy_in(pairs[is_read, 0], pairs[is_read, 1])
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""

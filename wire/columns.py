@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from quintet.wire import kv_disk as d
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.request import RequestSpec
@@ -51,6 +52,9 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     s.TokenLogprobs: {"token_ids": "i", "logprobs": "f"},
     s.PromptLogprobs: {"ranks": "i", "token_ids": "i", "logprobs": "f"},
     s.StepResult: {"token_ids": "i"},
+    d.KvOrders: {"stores": "i", "fetches": "i"},
+    d.KvAnswers: {"fetched": "i", "missed": "i"},
+    d.KvKept: {"places": "i"},
 }
 """Struct, field, and the code of its numbers in `array`."""
 

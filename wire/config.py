@@ -114,6 +114,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     parsers: ParsersConfig = ParsersConfig()
 
 
+class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of KV memory that are kept on disk."""
+
+    folder: str
+    """Each engine has files of its own in it."""
+    size_bytes: int
+    """Of blocks, for each engine."""
+    staging_bytes: int
+    """Host memory that blocks are read into, of each engine."""
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory."""
 
@@ -127,6 +138,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number format of keys and values."""
     swap_bytes: int = 0
     """Host memory for KV of preempted requests, of each rank; 0: they are computed again."""
+    disk: KvDiskConfig | None = None
+    """Where KV outlives the server; None: nowhere."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,6 +18,7 @@ from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import UNREADABLE, unpack_i32
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
+from quintet.wire.disk_sense import are_swaps, blocks_elsewhere, disk_checks, fits_elsewhere
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
@@ -52,7 +53,7 @@ class Sense:
         self._num_groups = len(model.kv.groups)
         self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes) or MAX_COUNT
         """On a GPU only the executor knows."""
-        self._num_host_blocks = model.kv.num_blocks(config.cache.swap_bytes)
+        self._num_host_blocks, self._num_disk_blocks = blocks_elsewhere(config)
         self._blocks_per_row = max(STATE_BLOCKS, -(-model.max_model_len // model.kv.block_size))
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
@@ -97,6 +98,7 @@ class Sense:
             s.StepPlan: self._plan,
             s.StepResult: self._result,
             s.Capacity: self._capacity,
+            **disk_checks(self._num_blocks, self._num_host_blocks, self._num_disk_blocks),
         }
 
     def accepts(self, message: msgspec.Struct) -> bool:
@@ -207,8 +209,8 @@ class Sense:
             and all_below(msg.copies, self._num_blocks)
             and are_spans(msg.starts, msg.counts, self._max_len + 1)
             and self._block_entries(msg.blocks)
-            and self._swaps(msg.swaps_out)
-            and self._swaps(msg.swaps_in)
+            and are_swaps(msg.swaps_out, self._num_blocks, self._num_host_blocks)
+            and are_swaps(msg.swaps_in, self._num_blocks, self._num_host_blocks)
             and all(self._new_row(row) for row in msg.new_rows)
             and all(self._row_embeds(row) for row in msg.embeds)
         )
@@ -224,16 +226,6 @@ class Sense:
             and all_below(entries[1::4].tobytes(), self._num_groups)
             and all_below(entries[2::4].tobytes(), self._blocks_per_row)
             and all_below(entries[3::4].tobytes(), self._num_blocks)
-        )
-
-    def _swaps(self, swaps: bytes) -> bool:
-        if not swaps:
-            return True
-        if len(swaps) % (2 * ID_BYTES) or not self._num_host_blocks:
-            return False
-        pairs = memoryview(swaps).cast("i")
-        return all_below(pairs[0::2].tobytes(), self._num_blocks) and all_below(
-            pairs[1::2].tobytes(), self._num_host_blocks
         )
 
     def _new_row(self, row: s.NewRow) -> bool:
@@ -263,7 +255,7 @@ class Sense:
         return (
             0 < msg.executor_epoch <= MAX_COUNT
             and 0 < msg.num_blocks <= MAX_COUNT
-            and 0 <= msg.num_host_blocks <= self._num_host_blocks
+            and fits_elsewhere(msg, self._num_host_blocks, self._num_disk_blocks)
             and 0 <= msg.swap_bytes_per_s < MAX_ID
             and msg.block_size == self._block_size
             and 0 < msg.max_num_seqs <= self._num_slots

@@ -148,3 +148,7 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     """Blocks of host memory, for contents that the device has no room for; empty too."""
     swap_bytes_per_s: int = 0
     """How fast blocks are copied between device and host, the slower way; 0 when that was not measured."""
+    num_disk_blocks: int = 0
+    """Blocks there is room for on disk (`quintet.wire.kv_disk`)."""
+    num_staging_blocks: int = 0
+    """Host blocks that they are read into; their numbers follow those of `num_host_blocks`."""

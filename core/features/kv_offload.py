@@ -13,11 +13,10 @@ fast it computes (`quintet.core.pace`). What takes part in a copy, and when, is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
+from quintet.core.contents import digests_of, keys_behind, run_of
 from quintet.core.hooks import Feature, Found, Setup
 from quintet.core.kv.held import Held
-from quintet.core.kv.prefix import digest_behind, extend_chain, key_of
 from quintet.core.request import Request
 from quintet.core.state import State
 
@@ -34,7 +33,7 @@ def keep(state: State, request: Request) -> None:
     that are known: those in flight are drawn again.
     """
     block_size, pool = state.limits.block_size, state.pool
-    if not pool.host.num_blocks or not _may_begin_behind_others(request):
+    if not pool.tiers.host.num_blocks or not _may_begin_behind_others(request):
         return
     num_full = min(request.planned, len(request.tokens) - 1) // block_size
     if not state.limits.groups.is_plain:
@@ -43,10 +42,10 @@ def keep(state: State, request: Request) -> None:
     if not _is_cheaper(state, num_full * block_size, 2 * num_full):
         return
     found = pool.index.block_of
-    wanted = pool.host.want(request.request_id, _keys(state, request, 0, num_full * block_size))
+    wanted = pool.tiers.host.want(request.request_id, keys_behind(state, request, 0, num_full * block_size))
     for key, block in zip(wanted, request.held[0].blocks, strict=False):
         if key not in found:
-            pool.host.save(key, block)
+            pool.tiers.host.leave(key, block)
 
 
 def _keep_groups(state: State, request: Request, num_blocks: int) -> None:
@@ -57,7 +56,7 @@ def _keep_groups(state: State, request: Request, num_blocks: int) -> None:
         return
     contents: dict[bytes, int] = {}
     for index, group in enumerate(groups.all):
-        keys, blocks = _keys(state, request, index, num_tokens), held[index].blocks[-1:]
+        keys, blocks = keys_behind(state, request, index, num_tokens), held[index].blocks[-1:]
         if not group.is_state:
             skipped = groups.first_block(index, num_tokens) - held[index].begin
             if skipped < 0:
@@ -67,9 +66,9 @@ def _keep_groups(state: State, request: Request, num_blocks: int) -> None:
     if not _is_cheaper(state, num_tokens, 2 * len(contents)):
         return
     request.num_kept = num_tokens
-    for key in pool.host.want(request.request_id, list(contents), whole=True):
+    for key in pool.tiers.host.want(request.request_id, list(contents), whole=True):
         if key not in pool.index.block_of:
-            pool.host.save(key, contents[key])
+            pool.tiers.host.leave(key, contents[key])
 
 
 def _beginning(state: State, request: Request, num_blocks: int) -> tuple[int, Sequence[Held]]:
@@ -84,7 +83,7 @@ def _beginning(state: State, request: Request, num_blocks: int) -> tuple[int, Se
         return min(planned, len(request.tokens) - 1), request.held
     if not limits.prefix_caching:
         return 0, ()
-    digests, index = _digests(state, request, num_blocks), state.pool.index
+    digests, index = digests_of(state, request, num_blocks), state.pool.index
     num_blocks, held = index.longest(digests, num_blocks, limits.groups.all, limits.block_size)
     return num_blocks * limits.block_size, held
 
@@ -92,13 +91,13 @@ def _beginning(state: State, request: Request, num_blocks: int) -> tuple[int, Se
 def source(state: State, request: Request) -> Found | None:
     """Find what is on the device still, and behind it what is on the host."""
     pool, limits = state.pool, state.limits
-    if request.request_id not in pool.host.keys_of:
+    if request.request_id not in pool.tiers.host.keys_of:
         return None
     if not limits.groups.is_plain:
         return _source_of_groups(state, request)
-    keys = pool.host.keys_of[request.request_id]
-    blocks = _run(keys, pool.index.block_of)
-    restored = pool.host.longest(keys[len(blocks) :])
+    keys = pool.tiers.host.keys_of[request.request_id]
+    blocks = run_of(keys, pool.index.block_of)
+    restored = pool.tiers.host.fetch(request.request_id, keys[len(blocks) :])
     if not restored or not _is_cheaper(state, len(restored) * limits.block_size, len(restored)):
         return None
     num_tokens = (len(blocks) + len(restored)) * limits.block_size
@@ -112,14 +111,18 @@ def _source_of_groups(state: State, request: Request) -> Found | None:
     tails: list[int | None] = []
     restored: list[list[int]] = []
     for index, group in enumerate(limits.groups.all):
-        keys, block_of, rest = _keys(state, request, index, num_tokens), pool.index.block_of, list[bytes]()
+        keys, block_of, rest = (
+            keys_behind(state, request, index, num_tokens),
+            pool.index.block_of,
+            list[bytes](),
+        )
         if num_tokens % limits.block_size and not group.is_state:
             tail = keys.pop()  # on the device it is only copied
             tails.append(block_of.get(tail))
             rest = [tail] if tail not in block_of else []
-        blocks = _run(keys, block_of)
+        blocks = run_of(keys, block_of)
         rest = keys[len(blocks) :] + rest
-        restored.append(pool.host.longest(rest))
+        restored.append(pool.tiers.host.fetch(request.request_id, rest))
         if len(restored[-1]) < len(rest):
             return None
         shared.append(Held(0 if group.is_state else limits.groups.first_block(index, num_tokens), blocks))
@@ -128,39 +131,6 @@ def _source_of_groups(state: State, request: Request) -> Found | None:
         return None
     found = Found(num_tokens, shared, tails, restored=restored)
     return found if state.spares(request, len(found.known_tails)) else None
-
-
-def _run(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
-    """Return the blocks of the first of these keys, as long as they are known."""
-    blocks = map(block_of.get, keys)
-    return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
-
-
-def _keys(state: State, request: Request, index: int, num_tokens: int) -> list[bytes]:
-    """Return what names the contents of a group's blocks that a request needs which goes on behind so many tokens.
-
-    Where beginnings are not shared (`Limits.prefix_caching`), perhaps because keys and values depend on more than the
-    tokens before them, contents are the request's own.
-    """
-    limits, group = state.limits, state.limits.groups.all[index]
-    num_full, length = divmod(num_tokens, limits.block_size)
-    first = num_full if group.is_state else limits.groups.first_block(index, num_tokens)
-    if not limits.prefix_caching:
-        end = num_full + 1 if group.is_state or length else num_full
-        return [b"%d/%d/%d" % (request.request_id, index, position) for position in range(first, end)]
-    digests = _digests(state, request, num_full)
-    wanted = digests[first:]
-    if length:
-        before = digests[-1] if digests else request.salt_digest
-        wanted.append(digest_behind(before, request.tokens[num_tokens - length : num_tokens]))
-    elif group.is_state:
-        wanted = digests[-1:]
-    return [key_of(digest, index) for digest in wanted]
-
-
-def _digests(state: State, request: Request, num_blocks: int) -> list[bytes]:
-    extend_chain(request.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
-    return request.digests[:num_blocks]
 
 
 def _may_begin_behind_others(request: Request) -> bool:

@@ -18,17 +18,20 @@ The executor's host memory is as old as its tables: a new one begins with a new 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 
 
 class HostPool:
-    """Which host block holds what, and who wants it. Without blocks it wants and holds nothing."""
+    """Which host block holds what, and who wants it: a `quintet.core.kv.tiers.Tier`. Without blocks it holds nothing."""
 
-    __slots__ = ("block_of", "copies", "free", "keys_of", "leaving", "num_blocks", "wanted")
+    __slots__ = ("block_of", "copies", "first", "free", "keys_of", "leaving", "num_blocks", "wanted")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, first: int = 0) -> None:
+        """first: the number of the first one."""
         self.num_blocks = num_blocks
-        self.free = list(range(num_blocks - 1, -1, -1))
+        self.first = first
+        self.free = list(range(first + num_blocks - 1, first - 1, -1))
         self.leaving: list[int] = []
         self.block_of: dict[bytes, int] = {}
         """Content -> the block that holds it, or will when the next plan is executed."""
@@ -74,15 +77,27 @@ class HostPool:
                 if block is not None:
                     self.leaving.append(block)
 
-    def save(self, key: bytes, device_block: int) -> None:
+    def leave(self, key: bytes, device_block: int) -> None:
         """Have the next plan copy this content, if it is wanted and not here, from the device before anything else."""
         if key in self.wanted and key not in self.block_of:
-            block = self.free.pop()
-            self.block_of[key] = block
-            self.copies[block] = device_block
+            self.copies[self.place(key)] = device_block
 
-    def longest(self, keys: Iterable[bytes]) -> list[int]:
-        """Return the blocks that hold the longest run of these contents, from the first on."""
+    def place(self, key: bytes) -> int:
+        """Return a block for a content that is wanted and not here."""
+        block = self.block_of[key] = self.free.pop()
+        return block
+
+    def lose(self, key: bytes) -> None:
+        """Hear that the block of a content that is wanted does not hold it: nobody wants it any more."""
+        del self.wanted[key]
+        for keys in self.keys_of.values():
+            if key in keys:
+                keys.remove(key)
+        self.leaving.append(self.block_of.pop(key))
+
+    def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int]:
+        """Return the blocks that hold the longest run of these contents, from the first on: they are here, or will be when the
+        next plan has made its first copies."""
         found: list[int] = []
         block_of = self.block_of
         for key in keys:
@@ -99,3 +114,18 @@ class HostPool:
         self.free += self.leaving
         self.leaving.clear()
         return pairs
+
+    def check(self, waiting: set[int]) -> None:
+        """Assert every invariant."""
+        places = self.free + self.leaving + list(self.block_of.values())
+        assert sorted(places) == list(range(self.first, self.first + self.num_blocks)), Counter(
+            places
+        ).most_common(3)
+        wants: Counter[bytes] = Counter()
+        for keys in self.keys_of.values():
+            wants.update(keys)
+        assert wants == self.wanted, (wants, self.wanted)
+        assert self.block_of.keys() <= self.wanted.keys(), "held, and not wanted"
+        assert len(self.wanted) + len(self.leaving) <= self.num_blocks, "wanted, and no room"
+        assert self.copies.keys() <= {*self.block_of.values(), *self.leaving}, self.copies
+        assert waiting.issuperset(self.keys_of), (waiting, list(self.keys_of))

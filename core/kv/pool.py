@@ -20,16 +20,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.prefix import PrefixIndex
+from quintet.core.kv.tiers import Tiers
 
 
 class BlockPool:
     """Reference counts and free lists over ``num_blocks`` blocks."""
 
-    __slots__ = ("cached", "fenced", "free", "host", "index", "left", "num_blocks", "refs")
+    __slots__ = ("cached", "fenced", "free", "index", "left", "num_blocks", "refs", "tiers")
 
-    def __init__(self, num_blocks: int, num_host_blocks: int = 0) -> None:
+    def __init__(self, num_blocks: int, tiers: Tiers | None = None) -> None:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
@@ -40,7 +40,9 @@ class BlockPool:
         self.left: dict[int, int] = {}
         """Referenced blocks -> the newest step in flight when another holder left them."""
         self.index = PrefixIndex()
-        self.host = HostPool(num_host_blocks)
+        self.tiers = tiers or Tiers()
+        if self.tiers.disk is not None:
+            self.index.news = []
 
     @property
     def num_available(self) -> int:
@@ -53,13 +55,13 @@ class BlockPool:
         return self.num_blocks - len(self.free) - len(self.cached)
 
     def take(self) -> int:
-        """Hand out one block with one reference, evicting the least recently used content if need be: to the host, if wanted."""
+        """Hand out one block with one reference, evicting the least recently used content if need be."""
         if self.free:
             block = self.free.pop()
         else:
             block = next(iter(self.cached))
             del self.cached[block]
-            self.host.save(self.index.forget(block), block)
+            self.tiers.leave(self.index.forget(block), block)
         self.refs[block] = 1
         return block
 
@@ -71,10 +73,10 @@ class BlockPool:
         return self.refs[block] == 1 and block not in self.left
 
     def move(self, block: int) -> None:
-        """Forget what a block holds, which its holder gives new content: to the host with it, if wanted."""
+        """Forget what a block holds, which its holder gives new content."""
         assert self.may_move(block), (block, self.refs[block])
         if self.index.holds(block):
-            self.host.save(self.index.forget(block), block)
+            self.tiers.leave(self.index.forget(block), block)
 
     def cost_of_sharing(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks would leave the available ones if they were shared."""

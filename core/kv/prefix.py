@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from hashlib import sha256
 
 from quintet.core.kv.held import Held
@@ -66,12 +66,48 @@ def key_of(digest: bytes, group: int) -> bytes:
     return digest + group.to_bytes(2, "little") if group else digest
 
 
+def reach(
+    known: Container[bytes], digests: list[bytes], most: int, groups: Sequence[KvGroup], block_size: int
+) -> int:
+    """Return behind how many blocks of a chain, at most ``most``, a request can begin where the contents ``known`` are there."""
+    is_agreed = False
+    while most and not is_agreed:
+        before = most
+        for index, group in enumerate(groups):
+            most = _serves(known, digests, most, index, group, block_size)
+        is_agreed = most == before
+    return most
+
+
+def _serves(
+    known: Container[bytes], digests: list[bytes], most: int, index: int, group: KvGroup, block_size: int
+) -> int:
+    """Return the largest number of blocks, at most ``most``, behind which a token finds what it needs of this group."""
+    if group.kind == "full":
+        for position in range(most):
+            if key_of(digests[position], index) not in known:
+                return position
+        return most
+    if group.is_state:
+        while most and key_of(digests[most - 1], index) not in known:
+            most -= 1
+        return most
+    position = most - 1
+    while most and position >= group.first_seen(most * block_size) // block_size:
+        if key_of(digests[position], index) not in known:
+            most = position
+        position -= 1
+    return most
+
+
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "end_of", "ends", "key_of")
+    __slots__ = ("block_of", "end_of", "ends", "key_of", "news")
 
     def __init__(self) -> None:
+        self.news: list[tuple[bytes, int]] | None = None
+        """Keys and blocks of full blocks that became findable since somebody last emptied it; None where nobody does."""
         self.block_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
         self.ends: dict[bytes, Counter[int]] = {}
@@ -88,6 +124,8 @@ class PrefixIndex:
         if key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key
+            if self.news is not None:
+                self.news.append((key, block))
 
     def forget(self, block: int) -> bytes:
         """Remove a block that is about to get new content; return the key of what it holds."""
@@ -109,7 +147,9 @@ class PrefixIndex:
         """Make an end behind ``tokens``, fewer than a block, findable. By group: blocks with its states, and with its tail."""
         digest = digest_behind(before, tokens)
         for group, block in (states | tails).items():
-            self.register(key_of(digest, group), block)
+            key = key_of(digest, group)
+            if key not in self.block_of and block not in self.key_of:
+                self.block_of[key], self.key_of[block] = block, key
         block = self.block_of[key_of(digest, min(states))]
         if block not in self.end_of:
             self.end_of[block] = before, len(tokens)
@@ -164,12 +204,7 @@ class PrefixIndex:
         if len(groups) == 1 and groups[0].kind == "full":
             blocks = self._run(digests, max_blocks)
             return len(blocks), [Held(0, blocks)]
-        num_blocks, is_agreed = max_blocks, False
-        while num_blocks and not is_agreed:
-            before = num_blocks
-            for index, group in enumerate(groups):
-                num_blocks = self._serves(digests, num_blocks, index, group, block_size)
-            is_agreed = num_blocks == before
+        num_blocks = reach(self.block_of, digests, max_blocks, groups, block_size)
         return num_blocks, [
             self._read(digests, num_blocks, index, group, block_size) for index, group in enumerate(groups)
         ]
@@ -184,25 +219,6 @@ class PrefixIndex:
                 break
             found.append(block)
         return found
-
-    def _serves(self, digests: list[bytes], most: int, index: int, group: KvGroup, block_size: int) -> int:
-        """Return the largest number of blocks, at most ``most``, behind which a token finds what it needs of this group."""
-        block_of = self.block_of
-        if group.kind == "full":
-            for position in range(most):
-                if key_of(digests[position], index) not in block_of:
-                    return position
-            return most
-        if group.is_state:
-            while most and key_of(digests[most - 1], index) not in block_of:
-                most -= 1
-            return most
-        position = most - 1
-        while most and position >= group.first_seen(most * block_size) // block_size:
-            if key_of(digests[position], index) not in block_of:
-                most = position
-            position -= 1
-        return most
 
     def _read(self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int) -> Held:
         """Return the blocks that a token behind ``end`` blocks reads, all of which are known."""

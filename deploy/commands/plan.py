@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,6 +54,18 @@ class KvFormatPlan(msgspec.Struct, frozen=True):
     """Of long requests, that would fit into `Plan.kv_memory_bytes`; 0 where that is not known yet."""
 
 
+class KvDiskPlan(msgspec.Struct, frozen=True):
+    """What ``--kv-disk`` keeps, for each engine."""
+
+    folder: str
+    size_bytes: int
+    num_blocks: int
+    staging_bytes: int
+    """Host memory that blocks are read into, at most."""
+    free_bytes: int
+    """What the disk has left."""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the server would use. Sizes in bytes; lengths in tokens."""
 
@@ -96,6 +109,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What attention takes beside KV, at most; on a CPU."""
     shared_bytes: int
     """What the ranks of an engine share, at most; 0 where there is one."""
+    kv_disk: KvDiskPlan | None
+    """What is kept on disk; null where nothing is."""
     notes: list[str]
 
 
@@ -184,8 +199,31 @@ def make_plan(resolution: Resolution) -> Plan:
         if (config.executor.kind, config.executor.device) == ("torch", "cpu")
         else 0,
         shared_bytes=config.executor.shared_bytes,
+        kv_disk=_kv_disk(config),
         notes=resolution.notes,
     )
+
+
+def _kv_disk(config: EngineConfig) -> KvDiskPlan | None:
+    disk = config.cache.disk
+    if disk is None:
+        return None
+    folder = Path(disk.folder)
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    num_blocks = config.model.kv.num_blocks(disk.size_bytes)
+    free_bytes = shutil.disk_usage(there).free
+    return KvDiskPlan(disk.folder, disk.size_bytes, num_blocks, disk.staging_bytes, free_bytes)
+
+
+def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
+    disk = plan.kv_disk
+    if disk is None:
+        return []
+    words = (
+        f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {plan.block_size} tokens, for each"
+        f" engine; {format_size(disk.free_bytes)} are free there; {format_size(disk.staging_bytes)} of memory to read into"
+    )
+    return [("KV on disk", words)]
 
 
 def _groups(kv: KvSpec, max_model_len: int, step_tokens: int) -> list[GroupPlan]:
@@ -316,6 +354,7 @@ def plan_lines(plan: Plan) -> list[str]:
             if plan.kv_memory_bytes
             else "what the GPU has left when the model is loaded",
         ),
+        *_disk_rows(plan),
         *_beside_kv(plan),
         (
             "requests",

@@ -23,7 +23,7 @@ from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
-from quintet.deploy.supervisor.store_lock import alone_with
+from quintet.deploy.supervisor.store_lock import alone
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
@@ -117,7 +117,7 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
             config = msgspec.structs.replace(
                 config, frontend=msgspec.structs.replace(config.frontend, port=port)
             )
-        with alone_with(config.frontend.response_store):
+        with alone(config):
             story = PrintedStory(config, opening_lines(resolution))
             surroundings = Surroundings(
                 listener=listener, parent_fd=parent_fd, nursery=nursery, manager=ServiceManager(os.environ)

@@ -12,6 +12,7 @@ from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.implementation import check_transformers_flags, note_of
+from quintet.deploy.resolve.kv_disk import kv_disk_config
 from quintet.deploy.resolve.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -190,15 +191,17 @@ def _cache_config(
             f"prefix caching is off: this model rotates positions otherwise in sequences of more than "
             f"{facts.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {facts.fixed_rope_len} allows it"
         )
+    shares_beginnings = options.enable_prefix_caching and can_share_prefixes
     cache = CacheConfig(
         memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
-        enable_prefix_caching=options.enable_prefix_caching and can_share_prefixes,
+        enable_prefix_caching=shares_beginnings,
         dtype=rules.kv_format(options, facts),
         gpu_memory_utilization=options.gpu_memory_utilization,
         swap_bytes=rules.derive_swap_bytes(
             options.swap_space, device, kind, room_bytes * options.tensor_parallel_size
         )
         // options.tensor_parallel_size,
+        disk=kv_disk_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
     )
     return cache, fitted
 

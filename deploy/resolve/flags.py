@@ -335,6 +335,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "4 on a GPU, but at most a quarter of what is free; 0 on the CPU",
         ),
     ] = None
+    kv_disk: Annotated[
+        str | None,
+        Flag(
+            MEMORY,
+            "folder where KV of prompts and answers outlives the server: a prompt that was computed before is read from there"
+            " (docs/kv.md). On a CPU; what it keeps is as private as the prompts",
+            "FOLDER",
+            "nowhere",
+        ),
+    ] = None
+    kv_disk_size: Annotated[
+        int | str | None,
+        Flag(
+            MEMORY, "most of it, for each engine, e.g. 20GiB; what was used longest ago goes", "SIZE", "8GiB"
+        ),
+    ] = None
     block_size: Annotated[
         int | None,
         Flag(

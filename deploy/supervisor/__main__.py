@@ -13,12 +13,14 @@ from pathlib import Path
 
 import setproctitle
 
-from quintet.deploy.supervisor.boot_story import ReportedStory
+from quintet.deploy.supervisor.boot_story import Failure, ReportedStory
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
+from quintet.deploy.supervisor.store_lock import alone
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 from quintet.process.log import configure_logging
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
 def main() -> int:
@@ -42,7 +44,14 @@ def main() -> int:
         )  # a terminal's Ctrl-C reaches the parent too, which decides
         signals.remove(signal.SIGINT)
     surroundings = Surroundings(parent_fd=arguments.parent_fd, signals=signals, nursery=nursery)
-    return Supervisor(config, ReportedStory(arguments.report_fd), surroundings).run()
+    story = ReportedStory(arguments.report_fd)
+    try:
+        with alone(config):
+            return Supervisor(config, story, surroundings).run()
+    except ConfigError as error:
+        story.failed(Failure("supervisor", str(error), "", EXIT_CONFIG))
+        nursery.end()
+        return EXIT_CONFIG
 
 
 if __name__ == "__main__":

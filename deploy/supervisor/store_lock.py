@@ -1,4 +1,4 @@
-"""That a file of kept responses is one server's alone: its frontends' names in it would mean others to a second one."""
+"""That what a server keeps in files is its alone: names in it would mean others to a second one, or be written over by it."""
 
 from __future__ import annotations
 
@@ -6,12 +6,28 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
 
 @contextmanager
-def alone_with(path: str) -> Iterator[None]:
+def alone(config: EngineConfig) -> Iterator[None]:
+    """Hold the locks of all that a server keeps in files until the block or the process ends.
+
+    Raises `ConfigError` where another process has one, or it cannot be made.
+    """
+    disk = config.cache.disk
+    with (
+        alone_with(config.frontend.response_store, "--response-store"),
+        alone_with("" if disk is None else _lock_in(disk.folder), "--kv-disk"),
+    ):
+        yield
+
+
+@contextmanager
+def alone_with(path: str, flag: str) -> Iterator[None]:
     """Hold the lock of a store, ``path`` with ``.lock`` behind it, until the block or the process ends; "" has none.
 
     The lock is the process's: children have no part in it. The empty file stays. Raises `ConfigError` where another process
@@ -24,15 +40,22 @@ def alone_with(path: str) -> Iterator[None]:
     try:
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        raise ConfigError(f"--response-store {path}: {lock} cannot be opened ({error.strerror})") from None
+        raise ConfigError(f"{flag} {path}: {lock} cannot be opened ({error.strerror})") from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(file)
-        raise ConfigError(
-            f"--response-store {path} is kept by another server that runs: give each a file of its own"
-        ) from None
+        raise ConfigError(f"{flag} {path} is kept by another server that runs: give each its own") from None
     try:
         yield
     finally:
         os.close(file)
+
+
+def _lock_in(folder: str) -> str:
+    """Make a folder, if need be, and return what its lock belongs to."""
+    try:
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--kv-disk {folder}: cannot be made ({error.strerror})") from None
+    return str(Path(folder) / "server")

@@ -87,6 +87,12 @@ def set_threads(library: ctypes.CDLL, threads: int, pinned: bool) -> None:
     declare(library, "qt_set_threads", _INT, _INT)(threads, pinned)
 
 
+def sources_name(library: ctypes.CDLL) -> str:
+    """Return the name of the sources that the kernels were built from."""
+    name: bytes = declare(library, "qt_sources", result=ctypes.c_char_p)()
+    return name.decode()
+
+
 def instruction_set(library: ctypes.CDLL) -> str:
     """Return the name of the instruction set that the kernels use on this processor."""
     name: bytes = declare(library, "qt_isa", result=ctypes.c_char_p)()

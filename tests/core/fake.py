@@ -30,6 +30,8 @@ from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
 from tests.wire.respec import changed
 
+from .fake_disk import FakeDisk
+
 EOS = 2
 VOCAB = 200
 NS_PER_TOKEN = 1_000_000
@@ -119,7 +121,9 @@ class FakeExecutor:
         """Copy blocks to the host, then others from there."""
         out, back = (list(codec.unpack_i32(column)) for column in (plan.swaps_out, plan.swaps_in))
         assert all(0 <= block < self.capacity.num_blocks for block in (out + back)[::2])
-        assert all(0 <= block < self.capacity.num_host_blocks for block in (out + back)[1::2])
+        assert all(0 <= block < self.capacity.num_host_blocks for block in out[1::2])
+        num_blocks = self.capacity.num_host_blocks + self.capacity.num_staging_blocks
+        assert all(0 <= block < num_blocks for block in back[1::2])
         for column in (out[1::2], back[::2]):
             assert len(set(column)) == len(column), ("written twice", column)
         for device, host in zip(out[::2], out[1::2], strict=True):
@@ -268,6 +272,7 @@ class World:
         self.swap_bytes_per_s = int(options.pop("swap_bytes_per_s", 0))  # type: ignore[call-overload]
         max_model_len = options.pop("max_model_len", 256)
         features = options.pop("features", FEATURES)
+        self.disk: FakeDisk | None = options.pop("disk", None)  # type: ignore[assignment]
         self.fault: Fault = options.pop("fault", no_fault)  # type: ignore[assignment]
         self.failure: ExecutorFails | None = None
         """Of a step that failed and of which the core will hear when it has heard of all before."""
@@ -279,7 +284,10 @@ class World:
             Engine,
             make_model(max_model_len, self.kv),
             CacheConfig(
-                memory_bytes=0, enable_prefix_caching=bool(caching), swap_bytes=64 * self.num_host_blocks
+                memory_bytes=0,
+                enable_prefix_caching=bool(caching),
+                swap_bytes=64 * self.num_host_blocks,
+                disk=None if self.disk is None else self.disk.config,
             ),
             msgspec.convert(settings | options, SchedulerConfig),
             features,
@@ -317,6 +325,8 @@ class World:
                 self.max_model_len,
                 num_host_blocks=self.num_host_blocks,
                 swap_bytes_per_s=self.swap_bytes_per_s,
+                num_disk_blocks=0 if self.disk is None else self.disk.num_places,
+                num_staging_blocks=0 if self.disk is None else self.disk.num_staging_blocks,
             )
         )
 
@@ -325,6 +335,8 @@ class World:
         self.executor = FakeExecutor(
             capacity, msgspec.structs.replace(self.kv, block_size=capacity.block_size), self.fault
         )
+        if self.disk is not None:
+            self.disk.introduce(self.engine, capacity)
         self.apply(self.engine.capacity(capacity, self.tick()))
 
     def lose_executor(self) -> None:
@@ -387,12 +399,19 @@ class World:
 
     def plan(self) -> StepPlan | None:
         """Plan one step, if possible, and have it executed."""
+        self._order()
         plan = self.engine.plan(self.tick())
         if plan is not None:
             self.plans.append(codec.encode(plan))
             if self.failure is None:
                 self._execute(plan)
+        self._order()
         return plan
+
+    def _order(self) -> None:
+        orders = self.engine.kv_orders(self.now)
+        if orders is not None and self.disk is not None and self.failure is None:
+            self.disk.obey(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
 
     def _execute(self, plan: StepPlan) -> None:
         try:
@@ -408,7 +427,7 @@ class World:
             if self.failure is not None:
                 self.lose_executor()
                 return True
-            return False
+            return self.disk is not None and self.disk.answer(self.engine)
         result = self.executor.results.popleft()
         flights = self.engine.state.in_flight if self.engine.state is not None else ()
         if flights and flights[0].step == result.step:
@@ -427,12 +446,16 @@ class World:
         for _ in range(max_steps):
             if not self.engine.num_live:
                 break
-            before = len(self.plans), len(self.executor.results), self.num_losses
+            before = self._account()
             self.step()
-            assert before != (len(self.plans), len(self.executor.results), self.num_losses), "stuck"
+            assert before != self._account(), "stuck"
         assert not self.engine.num_live
         while self.commit():
             pass
+
+    def _account(self) -> tuple[int, ...]:
+        num_answers = 0 if self.disk is None else self.disk.num_answers
+        return len(self.plans), len(self.executor.results), self.num_losses, num_answers
 
     def apply(self, effects: Effects) -> None:
         """Be all detokenizers: keep what they are told, and insist on its order."""
@@ -471,7 +494,7 @@ class World:
         assert state is not None and not state.live and not state.in_flight and not state.pool.fenced
         assert state.pool.num_available == state.limits.num_blocks
         assert len(state.free_slots) == state.limits.num_slots
-        host = state.pool.host
+        host = state.pool.tiers.host
         assert not host.wanted and len(host.free) + len(host.leaving) == host.num_blocks
 
 

@@ -8,6 +8,7 @@ import pytest
 from quintet.core.hooks import FEATURES
 from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
+from quintet.core.kv.tiers import Tiers
 from quintet.core.state import State
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
@@ -127,7 +128,7 @@ def test_contents_are_shared_where_beginnings_are(caching: bool) -> None:
     world.step()
     for request in list(state.running):
         state.preempt(request)
-    first, second = (state.pool.host.keys_of[request_id] for request_id in (1, 2))
+    first, second = (state.pool.tiers.host.keys_of[request_id] for request_id in (1, 2))
     assert len(first) == len(second) == 2
     assert (first == second) == caching
     assert set(first).isdisjoint(second) != caching
@@ -143,7 +144,7 @@ def test_a_new_executor_has_nothing_on_the_host() -> None:
         world.step()
     world.new_executor()
     assert world.engine.state is not None
-    assert not world.engine.state.pool.host.block_of
+    assert not world.engine.state.pool.tiers.host.block_of
     world.run()  # the pretend executor raises a KeyError for a block that it never got
     for request_id, prompt in PROMPTS.items():
         assert world.outcomes[request_id].tokens == expected(prompt, request_id, 13, stops=())
@@ -156,11 +157,11 @@ def test_a_cancelled_request_leaves_nothing_behind() -> None:
         world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)
     state = world.engine.state
     assert state is not None
-    while not state.pool.host.block_of:
+    while not state.pool.tiers.host.block_of:
         world.step()
     (waiting,) = state.waiting
     world.cancel(waiting.request_id)
-    assert not state.pool.host.wanted
+    assert not state.pool.tiers.host.wanted
     world.run()
     world.assert_idle()
 
@@ -173,20 +174,20 @@ def test_the_beginning_is_kept_when_there_is_no_room_for_all() -> None:
     assert host.want(1, [b"a", b"b"]) == [b"a", b"b"]
     assert host.want(2, [b"a", b"c", b"d"]) == [b"a", b"c"]
     assert host.want(3, [b"e"]) == []
-    host.save(b"d", 7)
+    host.leave(b"d", 7)
     assert not host.block_of, "nobody wants it"
-    host.save(b"c", 5)
-    host.save(b"a", 4)
-    assert host.longest([b"a", b"c", b"d"]) == [host.block_of[b"a"], host.block_of[b"c"]]
-    assert host.longest([b"b", b"a"]) == []
+    host.leave(b"c", 5)
+    host.leave(b"a", 4)
+    assert host.fetch(1, [b"a", b"c", b"d"]) == [host.block_of[b"a"], host.block_of[b"c"]]
+    assert host.fetch(1, [b"b", b"a"]) == []
 
 
 def test_a_content_stays_as_long_as_anybody_wants_it() -> None:
     host = HostPool(2)
     host.want(1, [b"a", b"b"])
     host.want(2, [b"a"])
-    host.save(b"a", 4)
-    host.save(b"b", 5)
+    host.leave(b"a", 4)
+    host.leave(b"b", 5)
     assert host.take_copies() == [4, host.block_of[b"a"], 5, host.block_of[b"b"]]
     host.forget(1)
     assert list(host.block_of) == [b"a"]
@@ -197,7 +198,7 @@ def test_a_content_stays_as_long_as_anybody_wants_it() -> None:
 def test_a_block_that_a_plan_may_read_gets_no_content_from_that_plan() -> None:
     host = HostPool(1)
     host.want(1, [b"a"])
-    host.save(b"a", 4)
+    host.leave(b"a", 4)
     assert len(host.take_copies()) == 2
     host.forget(1)  # it is resumed: the plan in the making copies the block back
     assert host.want(2, [b"b"]) == []
@@ -208,23 +209,23 @@ def test_a_block_that_a_plan_may_read_gets_no_content_from_that_plan() -> None:
 def test_who_is_resumed_by_the_plan_that_was_to_copy_gets_its_copy() -> None:
     host = HostPool(2)
     host.want(1, [b"a"])
-    host.save(b"a", 4)
+    host.leave(b"a", 4)
     block = host.block_of[b"a"]
     host.forget(1)
     host.want(2, [b"b"])
-    host.save(b"b", 5)
+    host.leave(b"b", 5)
     assert host.take_copies() == [4, block, 5, host.block_of[b"b"]]
     assert host.free == [block]
 
 
 def test_an_evicted_block_is_saved_if_it_is_wanted() -> None:
-    pool = BlockPool(2, num_host_blocks=2)
+    pool = BlockPool(2, Tiers(2))
     blocks = [pool.take(), pool.take()]
     for key, block in zip((b"a", b"b"), blocks, strict=True):
         pool.index.register(key, block)
-    pool.host.want(1, [b"a"])
+    pool.tiers.host.want(1, [b"a"])
     pool.release(blocks, None)
     assert pool.take() == blocks[1], "the tail first"
-    assert not pool.host.copies
+    assert not pool.tiers.host.copies
     assert pool.take() == blocks[0]
-    assert pool.host.copies == {pool.host.block_of[b"a"]: blocks[0]}
+    assert pool.tiers.host.copies == {pool.tiers.host.block_of[b"a"]: blocks[0]}

@@ -14,6 +14,7 @@ from quintet.wire.params import seed_of_choice
 from quintet.wire.step import NewRow
 
 from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
+from .fake_disk import FakeDisk
 
 PLAIN = (KvGroup("full", [0]),)
 RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253
@@ -73,6 +74,7 @@ def random_world(
     num_host_blocks: int = 0,
     groups: Sequence[KvGroup] = PLAIN,
     stages: int = 1,
+    disk: FakeDisk | None = None,
 ) -> World:
     """Make a world whose blocks, slots or budget are too few for comfort; blocks, where there is host memory too."""
     num_blocks = rng.choice([12, 20, 40, 100])
@@ -80,6 +82,7 @@ def random_world(
         num_blocks = max(num_blocks, 12 * len(groups))
     return World(
         groups=list(groups),
+        disk=disk,
         fault=fault,
         depth=depth,
         stages=stages,
@@ -106,6 +109,7 @@ def random_trace(
     *,
     in_groups: bool = False,
     stages: int = 1,
+    disk: FakeDisk | None = None,
 ) -> tuple[World, dict[int, Sent]]:
     """Play a trace; return the world, idle again, and what was sent to it.
 
@@ -118,7 +122,8 @@ def random_trace(
             *groups,
             *PLAIN,
         ]  # somebody needs every token: with windows alone, poison may never be computed
-    world = random_world(rng, depth, strike if poisonous else no_fault, num_host_blocks, groups, stages)
+    fault = strike if poisonous else no_fault
+    world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1
@@ -149,6 +154,8 @@ def random_trace(
                 _resend(world, rng, sent, request_id)
         elif dice < 0.6:
             world.plan()
+        elif disk is not None and dice < 0.7:
+            disk.act(rng, world.engine)
         else:
             world.commit()
     world.run()

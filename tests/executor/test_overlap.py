@@ -65,6 +65,7 @@ class Device:
     at_once: bool = False
     num_blocks: int = 12
     num_host_blocks: int = 0
+    kv_disk: None = None
     swap_bytes_per_s: int = 0
     num_split: int = 0
     num_tenants: int = 0
@@ -75,6 +76,9 @@ class Device:
     begun: list[Held] = field(default_factory=list)
     refused: dict[int, Exception] = field(default_factory=dict)
     facts: Mapping[str, str] = field(default_factory=dict)
+
+    def waits_for(self, plan: StepPlan) -> bool:
+        return False
 
     @property
     def has_chores(self) -> bool:

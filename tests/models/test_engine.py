@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, digest_of
+from quintet.wire.kv_disk import KvKept
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
@@ -43,6 +45,8 @@ class House:
         limits = (config.scheduler.max_num_seqs, config.model.max_model_len)
         capacity = Capacity(1, num_blocks, self.block_size, *limits)
         capacity.num_host_blocks = self.worker.num_host_blocks
+        self._rung = threading.Event()
+        self._introduce_disk(capacity)
         self._apply(self.engine.capacity(capacity, 0))
 
     def admit(
@@ -61,14 +65,47 @@ class House:
         """Work until nobody is left, planning ahead as far as the depth allows."""
         plans: list[StepPlan] = []
         while self.engine.num_live:
+            self._order(plans)
             while (plan := self.engine.plan(0)) is not None:
                 plans.append(plan)
+                self._order(plans)
+            self._order(plans)
+            if self.worker.kv_disk is not None and not (plans or self._pending):
+                self.hear_disk()
+                continue
             assert plans or self._pending, "requests are left and nothing is planned"
             self._begin(plans)
             self._apply(self.engine.commit(self._pending.popleft().result(), 0))
         self._begin(plans)
         while self._pending:
             self._apply(self.engine.commit(self._pending.popleft().result(), 0))
+
+    def _introduce_disk(self, capacity: Capacity) -> None:
+        disk = self.worker.kv_disk
+        if disk is None:
+            return
+        disk.begin(self._rung.set)
+        capacity.num_disk_blocks, capacity.num_staging_blocks = disk.num_places, disk.num_staging_blocks
+        kept = disk.kept()
+        places = pack_i32(place for place, _ in kept)
+        self.engine.disk.hear_kept(KvKept(1, 0, places, [key for _, key in kept]))
+
+    def _order(self, plans: list[StepPlan]) -> None:
+        """Have the worker's disk do what it is to do, behind the plans before."""
+        orders = self.engine.kv_orders(0)
+        if orders is not None and self.worker.kv_disk is not None:
+            self._begin(plans)
+            self.worker.kv_disk.order(orders)
+
+    def hear_disk(self) -> None:
+        """Wait for an answer of the disk."""
+        assert self.worker.kv_disk is not None
+        assert self._rung.wait(60.0), "the disk does not answer"
+        self._rung.clear()
+        answers = self.worker.kv_disk.take_answers()
+        if answers is not None:
+            answers.executor_epoch = 1
+            self.engine.kv_answers(answers)
 
     def _begin(self, plans: list[StepPlan]) -> None:
         """Begin all of them: a worker that does not compute at once has them in flight together."""

@@ -1,0 +1,40 @@
+"""What a core counts, whatever becomes of its executors; `quintet.core.metrics` tells it by the names operators know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the process started."""
+
+    preemptions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    generation_tokens: int = 0
+    first_tokens: int = 0
+    """Of these, a choice's first: a prompt's last token was computed for it."""
+    swap_out_blocks: int = 0
+    """Blocks that plans copy to the host."""
+    swap_in_blocks: int = 0
+    swap_out_bytes: int = 0
+    swap_in_bytes: int = 0
+    disk_stored_blocks: int = 0
+    disk_unstored_blocks: int = 0
+    """Blocks that should have been stored, and were not."""
+    disk_fetched_blocks: int = 0
+    disk_missed_blocks: int = 0
+    """Blocks that should have been on disk, and were not, or not whole."""
+    disk_stored_bytes: int = 0
+    disk_fetched_bytes: int = 0
+    executor_losses: int = 0
+    convictions: int = 0
+    refusals: int = 0
+    steps: int = 0
+    expired: int = 0
+    """Choices whose deadline passed before they ended."""
+    hopeless: int = 0
+    """Requests that were refused because it would."""

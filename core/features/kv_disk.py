@@ -1,0 +1,94 @@
+"""KV on disk: a request begins behind what the disk has of its tokens, where reading is cheaper than computing.
+
+A waiting request is looked up once. What the device lacks and the disk has is fetched, and until it is there the request is
+passed over by others; then it enters behind it, as behind a hit in the prefix cache. What is stored, and where, is
+`quintet.core.kv.disk_pool`'s: every full block that becomes findable, and of groups of states those behind full blocks.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+
+from quintet.core.contents import keys_behind, run_of
+from quintet.core.hooks import Feature, Found, Setup
+from quintet.core.kv.disk_pool import DiskPool, Wish
+from quintet.core.kv.held import Held
+from quintet.core.kv.prefix import extend_chain, reach
+from quintet.core.request import Request, Status
+from quintet.core.state import State
+
+
+def build(setup: Setup) -> Feature | None:
+    """On if there is to be a disk for it."""
+    return None if setup.cache.disk is None else Feature("kv_disk", gate=gate, source=source)
+
+
+def gate(state: State, request: Request) -> bool:
+    """Hold a request back while what it can begin behind is on its way. In a trial nobody waits for anything."""
+    disk = state.pool.tiers.disk
+    if disk is None or state.trial is not None:
+        return True
+    wish = disk.wishes.get(request.request_id)
+    if wish is None:
+        _ask(state, disk, request)
+        wish = disk.wishes.get(request.request_id)
+    return wish is None or not wish.pending
+
+
+def _ask(state: State, disk: DiskPool, request: Request) -> None:
+    """Have what the disk can give a request fetched, if that is worth it and there is room; where there is none now, later."""
+    limits, index = state.limits, state.pool.index
+    max_blocks = (len(request.tokens) - 1) // limits.block_size
+    if not request.params.reads_prefix_cache or not disk.place_of or not max_blocks:
+        disk.wishes[request.request_id] = Wish()
+        return
+    digests, groups, size = request.digests, limits.groups.all, limits.block_size
+    extend_chain(digests, request.salt_digest, request.tokens, size, max_blocks)
+    here = reach(index.block_of, digests, max_blocks, groups, size)
+    there = reach(ChainMap(index.block_of, disk.place_of), digests, max_blocks, groups, size)
+    missing: list[bytes] = []
+    for group in range(len(groups)):
+        keys = keys_behind(state, request, group, there * size)
+        disk.use(keys)
+        missing += keys[len(run_of(keys, index.block_of)) :]
+    is_there = all(map(disk.place_of.__contains__, missing))
+    if there <= here or not is_there or not _is_cheaper(state, disk, (there - here) * size, len(missing)):
+        disk.wishes[request.request_id] = Wish()
+        return
+    disk.ask(request.request_id, missing, there * size, whole=not limits.groups.is_plain)
+
+
+def _is_cheaper(state: State, disk: DiskPool, num_tokens: int, num_copies: int) -> bool:
+    """Return whether so many blocks are read in less time than so many tokens are computed. Unmeasured, they are."""
+    computing_ns = state.pace.time_of(num_tokens)
+    return computing_ns is None or disk.copy_ns is None or num_copies * disk.copy_ns < computing_ns
+
+
+def source(state: State, request: Request) -> Found | None:
+    """Find what is on the device, and behind it what was fetched."""
+    disk, limits, index = state.pool.tiers.disk, state.limits, state.pool.index
+    wish = None if disk is None else disk.wishes.get(request.request_id)
+    if disk is None or wish is None or not wish.num_tokens or request.status is Status.RUNNING:
+        return None
+    shared: list[Held] = []
+    restored: list[list[int]] = []
+    num_tokens = wish.num_tokens
+    for group, spec in enumerate(limits.groups.all):
+        keys = keys_behind(state, request, group, num_tokens)
+        blocks = run_of(keys, index.block_of)
+        fetched = disk.fetch(request.request_id, keys[len(blocks) :])
+        if fetched is None:
+            return None
+        if limits.groups.is_plain:
+            num_tokens = (len(blocks) + len(fetched)) * limits.block_size
+        elif len(blocks) + len(fetched) < len(keys):
+            return None
+        begin = 0 if spec.is_state else limits.groups.first_block(group, num_tokens)
+        shared.append(Held(begin, blocks))
+        restored.append(fetched)
+    if not any(restored):
+        return None
+    num_cached = min(num_tokens, request.num_prompt)
+    return Found(
+        num_tokens, shared, num_cached=num_cached, num_queried=len(request.tokens), restored=restored
+    )

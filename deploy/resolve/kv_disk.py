@@ -1,0 +1,76 @@
+"""Whether KV is kept on disk (``--kv-disk``), where, and how much."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.memory import format_size, parse_size
+from quintet.wire.config import KvDiskConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+
+FLAG = "--kv-disk"
+DEFAULT_SIZE = "8GiB"
+MAX_STAGING_BYTES = 512 << 20
+"""What is read at once, of all waiting requests, lies in memory."""
+
+
+def kv_disk_config(
+    options: Options,
+    device: str,
+    kv: KvSpec,
+    max_model_len: int,
+    step_tokens: int,
+    *,
+    shares_beginnings: bool,
+) -> KvDiskConfig | None:
+    """Return the section, or None; reject what cannot be. shares_beginnings: whether there is a prefix cache."""
+    if options.kv_disk is None:
+        if options.kv_disk_size is not None:
+            raise ConfigError(
+                f"--kv-disk-size {options.kv_disk_size} says how much, not where: give {FLAG} too"
+            )
+        return None
+    _check_is_possible(options, device, shares_beginnings)
+    folder = Path(options.kv_disk).expanduser().absolute()
+    _check_folder(folder)
+    size_bytes = parse_size(options.kv_disk_size or DEFAULT_SIZE, "--kv-disk-size")
+    num_needed = kv.most_blocks(max_model_len, step_tokens)
+    if kv.num_blocks(size_bytes) < num_needed:
+        least = format_size(num_needed * kv.bytes_per_block)
+        raise ConfigError(
+            f"--kv-disk-size is {format_size(size_bytes)}, and one request of {max_model_len} tokens takes {least}: give as much,"
+            " or lower --max-model-len"
+        )
+    staging_bytes = max(kv.bytes_per_block, min(MAX_STAGING_BYTES, num_needed * kv.bytes_per_block))
+    return KvDiskConfig(folder=str(folder), size_bytes=size_bytes, staging_bytes=staging_bytes)
+
+
+def _check_is_possible(options: Options, device: str, shares_beginnings: bool) -> None:
+    if options.executor == "mock":
+        raise ConfigError(f"{FLAG} is for a model's KV, and the mock executor has none: drop it")
+    if device != "cpu":
+        raise ConfigError(
+            f"{FLAG}: KV goes to disk from host memory so far, not from a GPU: drop it, or give --device cpu"
+        )
+    for flag, size in (
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(
+                f"{FLAG}: the blocks of {flag} {size} lie in several processes, and one of them would write: drop one of the two"
+            )
+    if not shares_beginnings:
+        raise ConfigError(
+            f"{FLAG}: blocks on disk are found by the prefix cache's keys, and prefix caching is off (--no-enable-prefix-caching,"
+            " or a model that rotates long sequences otherwise): drop one of the two"
+        )
+
+
+def _check_folder(folder: Path) -> None:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{FLAG} {folder}: {there} must be a folder that the server may write")

@@ -1,0 +1,166 @@
+"""The two files that hold an engine's blocks, and survive whoever writes them.
+
+    blocks.kv         | block of place 0 | block of place 1 | …          as they lie in KV memory, layer by layer
+    blocks.index      | head | entry of place 0 | entry of place 1 | …
+
+An entry has a block's key, when it was written, and the SHA-256 of *whose* the files are (`quintet.executor.disk.identity`), of
+the key and of the block's bytes. Nothing is believed that does not have this hash. So whatever became of the bytes (a writer was
+killed, the power went, the disk rotted, somebody cut the file), a read returns the block or nothing, and no order of writing
+has to be kept: nothing is flushed.
+
+Files of another model, layout or version are emptied when they are opened. A file is one process's at a time; who owns the folder
+is the supervisor's to say.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import struct
+from pathlib import Path
+from zlib import crc32
+
+from quintet.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAGIC = b"quintet KV blocks 1\n"
+HEAD_BYTES = 4096
+ENTRY = struct.Struct("<B34sQ32sI")
+"""Length of the key, key, a number that grows with every write, hash of the block, CRC-32 of all these."""
+NOTHING = bytes(ENTRY.size)
+MAX_KEY_BYTES = 34
+
+
+class BlockFile:
+    """Blocks by place and key. For one thread at a time."""
+
+    def __init__(self, folder: Path, whose: bytes, block_bytes: int, num_places: int) -> None:
+        """Open the files, or make them. Raises `ConfigError` where that cannot be done."""
+        self.block_bytes = block_bytes
+        self.num_places = num_places
+        self._whose = whose
+        self._newest = 0
+        self._digests: dict[int, tuple[bytes, bytes]] = {}
+        """Place -> key and hash of what it holds."""
+        head = (MAGIC + whose + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._index = _open(folder / "blocks.index")
+            self._blocks = _open(folder / "blocks.kv")
+            if os.pread(self._index, HEAD_BYTES, 0) != head:
+                if os.fstat(self._index).st_size:
+                    log.warning("%s is of another model or version: it begins anew, empty", folder)
+                os.ftruncate(self._index, 0)
+                os.ftruncate(self._blocks, 0)
+                os.pwrite(self._index, head, 0)
+            os.ftruncate(self._index, min(os.fstat(self._index).st_size, self._entry_at(num_places)))
+            if os.fstat(self._blocks).st_size > num_places * block_bytes:
+                os.ftruncate(self._blocks, num_places * block_bytes)
+        except OSError as error:
+            raise ConfigError(f"--kv-disk {folder.parent}: {folder}: {error.strerror}") from None
+        self._kept = self._read_index()
+
+    def kept(self) -> list[tuple[int, bytes]]:
+        """Return place and key of everything there is, what was written longest ago first."""
+        return [(place, self._digests[place][0]) for place in self._kept if place in self._digests]
+
+    def write(self, place: int, key: bytes, block: memoryview) -> bool:
+        """Have a place hold a block; return whether it does. Where it does not it holds nothing."""
+        self._forget(place)
+        digest = self._digest(key, block)
+        self._newest += 1
+        entry = ENTRY.pack(len(key), key, self._newest, digest, 0)[:-4]
+        try:
+            if _write_whole(self._blocks, block, place * self.block_bytes):
+                os.pwrite(self._index, entry + crc32(entry).to_bytes(4, "little"), self._entry_at(place))
+                self._digests[place] = key, digest
+                self._kept[place] = None
+                return True
+            why = "no more of it could be written"
+        except OSError as error:
+            why = str(error.strerror)
+        log.warning("a block of KV could not be written to disk: %s", why)
+        return False
+
+    def read(self, place: int, key: bytes, into: memoryview) -> bool:
+        """Read the block of a place, if it holds this one, whole; return whether. Otherwise anything may be in ``into``."""
+        known, digest = self._digests.get(place, (b"", b""))
+        if known != key:
+            return False
+        try:
+            is_whole = _read_whole(self._blocks, into, place * self.block_bytes)
+        except OSError as error:
+            log.warning("a block of KV could not be read from disk: %s", error.strerror)
+            is_whole = False
+        if is_whole and self._digest(key, into) == digest:
+            return True
+        log.warning("a block of KV on disk is not what was written: it is computed again")
+        with contextlib.suppress(OSError):
+            self._forget(place)
+        return False
+
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._index)
+        os.close(self._blocks)
+
+    def _forget(self, place: int) -> None:
+        if self._digests.pop(place, None) is not None:
+            del self._kept[place]
+            os.pwrite(self._index, NOTHING, self._entry_at(place))
+
+    def _digest(self, key: bytes, block: memoryview) -> bytes:
+        digest = hashlib.sha256(self._whose + len(key).to_bytes(1, "little") + key)
+        digest.update(block)
+        return digest.digest()
+
+    def _entry_at(self, place: int) -> int:
+        return HEAD_BYTES + place * ENTRY.size
+
+    def _read_index(self) -> dict[int, None]:
+        """Note what the entries say that are whole; return their places, what was written longest ago first."""
+        found: list[tuple[int, int]] = []
+        entries = _read_from(self._index, HEAD_BYTES)
+        seen: set[bytes] = set()
+        for place in range(min(self.num_places, len(entries) // ENTRY.size)):
+            entry = entries[place * ENTRY.size : (place + 1) * ENTRY.size]
+            length, key, number, digest, check = ENTRY.unpack(entry)
+            if not 0 < length <= MAX_KEY_BYTES or crc32(entry[:-4]) != check or key[:length] in seen:
+                continue
+            seen.add(key[:length])
+            self._digests[place] = key[:length], digest
+            found.append((number, place))
+        self._newest = max((number for number, _ in found), default=0)
+        return {place: None for _, place in sorted(found)}
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _write_whole(file: int, block: memoryview, offset: int) -> bool:
+    while len(block):
+        written = os.pwrite(file, block, offset)
+        if not written:
+            return False
+        block, offset = block[written:], offset + written
+    return True
+
+
+def _read_whole(file: int, into: memoryview, offset: int) -> bool:
+    while len(into):
+        num_read = os.preadv(file, [into], offset)
+        if not num_read:
+            return False
+        into, offset = into[num_read:], offset + num_read
+    return True
+
+
+def _read_from(file: int, offset: int) -> bytes:
+    found = bytearray()
+    while part := os.pread(file, 1 << 20, offset + len(found)):
+        found += part
+    return bytes(found)

@@ -1,0 +1,32 @@
+"""Opens an engine's blocks on disk, as configured."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from quintet.executor.disk.block_file import BlockFile
+from quintet.executor.disk.identity import identity_of
+from quintet.executor.features.kv_disk import DiskBlocks
+from quintet.executor.runner import Runner
+from quintet.wire.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def open_kv_disk(runner: Runner, config: EngineConfig, first_host_block: int) -> DiskBlocks | None:
+    """Return the blocks on disk of a runner's KV memory; None where there are to be none.
+
+    first_host_block: the number of the first block that is read into. Raises `ConfigError` where the files cannot be opened.
+    """
+    disk = config.cache.disk
+    if disk is None:
+        return None
+    block_bytes = sum(layer[0].numel() * layer.element_size() for layer in runner.blocks)
+    num_blocks = config.model.kv.num_blocks
+    folder = Path(disk.folder)
+    file = BlockFile(
+        folder, identity_of(config, type(runner).__name__), block_bytes, num_blocks(disk.size_bytes)
+    )
+    log.info("KV on disk: %d of %d blocks in %s", len(file.kept()), file.num_places, folder)
+    return DiskBlocks(runner.blocks, file, num_blocks(disk.staging_bytes), first_host_block)

@@ -1,0 +1,206 @@
+"""KV on disk, the device's half: takes blocks out of KV memory, and brings them to host memory, from where plans copy them.
+
+    loop        order: copies blocks out ──▶ [ stores ]                  [ answers ] ──▶ core
+    I/O thread                               [ fetches ] ──▶ files ──▶ staging ─┘ rings
+
+The loop does nothing with the files, so a step waits for no disk. Fetches are done first: a request waits for them. They do not
+overtake what matters to them, since the core fetches only what it has heard to be stored. What the disk cannot keep up with is
+not stored. Which block is where is the core's to know (`quintet.core.kv.disk_pool`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.disk.block_file import BlockFile
+from quintet.executor.memory import lazy_zeros
+from quintet.process.runtime import let_others_finish
+from quintet.wire.codec import pack_i32
+from quintet.wire.kv_disk import KvAnswers, KvOrders
+
+MAX_WAITING_BYTES = 256 << 20
+"""Copies of blocks that may wait for the disk."""
+MAX_UNTOLD = 64
+"""Blocks stored before the core hears of them, while more are to be."""
+FAREWELL_S = 2.0
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(slots=True, frozen=True)
+class _Store:
+    tables: int
+    place: int
+    key: bytes
+    block: Bytes
+
+
+@dataclass(slots=True, frozen=True)
+class _Fetch:
+    tables: int
+    place: int
+    key: bytes
+    host_block: int
+
+
+class DiskBlocks:
+    """See `quintet.executor.interface.KvDisk`."""
+
+    def __init__(
+        self,
+        layers: Sequence[torch.Tensor],
+        file: BlockFile,
+        num_staging_blocks: int,
+        first_host_block: int,
+    ) -> None:
+        """layers: KV memory on the CPU, ``[blocks, ...]`` each. first_host_block: the number of the first one of staging."""
+        self._layers: list[Bytes] = [layer.view(torch.uint8).view(len(layer), -1).numpy() for layer in layers]
+        ends = np.cumsum([layer.shape[1] for layer in self._layers]).tolist()
+        self._columns = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        self._file = file
+        self.num_places = file.num_places
+        self.num_staging_blocks = num_staging_blocks
+        self._first = first_host_block
+        shape = (num_staging_blocks, file.block_bytes)
+        self._staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
+        self._ring: Callable[[], None] = lambda: None
+        self._stores: deque[_Store] = deque()
+        self._fetches: deque[_Fetch] = deque()
+        self._changed = threading.Condition()
+        """Guards the queues and the answers; held for no longer than that takes."""
+        self._files = threading.Lock()
+        """Guards the files. Of the loop only `kept` waits for it."""
+        self._tables = 0
+        self._answers = KvAnswers(0, 0)
+        self._has_answers = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
+
+    # --- the loop's side ---
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """See `KvDisk.begin`."""
+        self._ring = ring
+        self._thread.start()
+
+    def order(self, orders: KvOrders) -> None:
+        """See `KvDisk.order`."""
+        tables = orders.tables
+        stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
+        room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
+        taken = self._take(stores[: max(0, room), 0])
+        fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
+        with self._changed:
+            if tables != self._tables:
+                self._tables, self._answers, self._has_answers = tables, KvAnswers(0, tables), False
+            for place, key, block in zip(stores[:, 1].tolist(), orders.store_keys, taken, strict=False):
+                self._stores.append(_Store(tables, place, key, block))
+            left = orders.store_keys[len(taken) :]
+            if left:
+                self._answers.unstored.extend(left)
+                self._tell()
+            for (place, block), key in zip(fetches, orders.fetch_keys, strict=True):
+                self._fetches.append(_Fetch(tables, place, key, block))
+            self._changed.notify()
+
+    def _take(self, blocks: NDArray[np.int32]) -> Bytes:
+        """Return copies of blocks: ``[blocks, bytes]``."""
+        taken: Bytes = np.empty((len(blocks), self._file.block_bytes), np.uint8)
+        for layer, columns in zip(self._layers, self._columns, strict=True):
+            taken[:, columns] = layer[blocks]
+        return taken
+
+    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
+        """Copy what was fetched into blocks of KV memory."""
+        fetched = self._staging[host_blocks - self._first]
+        for layer, columns in zip(self._layers, self._columns, strict=True):
+            layer[blocks] = fetched[:, columns]
+
+    def take_answers(self) -> KvAnswers | None:
+        """See `KvDisk.take_answers`."""
+        with self._changed:
+            if not self._has_answers:
+                return None
+            answers, self._answers = self._answers, KvAnswers(0, self._tables)
+            self._has_answers = False
+        return answers
+
+    def kept(self) -> list[tuple[int, bytes]]:
+        """See `KvDisk.kept`."""
+        with self._files:
+            return self._file.kept()
+
+    def reset(self) -> None:
+        """See `KvDisk.reset`."""
+        with self._changed:
+            self._stores.clear()
+            self._fetches.clear()
+            self._answers, self._has_answers = KvAnswers(0, self._tables), False
+
+    def close(self) -> None:
+        """See `KvDisk.close`."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(FAREWELL_S)
+        if not self._thread.is_alive():
+            self._file.close()
+
+    # --- the thread's side ---
+
+    def _work(self) -> None:
+        let_others_finish()
+        while (task := self._next()) is not None:
+            if isinstance(task, _Store):
+                self._store(task)
+            else:
+                self._fetch(task)
+
+    def _next(self) -> _Store | _Fetch | None:
+        """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fetches or self._stores or self._is_closing)
+            if self._fetches:
+                return self._fetches.popleft()
+            return self._stores.popleft() if self._stores else None
+
+    def _store(self, task: _Store) -> None:
+        with self._files:
+            is_stored = self._file.write(task.place, task.key, task.block.data)
+        with self._changed:
+            answers = self._answers
+            if task.tables == self._tables:
+                (answers.stored if is_stored else answers.unstored).append(task.key)
+            if not self._stores or len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
+                self._tell()
+
+    def _fetch(self, task: _Fetch) -> None:
+        begun = time.monotonic_ns()
+        with self._files:
+            into = self._staging[task.host_block - self._first].data
+            is_there = self._file.read(task.place, task.key, into)
+        took_ns = time.monotonic_ns() - begun
+        with self._changed:
+            answers, block = self._answers, pack_i32([task.host_block])
+            if task.tables == self._tables:
+                answers.fetch_ns += took_ns
+                if is_there:
+                    answers.fetched += block
+                else:
+                    answers.missed += block
+            if not self._fetches:
+                self._tell()
+
+    def _tell(self) -> None:
+        if not self._has_answers:
+            self._has_answers = True
+            self._ring()

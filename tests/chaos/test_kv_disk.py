@@ -1,0 +1,46 @@
+"""`kill -9` while blocks are written to disk and read from there, and disks that lose bits: the same bytes for every client."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from bench.chaos.streams import crowd, play
+
+from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
+from tests.processes.server import serve
+
+NUM_STREAMS = 24
+
+
+def damage(folder: Path, rng: random.Random) -> None:
+    """Write over some of what the disk holds."""
+    with (folder / "engine-0" / "blocks.kv").open("r+b") as blocks:
+        size = blocks.seek(0, 2)
+        for _ in range(30):
+            blocks.seek(rng.randrange(max(1, size)))
+            blocks.write(rng.randbytes(64))
+
+
+@pytest.mark.whole
+def test_killed_while_the_disk_is_written_and_read(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    asked = crowd(1, NUM_STREAMS, (40, 100))
+    flags = (*COMMON, *little_memory("model", NUM_STREAMS))
+    with serve(*flags) as server:
+        calm = asyncio.run(play(server.url, asked))
+    flags = (*flags, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "8MiB")
+    for roles in (["executor"], ["core"], ["core", "executor", "executor"]):
+        with serve(*flags) as server:
+
+            async def disturb(roles: list[str] = roles) -> None:
+                for role in roles:
+                    kill(server, role)
+                    await asyncio.sleep(rng.choice([0.05, 0.3]))
+                damage(tmp_path / "kv", rng)
+
+            assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
+            assert_same(server, calm, asyncio.run(play(server.url, asked)), asked)
+            server.process.kill()

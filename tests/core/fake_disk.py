@@ -1,0 +1,82 @@
+"""A pretend disk of an executor: what it keeps outlives executors and cores, and its answers come when they are asked for."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import MutableMapping
+
+from quintet.core.engine import Engine
+from quintet.wire import codec
+from quintet.wire.config import KvDiskConfig
+from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
+from quintet.wire.step import Capacity
+
+Content = dict[int, tuple[int, int, bytes]]
+
+
+class FakeDisk:
+    """Places, and the orders that were not answered yet."""
+
+    def __init__(self, num_places: int, num_staging_blocks: int = 8) -> None:
+        self.num_places = num_places
+        self.num_staging_blocks = num_staging_blocks
+        self.config = KvDiskConfig(folder="", size_bytes=1, staging_bytes=1)
+        self.contents: dict[int, tuple[bytes, Content]] = {}
+        self.answers: deque[KvAnswers] = deque()
+        self.num_fetched = self.num_answers = 0
+        self.is_losing = False
+        """Whether what is there is not, when it is asked for."""
+        self._epoch = 0
+
+    def introduce(self, engine: Engine, capacity: Capacity) -> None:
+        """Tell a core what is there; whatever was not answered yet never will be."""
+        self.answers.clear()
+        self._epoch = capacity.executor_epoch
+        places = sorted(self.contents)
+        keys = [self.contents[place][0] for place in places]
+        kept = KvKept(capacity.executor_epoch, capacity.tables, codec.pack_i32(places), keys)
+        engine.disk.hear_kept(kept)
+
+    def obey(
+        self,
+        orders: KvOrders,
+        capacity: Capacity,
+        device: MutableMapping[int, Content],
+        host: MutableMapping[int, Content],
+    ) -> None:
+        """Do as ordered at once, and answer later. device, host: what their blocks hold."""
+        assert orders.tables == capacity.tables
+        answers = KvAnswers(self._epoch, orders.tables, fetch_ns=1)
+        stores = codec.unpack_i32(orders.stores)
+        for block, place, key in zip(stores[::2], stores[1::2], orders.store_keys, strict=True):
+            assert 0 <= place < self.num_places and device[block], block
+            self.contents[place] = key, dict(device[block])
+            answers.stored.append(key)
+        fetches = codec.unpack_i32(orders.fetches)
+        fetched, missed = list[int](), list[int]()
+        first = capacity.num_host_blocks
+        for place, block, key in zip(fetches[::2], fetches[1::2], orders.fetch_keys, strict=True):
+            assert first <= block < first + self.num_staging_blocks, block
+            kept, content = self.contents.get(place, (b"", {}))
+            if kept != key or self.is_losing:
+                missed.append(block)
+                continue
+            host[block] = dict(content)
+            fetched.append(block)
+            self.num_fetched += 1
+        answers.fetched, answers.missed = codec.pack_i32(fetched), codec.pack_i32(missed)
+        self.answers.append(answers)
+
+    def act(self, rng: random.Random, engine: Engine) -> None:
+        """Answer, if there is something; from now on lose what is asked for, or not."""
+        self.is_losing = rng.random() < 0.1
+        self.answer(engine)
+
+    def answer(self, engine: Engine) -> bool:
+        """Give the oldest answer; return whether there was one."""
+        if not self.answers:
+            return False
+        self.num_answers += 1
+        engine.kv_answers(self.answers.popleft())
+        return True

@@ -1,0 +1,62 @@
+"""KV on disk: what is asked for is either possible or refused, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.supervisor.store_lock import alone
+from quintet.wire.config import EngineConfig, KvDiskConfig
+from quintet.wire.errors import ConfigError
+
+
+def config_of(folder: Path, **options: object) -> EngineConfig:
+    asked: dict[str, object] = {"device": "cpu", "load_format": "dummy", "kv_disk": str(folder / "kv")}
+    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+
+
+def test_nothing_is_kept_unless_asked_for(tmp_path: Path) -> None:
+    assert config_of(tmp_path, kv_disk=None).cache.disk is None
+
+
+def test_sizes_are_of_each_engine(tmp_path: Path) -> None:
+    config = config_of(tmp_path, kv_disk_size="1GiB", data_parallel_size=2)
+    kv = config.model.kv
+    staging_bytes = kv.bytes_per_block * config.model.max_model_len // kv.block_size
+    assert config.cache.disk == KvDiskConfig(
+        folder=str(tmp_path / "kv"), size_bytes=1 << 30, staging_bytes=staging_bytes
+    )
+    assert not (tmp_path / "kv").exists(), "a plan makes nothing"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_disk": None, "kv_disk_size": "1GiB"}, "--kv-disk-size 1GiB says how much, not where"),
+        ({"executor": "mock"}, "mock executor has none"),
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 lie in several processes"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 lie in several processes"),
+        ({"kv_disk": "/dev/null"}, "/dev/null must be a folder that the server may write"),
+        ({"kv_disk_size": "1MiB"}, "one request of 2048 tokens takes 4.0 MiB"),
+        ({"kv_disk_size": "much"}, "--kv-disk-size is 'much'; write a size"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(tmp_path, **options)
+    assert words in str(refused.value)
+
+
+def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
+    """Asked in this process, which has the lock: the system gives it to a process, so the file is what is refused here."""
+    config = config_of(tmp_path)
+    with alone(config):
+        assert (tmp_path / "kv" / "server.lock").exists()
+    (tmp_path / "kv" / "server.lock").unlink()
+    (tmp_path / "kv" / "server.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"--kv-disk .* cannot be opened"), alone(config):
+        pass

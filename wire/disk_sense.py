@@ -1,0 +1,94 @@
+"""Which messages about blocks in host memory and on disk make sense: a part of `quintet.wire.sense`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quintet.wire.columns import ID_BYTES, all_below
+from quintet.wire.config import EngineConfig
+from quintet.wire.kv_disk import KEY_BYTES, MAX_KEPT, KvAnswers, KvKept, KvOrders
+from quintet.wire.params import MAX_COUNT
+from quintet.wire.step import Capacity
+
+MAX_NS = 1 << 63
+
+
+def blocks_elsewhere(config: EngineConfig) -> tuple[int, int]:
+    """Return how many blocks there may be in host memory, and on disk."""
+    num_blocks, cache = config.model.kv.num_blocks, config.cache
+    num_host_blocks = num_blocks(cache.swap_bytes)
+    if cache.disk is None:
+        return num_host_blocks, 0
+    return num_host_blocks + num_blocks(cache.disk.staging_bytes), num_blocks(cache.disk.size_bytes)
+
+
+def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
+    """Whether a column is of pairs of a device block and a host block."""
+    if not swaps:
+        return True
+    if len(swaps) % (2 * ID_BYTES) or not num_host_blocks:
+        return False
+    pairs = memoryview(swaps).cast("i")
+    return all_below(pairs[0::2].tobytes(), num_blocks) and all_below(pairs[1::2].tobytes(), num_host_blocks)
+
+
+def fits_elsewhere(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
+    """Whether an executor has no more blocks in host memory and on disk than it may."""
+    return (
+        capacity.num_host_blocks >= 0
+        and 0 <= capacity.num_staging_blocks <= num_host_blocks - capacity.num_host_blocks
+        and 0 <= capacity.num_disk_blocks <= num_places
+    )
+
+
+def disk_checks(
+    num_blocks: int, num_host_blocks: int, num_places: int
+) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
+    """Return what each kind of message must be, where there are so many device blocks, host blocks and places on disk."""
+
+    def are_below(column: bytes, limit: int) -> bool:
+        return not len(column) % ID_BYTES and (not column or (limit > 0 and all_below(column, limit)))
+
+    def are_pairs(column: bytes, first: int, second: int, keys: list[bytes]) -> bool:
+        if len(column) != 2 * ID_BYTES * len(keys) or not are_keys(keys):
+            return False
+        pairs = memoryview(column).cast("i")
+        return are_below(pairs[0::2].tobytes(), first) and are_below(pairs[1::2].tobytes(), second)
+
+    def are_kept(message: KvKept) -> bool:
+        return (
+            _is_about_tables(message)
+            and len(message.places) == ID_BYTES * len(message.keys)
+            and len(message.keys) <= MAX_KEPT
+            and are_below(message.places, num_places)
+            and are_keys(message.keys)
+        )
+
+    return {
+        KvOrders: lambda message: (
+            0 <= message.tables <= MAX_COUNT
+            and are_pairs(message.stores, num_blocks, num_places, message.store_keys)
+            and are_pairs(message.fetches, num_places, num_host_blocks, message.fetch_keys)
+        ),
+        KvAnswers: lambda message: (
+            _is_about_tables(message)
+            and 0 <= message.fetch_ns < MAX_NS
+            and are_keys(message.stored)
+            and are_keys(message.unstored)
+            and are_below(message.fetched, num_host_blocks)
+            and are_below(message.missed, num_host_blocks)
+        ),
+        KvKept: are_kept,
+    }
+
+
+def are_keys(keys: list[bytes]) -> bool:
+    """Whether these are keys of blocks, by their lengths."""
+    return all(len(key) in KEY_BYTES for key in keys)
+
+
+def _is_about_tables(message: KvAnswers | KvKept) -> bool:
+    return 0 < message.executor_epoch <= MAX_COUNT and 0 <= message.tables <= MAX_COUNT
