@@ -15,6 +15,7 @@
 namespace qt {
 namespace {
 
+constexpr index_t kStateEntries = 2;   // of a table of states: which is read, which is written
 constexpr long kNapNs = 50'000'000;  // nobody sleeps longer without a look
 
 static_assert(std::atomic<std::uint32_t>::is_always_lock_free && sizeof(std::atomic<std::uint32_t>) == 4);
@@ -167,7 +168,8 @@ void Ranks::tell(const Order& order, const Step* step) {
     copy(mine.output_tokens, s.output_tokens, s.num_outputs);
     for (index_t row = 0; row < s.num_rows; ++row) {
       const index_t end = s.row_starts[row] + s.row_counts[row], slot = s.row_slots[row];
-      const index_t entries = (end + shape_.block_size - 1) / shape_.block_size;
+      const index_t of_tokens = (end + shape_.block_size - 1) / shape_.block_size;
+      const index_t entries = of_tokens < kStateEntries ? kStateEntries : of_tokens;
       for (index_t table = 0; table < shape_.tables; ++table)
         copy(tables + table * step_.block_table_group_stride + slot * step_.block_table_stride,
              s.block_table + table * s.block_table_group_stride + slot * s.block_table_stride, entries);

@@ -152,7 +152,7 @@ def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_byt
         max_outputs=max_outputs,
         tables=len(model.kv.groups),
         slots=scheduler.max_num_seqs,
-        table_stride=-(-(model.max_model_len + 1) // model.kv.block_size),
+        table_stride=max(2, -(-(model.max_model_len + 1) // model.kv.block_size)),
         block_size=model.kv.block_size,
         sums_width=spec.hidden_size,
         logits_row_bytes=model.vocab_size * item_bytes,

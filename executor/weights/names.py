@@ -62,7 +62,9 @@ def _is_strange(plan: WeightPlan, wanted: dict[str, str], name: str) -> bool:
     if name in wanted or _other_form(name) in wanted:
         return False
     spellings = (name, plan.prefix + name)
-    if plan.elsewhere and any(_is_elsewhere(plan, each) for each in spellings):
+    if plan.elsewhere and any(
+        _is_elsewhere(plan, each) for each in (*spellings, name.removeprefix(plan.prefix))
+    ):
         return False
     return not any(fnmatchcase(each, pattern) for each in spellings for pattern in (*IGNORED, *plan.ignored))
 

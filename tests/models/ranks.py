@@ -83,8 +83,8 @@ def in_ranks(
         return follow(config, platform, group)
 
     def be_a_rank(rank: int) -> None:
-        for _ in orders(rank):
-            if is_over.is_set():
+        for kind in orders(rank):
+            if kind is OrderKind.CHORE and is_over.is_set():  # the last: it has been told to all
                 return
 
     threads = [
