@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -68,6 +69,7 @@ def in_ranks(
 
     Each has one thread.
     """
+    gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
     config = config_of(folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space, experts=experts)
     groups = [os.memfd_create("ranks") for _ in range(stages if size > 1 else 0)]
     links = [os.memfd_create("links") for _ in range(stages if stages > 1 else 0)]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from bench import quantized as formats
 from safetensors.torch import load_file, save_file
 from tests.models import quantized
 from tests.models.equal import load, run
@@ -91,7 +92,7 @@ def test_of_deepseek_in_its_own_numbers_too(tmp_path: Path) -> None:
     """In fp8 by blocks, experts included, as it was published; the further layer as well."""
     settings = {**quantized.SETTINGS, **latent.SMALL, **latent.ROUTED, "num_hidden_layers": 3}
     config = transformers.DeepseekV3Config(**settings)
-    ours, plain = quantized.write(tmp_path, quantized.fp8(block=True), config)
+    ours, plain = quantized.write(tmp_path, formats.fp8(block=True), config)
     kinds = {"self_attn.o_proj", "mlp.experts.0.down_proj", "eh_proj"}
     path = ours / "model.safetensors"
     further = {f"model.layers.3.{name}.weight": torch.ones(3, 2).to(torch.float8_e4m3fn) for name in kinds}
