@@ -126,17 +126,26 @@ class Steps:
     """Plans for ``num_rows`` requests that each have ``context`` random tokens and compute ``new`` more per step."""
 
     def __init__(
-        self, num_rows: int, context: int, new: int, vocab_size: int, max_model_len: int, num_groups: int = 1
+        self,
+        num_rows: int,
+        context: int,
+        new: int,
+        vocab_size: int,
+        max_model_len: int,
+        num_groups: int = 1,
+        first: int = 0,
     ) -> None:
+        """first: slot of the first row."""
+        self._slots = range(first, first + num_rows)
         self._rows, self._new, self._length = num_rows, new, context
         self._step = 0
         tokens = np.random.default_rng(0).integers(0, vocab_size, (num_rows, max_model_len), dtype=np.int32)
         blocks_each = -(-max_model_len // BLOCK_SIZE)
         self._new_rows = [
             NewRow(
-                slot=row,
+                slot=first + row,
                 generation=1,
-                request_id=row,
+                request_id=first + row,
                 token_ids=tokens[row].tobytes(),
                 num_prompt_tokens=max_model_len,
                 params=SamplingParams(temperature=0.0),
@@ -147,7 +156,7 @@ class Steps:
         entries = np.array(
             [
                 (row, group, column, (row * num_groups + group) * blocks_each + column)
-                for row in range(num_rows)
+                for row in self._slots
                 for group in range(num_groups)
                 for column in range(blocks_each)
             ],
@@ -157,13 +166,12 @@ class Steps:
 
     def next(self, advance: bool = True) -> StepPlan:
         """Return the next plan; with ``advance`` false, of the same positions as the one before."""
-        rows = range(self._rows)
         plan = StepPlan(
             step=self._step,
             sent_ns=0,
             freed=b"",
             copies=b"",
-            slots=pack_i32(list(rows)),
+            slots=pack_i32(list(self._slots)),
             starts=pack_i32([self._length] * self._rows),
             counts=pack_i32([self._new] * self._rows),
             samples=pack_u8([1] * self._rows),

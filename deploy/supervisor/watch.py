@@ -23,6 +23,7 @@ from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role
 from quintet.wire.supervision import SeatState
 
+PROC = Path("/proc")
 ABORT_GRACE_S = 2.0
 """Between SIGABRT (dump the stacks) and SIGKILL."""
 STOP_GRACE_S = 3.0
@@ -134,12 +135,16 @@ class Watch:
         seat.process.send_signal(signal.SIGCONT)
 
 
-def waited_for_processor_ns(pid: int) -> int:
-    """Return how long the threads of a process have been ready to run and did not (Linux); 0 where that is not known."""
-    waited_ns = 0
-    for path in Path(f"/proc/{pid}/task").glob("*/schedstat"):
+def waited_for_processor_ns(pid: int, proc: Path = PROC) -> int:
+    """Return how long a thread of a process, or of its children, has been ready to run and did not (Linux).
+
+    The one that has waited longest: an executor waits for its other ranks, which are its children. 0 where that is not known.
+    """
+    waited_ns, children = 0, []
+    for task in (proc / str(pid) / "task").glob("*"):
         try:
-            waited_ns = max(waited_ns, int(path.read_text().split()[1]))
+            waited_ns = max(waited_ns, int((task / "schedstat").read_text().split()[1]))
+            children += (task / "children").read_text().split()
         except (OSError, ValueError, IndexError):
             continue
-    return waited_ns
+    return max([waited_ns, *(waited_for_processor_ns(int(child), proc) for child in children)])

@@ -68,6 +68,11 @@ class Pipeline:
         return self._stage.work_done + self._links.behind.noted(Note.PROGRESS) + self._num_told
 
     @property
+    def seconds(self) -> float:
+        """Time spent in the first stage's program so far."""
+        return self._stage.seconds
+
+    @property
     def has_chores(self) -> bool:
         """Whether one of the other stages has chores left."""
         return self._links.behind.noted(Note.CHORES) > 0

@@ -121,6 +121,11 @@ class PipelineWorker:
         return self._pipeline.work_done
 
     @property
+    def seconds(self) -> float:
+        """Time spent in the first stage's program so far."""
+        return self._pipeline.seconds
+
+    @property
     def num_tenants(self) -> int:
         """Slots that have a tenant."""
         return self.tables.num_tenants

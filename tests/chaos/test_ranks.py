@@ -21,7 +21,7 @@ pytestmark = pytest.mark.whole
 """What a rank's death does to the others is seen in `tests.executor.test_rank_processes` as well, without a server."""
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (4, 1), (1, 2), (2, 2)], ids="{0[0]} x {0[1]}".format)
+@pytest.fixture(scope="module", params=[(2, 1), (4, 1), (1, 2), (2, 2)], ids="{0[0]}x{0[1]}".format)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     """Ranks of one stage, two stages, and two of two."""
     size, stages = map(str, request.param)

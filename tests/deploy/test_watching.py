@@ -112,6 +112,16 @@ def test_the_system_tells_how_long_a_process_waited() -> None:
     assert waited_for_processor_ns(1 << 22) == 0, "there is no such process"
 
 
+def test_a_process_has_waited_as_long_as_one_of_its_children(tmp_path: Path) -> None:
+    """Ranks of an executor are children of its first one, which waits for them."""
+    for pid, task, waited, children in ((1, 1, 5, ""), (1, 2, 7, "3 4 "), (3, 3, 2, ""), (4, 4, 90, "")):
+        folder = tmp_path / str(pid) / "task" / str(task)
+        folder.mkdir(parents=True)
+        (folder / "schedstat").write_text(f"1000 {waited} 3\n")
+        (folder / "children").write_text(children)
+    assert [waited_for_processor_ns(pid, tmp_path) for pid in (1, 3)] == [90, 2]
+
+
 def ready_house(tmp_path: Path) -> tuple[Watch, SeatRecord, SeatRecord]:
     """Return a watch, the executor's seat and the core's; everyone became ready at 0."""
     processes = ProcessesConfig()
