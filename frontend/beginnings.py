@@ -8,8 +8,9 @@ walk along its names. A name that two beginnings share by accident sends one req
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from zlib import crc32
 
 from quintet.frontend.prompt_size import BYTES_PER_TOKEN
@@ -56,14 +57,72 @@ def _marks_of(prompt: EmbedsPrompt) -> bytes:
     return memoryview(prompt.values)[:most].cast("I")[num_values - 1 :: num_values].tobytes()
 
 
+class Holders:
+    """Who has each name, of many engines: so that finding those that know a prompt asks nobody who does not."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, int | set[int]] = {}
+        """Most names are one engine's, and take no set."""
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    def add(self, names: Iterable[int], who: int) -> None:
+        """This engine has them from now on."""
+        of = self._of
+        for name in names:
+            held = of.setdefault(name, who)
+            if held == who:
+                continue
+            if isinstance(held, set):
+                held.add(who)
+            else:
+                of[name] = {held, who}
+
+    def discard(self, name: int, who: int) -> None:
+        """This engine has forgotten it."""
+        held = self._of.get(name)
+        if isinstance(held, set):
+            held.discard(who)
+            if len(held) == 1:
+                self._of[name] = held.pop()
+        elif held == who:
+            del self._of[name]
+
+    def of(self, names: Sequence[int]) -> list[tuple[int, Collection[int]]]:
+        """Return how many leading pieces of a prompt who has, those that have most first: an entry for each number of engines.
+
+        An engine forgets the end of a prompt before its beginning, so whoever has a piece has those before it, and how many have
+        a piece never grows along a prompt.
+        """
+        found: list[tuple[int, Collection[int]]] = []
+        num_known = 0
+        while num_known < len(names) and (held := self._of.get(names[num_known])) is not None:
+            num = len(held) if isinstance(held, set) else 1
+            num_known = bisect_right(names, -num, lo=num_known, key=self._minus_number)
+            last = self._of[names[num_known - 1]]
+            found.append((num_known, last if isinstance(last, set) else (last,)))
+        return found[::-1]
+
+    def _minus_number(self, name: int) -> int:
+        """Return how many engines have this name, negative."""
+        held = self._of.get(name)
+        return 0 if held is None else -len(held) if isinstance(held, set) else -1
+
+
 class Beginnings:
     """What one engine has computed, and still has, as far as can be told: it forgets what was not used for longest."""
 
-    def __init__(self, max_names: int = MAX_NAMES) -> None:
-        self._max_names = max_names
+    def __init__(self, max_names: int = MAX_NAMES, holders: Holders | None = None, who: int = 0) -> None:
+        """``holders`` is told what the engine that it knows as ``who`` has and forgets."""
+        self.max_names = max_names
         self._used: OrderedDict[int, int] = OrderedDict()
         """Of each name, the number of its last use."""
         self._num_uses = 0
+        self._holders, self._who = holders, who
+
+    def __len__(self) -> int:
+        return len(self._used)
 
     def find(self, names: Sequence[int]) -> tuple[int, int]:
         """Return how many leading pieces of a prompt the engine has, and when all of them were last used."""
@@ -78,17 +137,32 @@ class Beginnings:
     def note(self, names: Sequence[int]) -> None:
         """The engine is about to compute a prompt. Its end is forgotten before its beginning."""
         self._num_uses += 1
-        for name in reversed(names):
-            self._used[name] = self._num_uses
-            self._used.move_to_end(name)
-        while len(self._used) > self._max_names:
-            self._used.popitem(last=False)
+        used = self._used
+        num_known = 0
+        while num_known < len(names) and names[num_known] in used:
+            num_known += 1
+        if self._holders is not None:
+            self._holders.add(names[num_known:], self._who)
+        for name in reversed(names[num_known:]):
+            used[name] = self._num_uses
+        for name in reversed(names[:num_known]):
+            used.move_to_end(name)
+            used[name] = self._num_uses
+        while len(used) > self.max_names:
+            self._forget()
 
     def miss(self, used: int) -> None:
         """The engine turned out not to have what was last used then: what was not used since is gone as well."""
         while self._used and next(iter(self._used.values())) <= used:
-            self._used.popitem(last=False)
+            self._forget()
 
     def clear(self) -> None:
         """The engine has begun anew."""
-        self._used.clear()
+        while self._used:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget the name that was not used for longest."""
+        name, _ = self._used.popitem(last=False)
+        if self._holders is not None:
+            self._holders.discard(name, self._who)

@@ -86,7 +86,8 @@ def choose(
         )
     else:
         saves = policy == "prefix"
-        best = min(in_turn, key=lambda engine: _delay(engine, in_turn, saves, num_tokens, usual))
+        least = sorted(map(_load, in_turn))[:2] if usual and num_tokens >= LONG * usual else []
+        best = min(in_turn, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
         reason = f"{best.num_queued} queued tokens, {best.num_open} open"
         reason += f", {best.num_cached} cached" if policy == "prefix" else ""
     return Choice(best.index, reason, best.num_cached, best.used)
@@ -96,18 +97,19 @@ def _load(engine: Engine) -> int:
     return engine.num_queued + RUNNING_TOKENS * engine.num_open
 
 
-def _delay(engine: Engine, engines: Sequence[Engine], saves: bool, num_tokens: int, usual: float) -> float:
+def _delay(engine: Engine, least: Sequence[int], saves: bool, num_tokens: int, usual: float) -> float:
     """Return what stands before the request's first token, less what is saved, and what it does to those who come next.
 
-    In tokens of prompts. Who comes next finds the engine with the least to do; while none is idle, he waits. So a prompt that
-    would occupy the last idle engine delays, for as long as it does, everybody: of ``usual`` tokens each, the squared time over
-    twice that. That is why a second long prompt stands behind the first where long ones are rare.
+    In tokens of prompts. ``least``: what the two engines have to do that have the least, where the prompt may be long. Who
+    comes next finds the engine with the least to do; while none is idle, he waits. So a prompt that would occupy the last idle
+    engine delays, for as long as it does, everybody: of ``usual`` tokens each, the squared time over twice that. That is why a
+    second long prompt stands behind the first where long ones are rare.
     """
     saved = engine.num_cached if saves else 0
     own, num_new = _load(engine) - saved, max(0, num_tokens - saved)
-    if not usual or num_new < LONG * usual or len(engines) < 2:
+    if len(least) < 2 or num_new < LONG * usual:
         return own
-    least_elsewhere = min(_load(other) for other in engines if other is not engine)
+    least_elsewhere = least[1] if _load(engine) == least[0] else least[0]
     all_busy = min(least_elsewhere, _load(engine) + num_new)
     return own + NEXT_WEIGHT * all_busy * all_busy / (2 * usual)
 

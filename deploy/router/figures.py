@@ -16,6 +16,8 @@ from quintet.frontend.metrics import Series, add_samples, family_of
 from quintet.wire.metrics import CounterSeries, Metrics, decode_snapshot
 
 _LINE = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
+_CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_SIZE = re.compile(r'\b(num_gpu_blocks|block_size)="(\d{1,12})"')
 _WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
 
 
@@ -27,6 +29,8 @@ class Reading:
     num_waiting: int
     num_tokens: float
     """Computed so far, of prompts and outputs."""
+    kv_tokens: int
+    """That its KV memory holds; 0 where it does not tell."""
 
 
 def read_figures(text: str) -> Reading:
@@ -36,7 +40,14 @@ def read_figures(text: str) -> Reading:
         key = "tokens" if name in _WORK else name
         if key in sums:
             sums[key] += _number(value)
-    return Reading(int(sums["num_requests_running"]), int(sums["num_requests_waiting"]), sums["tokens"])
+    running, waiting = int(sums["num_requests_running"]), int(sums["num_requests_waiting"])
+    return Reading(running, waiting, sums["tokens"], sum(map(_kv_tokens, _CACHE.findall(text))))
+
+
+def _kv_tokens(labels: str) -> int:
+    """Return the tokens that one engine's KV memory holds, told by the labels of a series."""
+    sizes = {name: int(value) for name, value in _SIZE.findall(labels)}
+    return sizes.get("num_gpu_blocks", 0) * sizes.get("block_size", 0)
 
 
 def _number(text: str) -> float:

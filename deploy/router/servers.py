@@ -7,17 +7,27 @@ what came of it, and the beginnings of prompts. What others send to a server is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from random import Random
 
 from quintet.deploy.load_client.connection import Target
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.lines import Lines
-from quintet.frontend.beginnings import PIECE_TOKENS, Beginnings
+from quintet.deploy.router.shortlist import Shortlist
+from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, Holders
 from quintet.frontend.engines import USUAL_OVER
-from quintet.frontend.router import Choice, Engine, choose
+from quintet.frontend.router import RUNNING_TOKENS, Choice, Engine, choose
 from quintet.wire.config import Routing
 
+MAX_ALL_NAMES = 1 << 22
+"""That are remembered of all servers together."""
+MAX_HOMES = 1 << 16
+"""Sessions whose server is remembered."""
+LOOK_EVERY = 64
+"""Choices between two looks at whether others send to the servers."""
+OTHERS_SHARE = 3
+"""From a third of our requests on, those of others count as that."""
 _log = logging.getLogger("quintet")
 
 
@@ -41,6 +51,12 @@ class Server:
     num_others: int = 0
     """Requests that it had from others when it was last asked."""
     beginnings: Beginnings = field(default_factory=Beginnings)
+    max_names: int = MAX_NAMES
+    """That there is room for."""
+    kv_tokens: int = 0
+    """That its KV memory holds; 0 where it does not tell."""
+    changed: Callable[[int], None] = lambda index: None
+    """Told its index whenever what it has to do, or whether it gets requests, has changed."""
     holds: set[Held] = field(default_factory=set)
 
     def note(self, trouble: str) -> None:
@@ -51,6 +67,33 @@ class Server:
             self.beginnings.clear()
         _log.log(logging.WARNING if trouble else logging.INFO, "%s: %s", self.url, trouble or "is well")
         self.trouble = trouble
+        self.changed(self.index)
+
+    def give(self, num_open: int, num_queued: int) -> None:
+        """Count requests, and prompt tokens, of ours that came there, or (negative) left."""
+        self.num_open += num_open
+        self.num_queued += num_queued
+        self.changed(self.index)
+
+    def remember(self, max_names: int) -> None:
+        """Remember so many names of beginnings at most, and not more than its KV memory has tokens for."""
+        self.max_names = max_names
+        fitting = self.kv_tokens // PIECE_TOKENS
+        self.beginnings.max_names = min(fitting or MAX_NAMES, max_names, MAX_NAMES)
+
+    def hear(
+        self, num_running: int, num_waiting: int, before: Collection[Held] = (), kv_tokens: int = 0
+    ) -> None:
+        """Take over what it says it has; ``before``: our requests that it had when it was asked."""
+        if kv_tokens != self.kv_tokens:
+            self.kv_tokens = kv_tokens
+            self.remember(self.max_names)
+        self.num_others = max(0, num_running + num_waiting - len(before))
+        self.changed(self.index)
+        if not num_waiting:
+            for held in before:
+                if held in self.holds:
+                    held.begin()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,25 +106,33 @@ class Held:
 
     def begin(self) -> None:
         """The first of its answer has come."""
-        self.server.num_queued -= self.num_queued
-        self.num_queued = 0
+        if self.num_queued:
+            self.server.give(0, -self.num_queued)
+            self.num_queued = 0
 
     def leave(self) -> None:
         """It has ended, or goes elsewhere."""
         self.begin()
-        self.server.num_open -= 1
+        self.server.give(-1, 0)
         self.server.holds.discard(self)
 
 
 class Servers:
     """All of them."""
 
-    def __init__(self, policy: Routing) -> None:
+    def __init__(self, policy: Routing, rng: Random | None = None) -> None:
+        """``rng`` draws servers where others send there too."""
         self._policy = policy
         self._all: list[Server] = []
+        self._by_index: dict[int, Server] = {}
+        self._holders = Holders()
+        self._shortlist = Shortlist(self._load_of, rng or Random())
         self._num_chosen = 0
         self._num_made = 0
         self._usual = 0.0
+        self._homes: dict[str, int] = {}
+        """Of sessions, as long as the same servers get requests."""
+        self._homes_of = 0
 
     def __iter__(self) -> Iterator[Server]:
         return iter(self._all)
@@ -98,43 +149,92 @@ class Servers:
             if url in known:
                 known[url].is_leaving = False
             else:
-                self._all.append(Server(self._num_made, url, Lines(Target.parse(url), connect_s)))
-                self._num_made += 1
+                self._add(url, connect_s)
         for url in known.keys() - set(urls):
             known[url].is_leaving = True
+        for server in self._all:
+            self._shortlist.change(server.index)
+            server.remember(MAX_ALL_NAMES // len(self._all))
+
+    def _add(self, url: str, connect_s: float) -> None:
+        index = self._num_made
+        self._num_made += 1
+        beginnings = Beginnings(holders=self._holders, who=index)
+        lines = Lines(Target.parse(url), connect_s)
+        server = Server(index, url, lines, beginnings=beginnings, changed=self._shortlist.change)
+        self._by_index[index] = server
+        self._all.append(server)
 
     def part(self) -> list[Server]:
         """Take out, and return, who was to leave and has nothing left to do."""
         gone = [server for server in self._all if server.is_leaving and not server.num_open]
+        for server in gone:
+            server.beginnings.clear()
+            del self._by_index[server.index]
+            self._shortlist.change(server.index)
         self._all = [server for server in self._all if server not in gone]
         return gone
 
+    def _load_of(self, index: int) -> float | None:
+        """Return what a server has to do; None where it gets nothing new."""
+        server = self._by_index.get(index)
+        if server is None or server.trouble or server.is_leaving:
+            return None
+        return server.num_queued + RUNNING_TOKENS * (server.num_open + server.num_others)
+
     def choose(self, asked: Asked, without: Collection[Server]) -> Held | None:
         """Choose who answers a request, and count it there; None where nobody is left."""
-        candidates = [server for server in self.usable if server not in without]
-        if not candidates:
-            return None
-        self._num_chosen += 1
-        engines = [_engine(server, asked) for server in candidates]
+        turn = self._num_chosen + 1
         session = asked.session or (str(asked.names[0]) if asked.names else "")
+        pieces = self._candidates(asked, {server.index for server in without}, turn, session)
+        if not pieces:
+            return None
+        self._num_chosen = turn
+        engines = [_engine(self._by_index[index], num) for index, num in pieces.items()]
         usual = max(PIECE_TOKENS, self._usual) if self._num_chosen > USUAL_OVER // 4 else 0.0
-        choice = choose(engines, self._policy, self._num_chosen, session, asked.num_tokens, usual)
+        choice = choose(engines, self._policy, turn, session, asked.num_tokens, usual)
         num_queued = max(0, asked.num_tokens - choice.num_cached)
         self._usual += (num_queued - self._usual) / min(self._num_chosen, USUAL_OVER)
-        server = next(server for server in candidates if server.index == choice.index)
+        if self._policy == "session" and session and not without:
+            self._homes[session] = choice.index
+        if turn % LOOK_EVERY == 1:
+            self._shortlist.draws = self._are_others_there()
+        server = self._by_index[choice.index]
         server.beginnings.note(asked.names)
         return self.hold(server, choice, num_queued)
+
+    def _are_others_there(self) -> bool:
+        """Whether others send enough to these servers for what is known of them to be old."""
+        num_ours = sum(server.num_open for server in self._all)
+        return OTHERS_SHARE * sum(server.num_others for server in self._all) > num_ours
+
+    def _candidates(self, asked: Asked, without: Collection[int], turn: int, session: str) -> dict[int, int]:
+        """Return who is worth comparing, with how many pieces of the prompt each has: not more than decide."""
+        if self._policy in ("load", "prefix") or (self._policy == "session" and not session):
+            known = self._holders.of(asked.names)
+            return self._shortlist.candidates(known, without, turn)
+        if (home := self._home_of(session)) is not None and home not in without:
+            return {home: 0}
+        left = [index for index in self._shortlist.everybody() if index not in without]
+        if self._policy == "round-robin" and left:
+            left = [left[turn % len(left)]]
+        return dict.fromkeys(left, 0)
+
+    def _home_of(self, session: str) -> int | None:
+        """Return the server of a session, if it was chosen among those that get requests now: to choose asks all of them."""
+        self._shortlist.settle()
+        if self._homes_of != self._shortlist.num_moves or len(self._homes) > MAX_HOMES:
+            self._homes, self._homes_of = {}, self._shortlist.num_moves
+        return self._homes.get(session)
 
     def hold(self, server: Server, choice: Choice | None = None, num_queued: int = 0) -> Held:
         """Count a request at this server."""
         held = Held(server, choice or Choice(server.index, "it has the request"), num_queued)
-        server.num_queued += num_queued
-        server.num_open += 1
+        server.give(1, num_queued)
         server.holds.add(held)
         return held
 
 
-def _engine(server: Server, asked: Asked) -> Engine:
-    num_known, used = server.beginnings.find(asked.names)
+def _engine(server: Server, num_pieces: int) -> Engine:
     num_open = server.num_open + server.num_others
-    return Engine(server.index, server.num_queued, num_open, PIECE_TOKENS * num_known, used, server.url)
+    return Engine(server.index, server.num_queued, num_open, PIECE_TOKENS * num_pieces, name=server.url)

@@ -141,13 +141,11 @@ class Watch:
                     moved_s = last_s
                 if last_s - moved_s > self._pulse.stall_s:
                     trouble = trouble or f"has work, and computed nothing for {self._pulse.stall_s:g} s"
-                server.num_others = 0
                 if reading is not None:
-                    num_tokens, num_there = reading.num_tokens, reading.num_running + reading.num_waiting
-                    server.num_others = max(0, num_there - len(before))
-                    if not reading.num_waiting:
-                        for held in before & server.holds:
-                            held.begin()
+                    num_tokens = reading.num_tokens
+                    server.hear(reading.num_running, reading.num_waiting, before, reading.kv_tokens)
+                else:
+                    server.hear(0, 0)
                 server.note(trouble)
             await asyncio.sleep(self._pulse.every_s)
 

@@ -294,7 +294,7 @@ def test_a_stream_that_is_lost_twice_goes_on_twice() -> None:
         last = by_path(go_on=says(head(200, TICKET), event(20, "e5-f6") + DONE))
         async with world(last, again, LOST) as w:
             for server in w.servers:
-                server.num_open = {w.ups[2].url: 0, w.ups[1].url: 10, w.ups[0].url: 20}[server.url]
+                server.hear({w.ups[2].url: 0, w.ups[1].url: 10, w.ups[0].url: 20}[server.url], 0)
             assert texts(await w.ask(C, STREAM)) == [f"t{number}" for number in range(21)]
             assert json.loads(w.ups[0].asked[0]["body"])["outputs"] == [[*range(100, 120)]]
 
@@ -307,7 +307,7 @@ def test_what_servers_are_lost_of_does_not_visit_them_all() -> None:
         for first in (dies, LOST):
             async with world(dies, dies, dies, first) as w:
                 for server in w.servers:
-                    server.num_open = 0 if server.url == w.ups[3].url else 10
+                    server.hear(0 if server.url == w.ups[3].url else 10, 0)
                 told = await w.ask(C, STREAM)
                 assert "2 servers were lost" in told.body.decode()
                 assert sum(bool(up.asked) for up in w.ups) == 2

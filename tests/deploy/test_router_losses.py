@@ -41,7 +41,7 @@ def prefer(w: World, *order: int) -> None:
     """Have servers chosen in this order."""
     by_url = {w.ups[index].url: 100 * place for place, index in enumerate(order)}
     for server in w.servers:
-        server.num_others = by_url[server.url]
+        server.hear(by_url[server.url], 0)
 
 
 def test_a_refusal_is_told_as_it_came_whatever_its_connection_does_next() -> None:

@@ -1,0 +1,296 @@
+"""A trace played to a fleet in virtual time: routers as they are, engines with real cores, and what breaks meanwhile.
+
+A request comes to one of the routers: to ``any``, drawn for each, or to the same one for all of a ``conversation``, or for all
+that share a ``beginning``. A router learns of others' requests where it would, from an engine's figures, once a poll. Messages
+take no time. An engine that dies is back, empty, after a while; what it had goes on elsewhere with the tokens that its clients
+have. A router that dies stays away: clients of what it had ask another one again, from the start, a second later.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import Literal
+
+from bench.fleet.engine import Machine, SimulatedEngine, prompt_ids
+from bench.fleet.traces import Trace
+from quintet.deploy.router.asked import Asked
+from quintet.deploy.router.servers import Held, Servers
+from quintet.frontend.beginnings import MAX_PIECES, PIECE_TOKENS
+from quintet.wire.config import Routing
+
+Spread = Literal["any", "conversation", "beginning"]
+
+POLL_S = 1.0
+AGAIN_S = 1.0
+"""From the loss of a router to its clients' asking another one."""
+DOWN_S = 30.0
+"""From an engine's death to its successor's being ready."""
+ARRIVE, STEP_ENDS, POLL, ASK_AGAIN, DIE, RISE, LOSE_ROUTER = range(7)
+
+
+@dataclass(frozen=True, slots=True)
+class Troubles:
+    """What goes wrong, evenly over the trace."""
+
+    num_deaths: int = 0
+    """Engines that die."""
+    num_slow: int = 0
+    """Engines that are slow from the first."""
+    slowness: float = 4.0
+    num_routers_lost: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """A request on its way."""
+
+    at: int
+    router: int
+    engine: int
+    held: Held
+    first_s: float = 0.0
+    """0: not yet."""
+    num_told: int = 0
+    """Output tokens that its client has."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of all requests, a place for each."""
+
+    first_s: list[float]
+    """When the first token came."""
+    end_s: list[float]
+    cached: list[int] = field(default_factory=list)
+    """Of each engine, prompt tokens that were found, at the end and (negative) when measuring began."""
+    num_steps: int = 0
+    wall_s: float = 0.0
+    choosing_s: float = 0.0
+    """Of the processor, in the routers."""
+
+
+class Fleet:
+    """Routers, engines, and the clock."""
+
+    def __init__(
+        self,
+        trace: Trace,
+        machine: Machine,
+        num_engines: int,
+        policy: Routing,
+        grain: int,
+        num_routers: int = 1,
+        spread: Spread = "any",
+    ) -> None:
+        logging.getLogger("quintet").setLevel(logging.ERROR)
+        self._trace, self._grain, self._kv_tokens = trace, grain, machine.kv_tokens
+        self.engines = [SimulatedEngine(machine, grain) for _ in range(num_engines)]
+        self._is_up = [True] * num_engines
+        self._at_engine: list[dict[int, Flight]] = [{} for _ in range(num_engines)]
+        self._routers: list[Servers | None] = [
+            make_router(policy, num_engines, number) for number in range(num_routers)
+        ]
+        self._spread = spread
+        self._rng = random.Random(0)
+        self._events: list[tuple[float, int, int, int]] = []
+        """When, a number, what, and of whom."""
+        self._num_events = 0
+        self._flights: dict[int, Flight] = {}
+        self._names = Names(trace)
+        self._attempts = [0] * len(trace)
+        self.outcome = Outcome([0.0] * len(trace), [0.0] * len(trace))
+
+    def play(self, troubles: Troubles, measure_from: int = 0) -> Outcome:
+        """Play the whole trace; what caches find is counted from the request ``measure_from`` on."""
+        arrivals, outcome = self._trace.arrival_s.tolist(), self.outcome
+        self._plan_troubles(troubles, arrivals[-1])
+        self._at(0.0, POLL, 0)
+        began_s, done = time.perf_counter(), 0
+        acts = (self._arrive, self._end_step, self._poll, self._ask_again, self._die, self._rise, self._lose_router)  # fmt: skip
+        events, num = self._events, len(arrivals)
+        while done < num or self._flights:
+            if done < num and arrivals[done] <= events[0][0]:
+                if done == measure_from:
+                    outcome.cached = [-engine.cached_tokens for engine in self.engines]
+                self._arrive(arrivals[done], done)
+                done += 1
+                if done % 2000 == 0:
+                    _show(done, num, began_s)
+                continue
+            now_s, _, kind, of = heappop(events)
+            acts[kind](now_s, of)
+        outcome.cached = [
+            before + engine.cached_tokens for before, engine in zip(outcome.cached, self.engines, strict=True)
+        ]
+        outcome.num_steps = sum(engine.num_steps for engine in self.engines)
+        outcome.wall_s = time.perf_counter() - began_s
+        return outcome
+
+    def _at(self, when_s: float, kind: int, of: int) -> None:
+        self._num_events += 1
+        heappush(self._events, (when_s, self._num_events, kind, of))
+
+    def _plan_troubles(self, troubles: Troubles, last_s: float) -> None:
+        picks = random.Random(1).sample(range(len(self.engines)), troubles.num_deaths + troubles.num_slow)
+        for number in range(troubles.num_deaths):
+            self._at((number + 0.5) * last_s / troubles.num_deaths, DIE, picks[number])
+        for engine in picks[troubles.num_deaths :]:
+            self.engines[engine].slowness = troubles.slowness
+        for number in range(troubles.num_routers_lost):
+            self._at(last_s * (number + 1) / (troubles.num_routers_lost + 1), LOSE_ROUTER, number)
+        heapify(self._events)
+
+    # --- a request's way --------------------------------------------------------------------------------------
+
+    def _arrive(self, now_s: float, at: int) -> None:
+        alive = [number for number, router in enumerate(self._routers) if router is not None]
+        match self._spread:
+            case "any":
+                pick = self._rng.randrange(len(alive))
+            case "conversation":
+                pick = int(self._trace.conversation[at])
+            case "beginning":
+                pick = int(self._trace.shared[at])
+        self._send(now_s, at, alive[pick % len(alive)], 0)
+
+    def _send(self, now_s: float, at: int, router_at: int, num_told: int) -> None:
+        """Choose an engine and give it the request, of which its client has so many tokens."""
+        trace, router = self._trace, self._routers[router_at]
+        assert router is not None
+        num_prompt = int(trace.num_shared[at] + trace.num_own[at])
+        began_s = time.process_time()
+        asked = Asked(self._names.of(at), num_prompt, True, str(trace.conversation[at]))
+        while True:
+            held = router.choose(asked, ())
+            assert held is not None, "every engine is down"
+            if self._is_up[held.server.index]:
+                break
+            held.leave()
+            held.server.note("no connection")
+        self.outcome.choosing_s += time.process_time() - began_s
+        index = held.server.index
+        flight = Flight(at, router_at, index, held, self.outcome.first_s[at], num_told)
+        self._flights[at] = self._at_engine[index][at] = flight
+        engine = self.engines[index]
+        engine.admit(
+            at,
+            prompt_ids(trace, at, self._grain),
+            int(trace.num_output[at]),
+            num_told,
+            self._attempts[at],
+            now_s,
+        )
+        self._attempts[at] += 1
+        if not engine.is_busy:
+            self._begin_step(now_s, index)
+
+    def _begin_step(self, now_s: float, index: int) -> None:
+        end_s = self.engines[index].begin(now_s)
+        if end_s is not None:
+            self._at(end_s, STEP_ENDS, index)
+
+    def _end_step(self, now_s: float, index: int) -> None:
+        engine = self.engines[index]
+        if not engine.is_busy or not self._is_up[index]:
+            return
+        done, outcome = engine.end(now_s), self.outcome
+        for at, when_s in done.firsts:
+            flight = self._flights.get(at)
+            if flight is not None and not flight.num_told:
+                flight.held.begin()
+                if not outcome.first_s[at]:
+                    outcome.first_s[at] = flight.first_s = when_s
+        for at in done.ended:
+            flight = self._at_engine[index].pop(at)
+            del self._flights[at]
+            flight.held.leave()
+            outcome.end_s[at] = now_s
+        self._begin_step(now_s, index)
+
+    # --- what routers learn -----------------------------------------------------------------------------------
+
+    def _poll(self, now_s: float, _: int) -> None:
+        running = [engine.num_running for engine in self.engines]
+        waiting = [engine.num_waiting for engine in self.engines]
+        for router in self._routers:
+            if router is None:
+                continue
+            for server in router:
+                index = server.index
+                server.note("" if self._is_up[index] else "does not answer")
+                if self._is_up[index]:
+                    server.hear(running[index], waiting[index], set(server.holds), self._kv_tokens)
+        self._at(now_s + POLL_S, POLL, 0)
+
+    # --- what breaks ------------------------------------------------------------------------------------------
+
+    def _die(self, now_s: float, index: int) -> None:
+        engine, lost = self.engines[index], list(self._at_engine[index].values())
+        for flight in lost:
+            flight.num_told = engine.outputs_of(flight.at)
+            flight.held.leave()
+            flight.held.server.note("is lost")
+        engine.die()
+        self._at_engine[index].clear()
+        self._is_up[index] = False
+        self._at(now_s + DOWN_S, RISE, index)
+        for flight in lost:
+            self._send(now_s, flight.at, flight.router, flight.num_told)
+
+    def _rise(self, now_s: float, index: int) -> None:
+        self._is_up[index] = True
+
+    def _lose_router(self, now_s: float, number: int) -> None:
+        self._routers[number] = None
+        for flight in [flight for flight in self._flights.values() if flight.router == number]:
+            self.engines[flight.engine].drop(flight.at, now_s)
+            del self._at_engine[flight.engine][flight.at]
+            self.outcome.first_s[flight.at] = 0.0
+            self._at(now_s + AGAIN_S, ASK_AGAIN, flight.at)
+
+    def _ask_again(self, now_s: float, at: int) -> None:
+        self._arrive(now_s, at)
+
+
+def make_router(policy: Routing, num_engines: int, number: int = 0) -> Servers:
+    """Return a router that finds all its servers well."""
+    router = Servers(policy, random.Random(number))
+    router.become([f"http://10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000" for n in range(num_engines)], 1.0)
+    for server in router:
+        server.note("")
+    return router
+
+
+class Names:
+    """The names of beginnings, as `quintet.frontend.beginnings.names_of` gives them: equal where prompts begin alike."""
+
+    def __init__(self, trace: Trace) -> None:
+        self._trace = trace
+
+    def of(self, at: int) -> list[int]:
+        """Return those of a request. A piece that is partly shared is its conversation's."""
+        trace = self._trace
+        num_shared, num_own = int(trace.num_shared[at]), int(trace.num_own[at])
+        num_pieces = min((num_shared + num_own) // PIECE_TOKENS, MAX_PIECES)
+        num_common = min(num_shared // PIECE_TOKENS, num_pieces)
+        common = ((int(trace.shared[at]) + 1) << 12) * 0x9E3779B1
+        own = ((int(trace.conversation[at]) + 1) << 12) * 0x85EBCA6B + 0x5BD1E995
+        names = [(common + piece * 0x27D4EB2F) & 0xFFFFFFFF for piece in range(num_common)]
+        names += [(own + piece * 0x165667B1) & 0xFFFFFFFF for piece in range(num_common, num_pieces)]
+        return names
+
+
+def _show(done: int, num: int, began_s: float) -> None:
+    """Draw the progress bar."""
+    took_s = time.perf_counter() - began_s
+    width = 30 * done // num
+    left_s = took_s * (num - done) / done
+    bar = "#" * width + "." * (30 - width)
+    print(f"\r[{bar}] {done:,} of {num:,}, {left_s:.0f} s left ", end="", file=sys.stderr, flush=True)
+    if done + 2000 > num:
+        print(file=sys.stderr)
