@@ -1,9 +1,14 @@
-"""What this process holds of request bodies that have not arrived whole, and how long it waits for the rest."""
+"""What this process holds of request bodies that have not arrived whole, and how long it waits for the rest.
+
+Whoever keeps bodies that have come, to send them again, counts them here too (`Bodies.keep`): then all stay within one limit.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+
+from quintet.wire.errors import ErrorCode, RequestError
 
 PROGRESS_S = 60.0
 BYTES_PER_S = 4096
@@ -39,8 +44,9 @@ class Bodies:
     bytes_per_s: float = BYTES_PER_S
     """Least rate at which a body must come, on average."""
     max_open_bytes: int = MAX_OPEN_BYTES
-    """Most bytes of unfinished bodies together."""
+    """Most bytes of unfinished bodies, and those that are kept, together."""
     num_open_bytes: int = 0
+    num_kept_bytes: int = 0
     _open: dict[OpenBody, None] = field(default_factory=dict)
     """The one that has waited longest for its next piece first."""
 
@@ -68,7 +74,7 @@ class Bodies:
 
         Not on those that came last: who drips a byte now and then would keep out everybody else.
         """
-        num_left = self.num_open_bytes
+        num_left = self.num_open_bytes + self.num_kept_bytes
         for body in self._open:
             if num_left <= self.max_open_bytes:
                 return
@@ -80,3 +86,19 @@ class Bodies:
         """Forget a body: it is complete, or nobody waits for the rest."""
         self.num_open_bytes -= body.num_bytes
         del self._open[body]
+
+    def keep(self, num_bytes: int) -> None:
+        """Count a body that is kept until its request has ended (`let_go`). Raises `RequestError` where it is too much."""
+        num_held = self.num_open_bytes + self.num_kept_bytes
+        if self.num_kept_bytes and num_held + num_bytes > self.max_open_bytes:
+            raise RequestError(
+                ErrorCode.UNAVAILABLE,
+                f"{num_held} bytes of the bodies of open requests are held, and with the {num_bytes} of this one it would be "
+                f"more than {self.max_open_bytes}; try again when some have ended, or send less.",
+                retry_s=1,
+            )
+        self.num_kept_bytes += num_bytes
+
+    def let_go(self, num_bytes: int) -> None:
+        """The request of a kept body has ended."""
+        self.num_kept_bytes -= num_bytes

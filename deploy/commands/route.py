@@ -22,10 +22,11 @@ from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.names import Names
 from quintet.deploy.router.passing import Patience
+from quintet.deploy.router.sending import Hedging
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
-from quintet.frontend.bodies import MAX_OPEN_BYTES, Bodies
+from quintet.frontend.bodies import Bodies
 from quintet.frontend.connection import bound_send_buffer
 from quintet.frontend.guard import Keys
 from quintet.frontend.main import HttpServer, allow_many_connections, make_server
@@ -133,6 +134,12 @@ def _add_door(door: argparse._ArgumentGroup) -> None:
     door.add_argument(
         "--max-body-bytes", default="32MiB", metavar="SIZE", help="largest request (default: %(default)s)"
     )
+    door.add_argument(
+        "--max-held-bytes",
+        default="1GiB",
+        metavar="SIZE",
+        help="of all requests that are open, which are kept to be sent again (default: %(default)s)",
+    )
 
 
 def _add_waiting(waiting: argparse._ArgumentGroup) -> None:
@@ -148,6 +155,14 @@ def _add_waiting(waiting: argparse._ArgumentGroup) -> None:
         waiting.add_argument(
             f"--{name}", type=float, default=default, metavar="S", help=f"{words} (default: %(default)g)"
         )
+    waiting.add_argument(
+        "--hedge-after",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="for an answer to begin, before a copy of the request goes to another server as well; a twentieth of all get one "
+        "at most, so this is about what 95 in 100 take (default: never)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -177,6 +192,8 @@ def _check(arguments: argparse.Namespace) -> None:
             "or say with --engines-at URL which name stands for all of them"
         )
     for name, value in vars(arguments).items():
+        if name == "hedge_after" and value == 0:
+            continue
         if isinstance(value, float) and not 0 < value <= 86_400:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value:g}; it must be above 0 and at most 86400 seconds"
@@ -206,10 +223,12 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
     door = Door(
         Keys(arguments.api_key, OPEN_PATHS.__contains__),
         Limits(arguments.max_open_per_key, arguments.max_per_minute_per_key, time.monotonic),
-        Bodies(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES)),
+        Bodies(
+            max_bytes, max_open_bytes=max(max_bytes, parse_size(arguments.max_held_bytes, "--max-held-bytes"))
+        ),
         arguments.engine_api_key,
     )
-    patience = Patience(arguments.first_timeout, arguments.resume_timeout)
+    patience = Patience(arguments.first_timeout, arguments.resume_timeout, Hedging(arguments.hedge_after))
     app = App(servers, Figures(servers), patience, door)
     server = make_server(app, FrontendConfig())
     loop = asyncio.get_running_loop()

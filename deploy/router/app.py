@@ -98,6 +98,8 @@ class App:
                     200 if is_ready else 503,
                 )
             case "/metrics":
+                bodies = self._door.bodies
+                self._figures.held_bodies.set(bodies.num_open_bytes + bodies.num_kept_bytes)
                 await exchange.respond(200, self._figures.text(), CONTENT_TYPE)
             case "/servers":
                 await exchange.respond(200, msgspec.json.encode([_told(server) for server in self._servers]))
@@ -114,9 +116,13 @@ class App:
         except RequestError:
             self._figures.limited.inc()
             raise
+        num_kept = 0
         try:
             has_body = exchange.method in ("POST", "PUT", "PATCH")
             body = await exchange.read_json_body(door.bodies) if has_body else b""
+            if body:
+                door.bodies.keep(len(body))
+                num_kept = len(body)
             asked = read(body, exchange.header(SESSION_HEADER) or "") if body else Asked()
             outgoing = Outgoing(
                 "GET" if exchange.method == "HEAD" else exchange.method,
@@ -130,6 +136,7 @@ class App:
             )
             await Passing(self._servers, self._figures, self._patience, exchange).answer(outgoing, asked)
         finally:
+            door.bodies.let_go(num_kept)
             door.limits.leave(account)
 
 

@@ -71,11 +71,17 @@ class Figures(Collector):
         self.retries = self._metrics.counter(
             "retries", "Requests sent to another server before anything of an answer had come."
         )
+        self.hedges = self._metrics.counter(
+            "hedges", "Second copies of requests that were slow to begin (--hedge-after)."
+        )
         self.resumptions = self._metrics.counter(
             "resumptions", "Streams that another server, or another connection, went on with."
         )
         self.broken = self._metrics.counter(
             "broken_streams", "Streams that ended because nobody could go on with them."
+        )
+        self.held_bodies = self._metrics.gauge(
+            "held_body_bytes", "Of request bodies: those that come, and those of requests that are open."
         )
         self.limited = self._metrics.counter(
             "limited_requests", "Requests refused by the limit of their key."

@@ -12,12 +12,13 @@ import asyncio
 import logging
 import random
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.lines import Flow, Unreachable
+from quintet.deploy.router.sending import Hedging, Race, Sending
 from quintet.deploy.router.servers import Held, Server, Servers
 from quintet.deploy.router.upstream import (
     RELAY,
@@ -58,6 +59,7 @@ class Patience:
     """For a server, while there is none."""
     resume_s: float
     """For a server to go on with a stream."""
+    hedging: Hedging = field(default_factory=Hedging)
 
 
 class Passing:
@@ -70,8 +72,10 @@ class Passing:
         self._exchange = exchange
         self._events = Events(is_relayed=False)
         self._ticket = b""
-        self._held: Held | None = None
-        self._flow: Flow | None = None
+        self._sending: Sending | None = None
+        """Where the request is."""
+        self._copy: Sending | None = None
+        """Where it is as well, until one of the two begins."""
         self._is_gone = False
         self._tried: set[Server] = set()
         """Where the request was sent, and did not begin."""
@@ -116,8 +120,9 @@ class Passing:
     def _leave(self) -> None:
         """The client is gone: so is whoever computes for it."""
         self._is_gone = True
-        if self._flow is not None:
-            self._flow.connection.close()
+        for sending in (self._sending, self._copy):
+            if sending is not None:
+                sending.leave()
 
     # --- before the first byte --------------------------------------------------------------------------------
 
@@ -128,6 +133,7 @@ class Passing:
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
+        is_hedged = bool(self._patience.hedging.after_s and outgoing.body and not (is_kept or is_once))
         while True:
             if self._is_gone:
                 raise ClientGone
@@ -143,7 +149,10 @@ class Passing:
             if len(tried) > 1:
                 self._figures.retries.inc()
             try:
-                flow = await self._send(held, outgoing, is_once)
+                if is_hedged:
+                    flow, held = await self._send_twice(held, outgoing, asked)
+                else:
+                    flow = await self._send(held, outgoing, is_once)
             except Unreachable as error:
                 held.server.note(str(error))
                 self._let_go()
@@ -172,35 +181,40 @@ class Passing:
             self._let_go()
 
     async def _send(self, held: Held, outgoing: Outgoing, is_fresh: bool = False) -> Flow:
-        """Send to a server and wait for the head of its answer, over a new connection if ``is_fresh``.
+        """Send to a server and wait for the head of its answer. Raises `ConnectionError`."""
+        self._sending = Sending(held)
+        return await self._sending.send(outgoing, is_fresh)
 
-        Raises `ConnectionError`.
-        """
-        self._held = held
-        lines = held.server.lines
-        while True:
-            flow = self._flow = await lines.send(outgoing.bytes_for(lines.target), is_fresh=is_fresh)
-            if self._is_gone:  # while it connected
-                flow.connection.close()
-            try:
-                await flow.head()
-            except ConnectionError:
-                is_stale = lines.was_stale(flow)
-                lines.give_back(flow)
-                if is_stale and not self._is_gone:
-                    is_fresh = True
-                    continue
-                raise
-            return flow
+    async def _send_twice(self, held: Held, outgoing: Outgoing, asked: Asked) -> tuple[Flow, Held]:
+        """The same, with a copy to another server if nothing comes for a while; return who it is at, too."""
+        hedging = self._patience.hedging
+        hedging.num_requests += 1
+        self._sending = Sending(held)
+        race = Race(self._sending, outgoing, lambda flow: flow.status in ELSEWHERE)
+        try:
+            if not await race.has_begun(hedging.after_s) and hedging.may():
+                other = self._servers.choose(asked, self._tried)
+                if other is not None:
+                    hedging.num_copies += 1
+                    self._figures.hedges.inc()
+                    self._tried.add(other.server)
+                    self._copy = Sending(other)
+            won, task = await race.run(self._copy)
+            self._sending = won
+        except asyncio.CancelledError:
+            race.call_off()
+            if self._copy is not None:
+                self._copy.let_go()
+            raise
+        finally:
+            self._copy = None
+        return task.result(), won.held
 
     def _let_go(self) -> None:
         """Leave the server that has the request."""
-        held, flow = self._held, self._flow
-        self._held = self._flow = None
-        if held is not None:
-            held.leave()
-            if flow is not None:
-                held.server.lines.give_back(flow)
+        sending, self._sending = self._sending, None
+        if sending is not None:
+            sending.let_go()
 
     def _note_loss(self, num_told: int) -> None:
         """A server was lost, after so many tokens of its answer. Raises `RequestError` where that was one too many."""
@@ -239,8 +253,8 @@ class Passing:
             if self._is_gone:
                 raise ClientGone
             told = events.take(piece) if piece else b"" if is_lost else events.flush()
-            if self._held is not None and events.has_begun:
-                self._held.begin()
+            if self._sending is not None and events.has_begun:
+                self._sending.held.begin()
             is_over = not (piece or is_lost) or (events.is_over and flow.is_read)
             is_last = is_over and not events.is_withdrawn
             if told or is_last:
@@ -256,7 +270,7 @@ class Passing:
 
     async def _go_on(self, outgoing: Outgoing, asked: Asked) -> Flow:
         """Return the flow of what comes behind what the client has."""
-        lost = self._held.server if self._held is not None else None
+        lost = self._sending.held.server if self._sending is not None else None
         is_withdrawn = self._events.is_withdrawn
         self._let_go()
         flow = None

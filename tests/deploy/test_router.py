@@ -23,6 +23,7 @@ from quintet.deploy.router.figures import Figures, read_figures
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.lines import Lines
 from quintet.deploy.router.passing import Patience
+from quintet.deploy.router.sending import Hedging
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.frontend.bodies import Bodies
@@ -162,6 +163,7 @@ async def world(
     limits: tuple[int, int] = (0, 0),
     keys: tuple[str, ...] = (),
     servers_key: str = "",
+    hedge_after_s: float = 0.0,
 ) -> AsyncIterator[World]:
     """Run servers with these answers, and a router before them that believes all of them to be well."""
     loop = asyncio.get_running_loop()
@@ -173,9 +175,10 @@ async def world(
     servers.become([up.url for up in ups], 2.0)
     for server in servers:
         server.note("")
+    patience = Patience(0.2, 10.0, Hedging(hedge_after_s))
     guard = Keys(keys, OPEN_PATHS.__contains__)
     door = Door(guard, Limits(*limits, loop.time), Bodies(1 << 20), servers_key)
-    yield World(App(servers, Figures(servers), Patience(0.2, 10.0), door), servers, ups)
+    yield World(App(servers, Figures(servers), patience, door), servers, ups)
     for server in servers:
         server.lines.hang_up()
     for each in listening:

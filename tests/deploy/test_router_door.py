@@ -120,3 +120,31 @@ def test_routers_agree_on_the_server_of_a_session() -> None:
         held = [servers.choose(Asked(session=f"s{number}"), ()) for number in range(40)]
         chosen.append([each.server.url for each in held if each is not None])
     assert chosen[0] == chosen[1] and len(set(chosen[0])) == 4
+
+
+def test_bodies_of_open_requests_have_one_budget() -> None:
+    """They are kept to be sent again; whoever would exceed it may try later, and nobody who is alone is refused."""
+
+    async def story() -> None:
+        may_answer, came = asyncio.Event(), asyncio.Event()
+
+        async def waits(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            came.set()
+            await may_answer.wait()
+            await whole(up, asked, writer)
+
+        async with world(waits) as w:
+            w.app._door.bodies.max_open_bytes = 3000
+            first = asyncio.create_task(w.ask(C, {"prompt": "x" * 2000}))
+            await came.wait()
+            told = await w.ask(C, {"prompt": "y" * 2000})
+            assert (
+                told.status == 503 and b"more than 3000" in told.body and told.headers["retry-after"] == "1"
+            )
+            assert b"held_body_bytes 2014.0" in (await w.ask("/metrics", None, "GET")).body
+            may_answer.set()
+            assert (await first).status == 200
+            assert (await w.ask(C, {"prompt": "z" * 4000})).status == 200
+            assert w.app._door.bodies.num_kept_bytes == 0
+
+    run(story())
