@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 from pathlib import Path
 from typing import get_args
 
@@ -159,6 +160,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     """Play, print, save."""
     arguments = parse()
+    gc.disable()  # a thousand cores are millions of objects, and the search for cycles looks at them again and again
     found = play(arguments)
     if arguments.save is None:
         return

@@ -148,15 +148,18 @@ class Fleet:
     # --- a request's way --------------------------------------------------------------------------------------
 
     def _arrive(self, now_s: float, at: int) -> None:
-        alive = [number for number, router in enumerate(self._routers) if router is not None]
         match self._spread:
             case "any":
-                pick = self._rng.randrange(len(alive))
+                pick = self._rng.randrange(1 << 20)
             case "conversation":
                 pick = int(self._trace.conversation[at])
             case "beginning":
                 pick = int(self._trace.shared[at])
-        self._send(now_s, at, alive[pick % len(alive)], 0)
+        router = pick % len(self._routers)
+        while self._routers[router] is None:  # only what came to the one that is lost goes elsewhere
+            pick = pick * 0x9E3779B1 + 1 & 0xFFFFFFFF
+            router = (pick >> 8) % len(self._routers)
+        self._send(now_s, at, router, 0)
 
     def _send(self, now_s: float, at: int, router_at: int, num_told: int) -> None:
         """Choose an engine and give it the request, of which its client has so many tokens."""

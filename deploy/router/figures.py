@@ -15,8 +15,12 @@ from quintet.deploy.router.servers import Servers
 from quintet.frontend.metrics import Series, add_samples, family_of
 from quintet.wire.metrics import CounterSeries, Metrics, decode_snapshot
 
-_LINE = re.compile(r"^vllm:(\w+)(?:\{[^}]*\})? (\S+)", re.MULTILINE)
-_CACHE = re.compile(r"^vllm:cache_config_info\{([^}]*)\}", re.MULTILINE)
+_LINE = re.compile(
+    r"\nvllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total)"
+    r"(?:\{[^}]*\})? (\S+)"
+)
+"""It begins with what it can be looked for by, not with ``^``: a thousand servers are read every second."""
+_CACHE = re.compile(r"\nvllm:cache_config_info\{([^}]*)\}")
 _SIZE = re.compile(r'\b(num_gpu_blocks|block_size)="(\d{1,12})"')
 _WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
 
@@ -36,10 +40,10 @@ class Reading:
 def read_figures(text: str) -> Reading:
     """Read `/metrics` of a server; what it does not tell, or not as a number, is nothing."""
     sums = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "tokens": 0.0}
+    text = f"\n{text}"
     for name, value in _LINE.findall(text):
         key = "tokens" if name in _WORK else name
-        if key in sums:
-            sums[key] += _number(value)
+        sums[key] += _number(value)
     running, waiting = int(sums["num_requests_running"]), int(sums["num_requests_waiting"])
     return Reading(running, waiting, sums["tokens"], sum(map(_kv_tokens, _CACHE.findall(text))))
 
