@@ -124,6 +124,8 @@ class Engine:
             self._keep_departed(before, now_ns)
         pool = BlockPool(limits.num_blocks, self.disk.tiers(message))
         self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
+        if self._cache.events is not None:
+            state.tell_of_blocks()
         if before is None:
             effects = Effects()
             for early in self._early:

@@ -10,13 +10,15 @@ from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.outbox import Effects
 from quintet.process.early import Early
+from quintet.process.kv_publisher import KvPublisher
 from quintet.process.runtime import Process, child_main
-from quintet.wire.codec import pack_i64, unpack_i32, unpack_i64
+from quintet.wire.codec import encode, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.kv_disk import KvAnswers, KvKept
+from quintet.wire.kv_events import KvEventBatch
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Admit, Cancel, Failed, Handed, Live, Reclaim, StopHit, Tokens, Unknown
 from quintet.wire.step import Capacity, StepResult
@@ -52,6 +54,8 @@ class Core:
         """Whether the supervisor wants to hear when nothing is left."""
         self._early: Early[int, Admit | Cancel | Reclaim] = Early(MAX_EARLY)
         """By frontend seat."""
+        events = config.cache.events
+        self._publisher = None if events is None else KvPublisher(events, process.me.index)
         process.account = self._account
 
     def run(self) -> None:
@@ -68,6 +72,8 @@ class Core:
             try:
                 self._account()
             finally:
+                if self._publisher is not None:
+                    self._publisher.close()
                 self.process.close()
 
     def apply(self, messages: list[Message | Topology | Dropped | Drain]) -> None:
@@ -90,6 +96,7 @@ class Core:
         self._send(self.engine.expire(self.process.now_ns))
         self._ask_again()
         self._plan()
+        self._publish()
         self._give_account()
         self._note_endings()
         if self._is_retiring and not self.engine.is_needed and not self._early:
@@ -283,6 +290,14 @@ class Core:
             self._span("send")
             self.metrics.plan.observe((time.monotonic_ns() - start) * S)
             self._order()
+
+    def _publish(self) -> None:
+        """Tell outside routers what happened to blocks in this turn."""
+        state = self.engine.state
+        events = None if state is None or state.events is None else state.events.take()
+        if events and self._publisher is not None:
+            batch = KvEventBatch(time.time(), events, self.process.me.index)
+            self._publisher.publish(encode(batch))
 
     def _order(self) -> None:
         """Have the executor store and fetch: behind the plans that write a block, before any that could write over it."""

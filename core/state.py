@@ -16,6 +16,7 @@ from quintet.core.hooks import Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, key_of
+from quintet.core.kv_events import KvEvents
 from quintet.core.pace import Pace
 from quintet.core.request import Request, Status
 
@@ -110,6 +111,8 @@ class State:
     """The newest generation given out."""
     free_slots: list[int] = field(default_factory=list)
     """A heap: low rows are used first."""
+    events: KvEvents | None = None
+    """What outside routers are told of blocks; None: nothing."""
     left_slots: list[int] = field(default_factory=list)
     """Slots whose tenant left since the last plan."""
     counters: Counters = field(default_factory=Counters)
@@ -128,6 +131,11 @@ class State:
     """Live requests whose prompt is vectors."""
     num_deferred: int = 0
     """Waiting requests that others passed in the last step: something but room keeps them."""
+
+    def tell_of_blocks(self) -> None:
+        """From now on note what outside routers are to hear of blocks."""
+        self.events = KvEvents(self.limits.groups)
+        self.pool.tiers.on_leave = self.events.removed
 
     @property
     def fence(self) -> int | None:
@@ -268,6 +276,8 @@ class State:
         register = self.pool.index.register
         first = request.register_at // block_size - 1
         request.register_at = (num_full + 1) * block_size
+        if self.events is not None:
+            self.events.stored(request, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.held[0].blocks
             for position in range(first, num_full):

@@ -125,6 +125,19 @@ class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory that blocks are read into, of each engine."""
 
 
+class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Where outside routers hear which blocks there are (`quintet.wire.kv_events`)."""
+
+    endpoint: str = "tcp://127.0.0.1:5557"
+    """Of engine 0; of each further one the next port."""
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    """Batches that are kept for who missed them."""
+    hwm: int = 100_000
+    """Batches that wait for a subscriber, at most."""
+    topic: str = ""
+
+
 class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory."""
 
@@ -140,6 +153,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for KV of preempted requests, of each rank; 0: they are computed again."""
     disk: KvDiskConfig | None = None
     """Where KV outlives the server; None: nowhere."""
+    events: KvEventsConfig | None = None
+    """Who hears of blocks; None: nobody."""
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ and the group of layers. What model and layout they are of is the same for all c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from quintet.core.kv.disk_pool import DiskPool
@@ -43,16 +43,20 @@ class Tier(Protocol):
 class Tiers:
     """All tiers there are; of some the features ask by name, everybody else tells and asks all."""
 
-    __slots__ = ("_all", "disk", "host")
+    __slots__ = ("_all", "disk", "host", "on_leave")
 
     def __init__(self, num_host_blocks: int = 0, disk: DiskPool | None = None) -> None:
         self.host = HostPool(num_host_blocks)
         self.disk = disk
+        self.on_leave: Callable[[bytes], None] | None = None
+        """Who else hears of contents that the device gives away."""
         tiers: tuple[Tier | None, ...] = (self.host if num_host_blocks else None, disk)
         self._all: tuple[Tier, ...] = tuple(tier for tier in tiers if tier is not None)
 
     def leave(self, key: bytes, block: int) -> None:
         """See `Tier.leave`."""
+        if self.on_leave is not None:
+            self.on_leave(key)
         for tier in self._all:
             tier.leave(key, block)
 

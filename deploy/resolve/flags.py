@@ -351,6 +351,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MEMORY, "most of it, for each engine, e.g. 20GiB; what was used longest ago goes", "SIZE", "8GiB"
         ),
     ] = None
+    kv_events_config: Annotated[
+        str | None,
+        Flag(
+            MEMORY,
+            "tell outside routers over ZeroMQ which blocks there are, in vLLM's format (docs/kv.md), e.g."
+            ' {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}',
+            "JSON",
+            "nobody is told",
+        ),
+    ] = None
     block_size: Annotated[
         int | None,
         Flag(

@@ -288,6 +288,7 @@ class World:
                 enable_prefix_caching=bool(caching),
                 swap_bytes=64 * self.num_host_blocks,
                 disk=None if self.disk is None else self.disk.config,
+                events=options.pop("events", None),  # type: ignore[arg-type]
             ),
             msgspec.convert(settings | options, SchedulerConfig),
             features,

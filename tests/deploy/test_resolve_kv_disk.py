@@ -1,4 +1,4 @@
-"""KV on disk: what is asked for is either possible or refused, with the way out."""
+"""KV on disk, and KV events: what is asked for is either possible or refused, with the way out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.supervisor.store_lock import alone
-from quintet.wire.config import EngineConfig, KvDiskConfig
+from quintet.wire.config import EngineConfig, KvDiskConfig, KvEventsConfig
 from quintet.wire.errors import ConfigError
 
 
@@ -48,6 +48,31 @@ def test_sizes_are_of_each_engine(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError) as refused:
         config_of(tmp_path, **options)
+    assert words in str(refused.value)
+
+
+EVENTS = '{"enable_kv_cache_events": true, "topic": "kv@"%s}'
+
+
+def test_events_are_told_if_asked_for(tmp_path: Path) -> None:
+    assert config_of(tmp_path, kv_events_config=EVENTS % "").cache.events == KvEventsConfig(topic="kv@")
+    for off in ("{}", '{"enable_kv_cache_events": false}', EVENTS % ', "publisher": "null"'):
+        assert config_of(tmp_path, kv_events_config=off).cache.events is None
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("yes", "write JSON such as"),
+        (EVENTS % ', "endpiont": ""', "unknown field `endpiont`"),
+        (EVENTS % ', "endpoint": "5557"', "endpoint is '5557'; write tcp://HOST:PORT"),
+        (EVENTS % ', "publisher": "kafka"', "publisher is 'kafka'; it may be zmq or null"),
+        (EVENTS % ', "buffer_steps": 0', "buffer_steps is 0; give a positive number"),
+    ],
+)
+def test_events_that_cannot_be_are_refused(tmp_path: Path, config: str, words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(tmp_path, kv_events_config=config)
     assert words in str(refused.value)
 
 

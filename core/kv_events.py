@@ -1,0 +1,60 @@
+"""What there is to tell outside routers of KV memory (`quintet.wire.kv_events`): blocks that became findable, and that are gone.
+
+Of a model whose layers are in several groups, those of one group are told: of one that sees everything, if there is one.
+"""
+
+from __future__ import annotations
+
+from quintet.core.kv.groups import Groups
+from quintet.core.kv.prefix import key_of, salt_digest
+from quintet.core.request import Request
+from quintet.wire.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+
+_HASH_BYTES = 8
+_DIGEST_BYTES = 32
+_NO_SALT = salt_digest("")
+
+
+class KvEvents:
+    """Collects them, in order, until somebody takes them. Begins with `AllBlocksCleared`."""
+
+    def __init__(self, groups: Groups) -> None:
+        full = [index for index in groups.tokens if groups.all[index].kind == "full"]
+        self.group = (full or list(groups.tokens) or [0])[0]
+        self._block_size = groups.spec.block_size
+        self._events: list[KvEvent] = [AllBlocksCleared()]
+        self._told: set[bytes] = set()
+
+    def stored(self, request: Request, first: int, end: int) -> None:
+        """Tell of a request's blocks from position ``first`` to before ``end``, which have just become findable."""
+        digests = request.digests[first:end]
+        keys = [key_of(digest, self.group) for digest in digests]
+        if not keys or self._told.issuperset(keys):
+            return
+        self._told.update(keys)
+        size, start = self._block_size, request.salt_digest
+        self._events.append(
+            BlockStored(
+                block_hashes=[_hash_of(digest) for digest in digests],
+                parent_block_hash=_hash_of(request.digests[first - 1]) if first else None,
+                token_ids=request.tokens[first * size : end * size],
+                block_size=size,
+                medium=MEDIUM,
+                extra_keys=None if start == _NO_SALT else [[start.hex()] for _ in digests],
+            )
+        )
+
+    def removed(self, key: bytes) -> None:
+        """Tell that a content has left the device, if it was told of."""
+        if key in self._told:
+            self._told.remove(key)
+            self._events.append(BlockRemoved([_hash_of(key[:_DIGEST_BYTES])], MEDIUM))
+
+    def take(self) -> list[KvEvent]:
+        """Return what has happened since the last call."""
+        events, self._events = self._events, []
+        return events
+
+
+def _hash_of(digest: bytes) -> int:
+    return int.from_bytes(digest[-_HASH_BYTES:], "big")

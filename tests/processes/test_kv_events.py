@@ -1,0 +1,94 @@
+"""KV events over ZeroMQ: a plain subscriber knows what the engine has, also of what it missed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from .server import Server, serve
+
+BLOCK_SIZE = 16
+
+
+@contextmanager
+def socket_to(kind: int, address: str) -> Iterator[zmq.Socket[bytes]]:
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 30_000)
+        if kind == zmq.SUB:
+            socket.setsockopt(zmq.SUBSCRIBE, b"kv@")
+        socket.connect(address)
+        yield socket
+
+
+def ask(server: Server, prompt: list[int], **more: object) -> None:
+    body = {"prompt": prompt, "max_tokens": 2, "ignore_eos": True, **more}
+    status, answer = server.post("/v1/completions", body)
+    assert status == 200, answer
+
+
+def heard_again(missed: zmq.Socket[bytes]) -> dict[int, list[Any]]:
+    """Ask for all batches from the first on; return them by number."""
+    missed.send_multipart((b"", (0).to_bytes(8, "big")))
+    batches: dict[int, list[Any]] = {}
+    while (heard := missed.recv_multipart())[2]:
+        batches[int.from_bytes(heard[1], "big")] = msgspec.msgpack.decode(heard[2])
+    assert int.from_bytes(heard[1], "big", signed=True) == -1
+    assert sorted(batches) == list(range(len(batches)))
+    return batches
+
+
+def known_by(batches: list[list[Any]]) -> dict[int, list[int]]:
+    """Return what a router knows that has heard these batches: by hash, the tokens of each block."""
+    known: dict[int, list[int]] = {}
+    for _, events, engine in batches:
+        assert engine == 0
+        for name, *fields in events:
+            if name == "AllBlocksCleared":
+                known.clear()
+            elif name == "BlockRemoved":
+                for each in fields[0]:
+                    del known[each]
+            else:
+                hashes, parent, tokens, block_size, _, medium = (*fields, None)[:6]
+                assert name == "BlockStored" and block_size == BLOCK_SIZE and medium == "GPU"
+                assert parent is None or parent in known
+                for index, each in enumerate(hashes):
+                    known[each] = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
+    return known
+
+
+def test_a_subscriber_knows_what_the_engine_has(tmp_path: Path) -> None:
+    published, asked = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = {"enable_kv_cache_events": True, "endpoint": published, "replay_endpoint": asked, "topic": "kv@"}
+    flags = ("--executor", "mock", "--max-model-len", "256", "--kv-events-config", json.dumps(config))
+    with (
+        serve(*flags) as server,
+        socket_to(zmq.SUB, published) as events,
+        socket_to(zmq.DEALER, asked) as missed,
+    ):
+        first, second = list(range(300, 340)), [*range(300, 316), *range(400, 440)]
+        ask(server, first)
+        batches = heard_again(missed)
+        assert list(known_by([*batches.values()]).values()) == [first[:16], first[16:32]]
+        ask(server, second, cache_salt="mine")
+        ask(server, second)
+        wanted = [first[:16], first[16:32], *[second[:16], second[16:32], second[32:48]] * 2]
+        wanted.remove(second[:16])  # it begins like the first one
+        while sorted(known_by([*batches.values()]).values()) != sorted(wanted):
+            topic, number_bytes, batch = events.recv_multipart()
+            assert topic == b"kv@"
+            batches[int.from_bytes(number_bytes, "big")] = msgspec.msgpack.decode(batch)
+            batches = dict(sorted(batches.items()))
+        server.children()["quintet-core-0"].kill()
+        ask(server, first)
+        again = heard_again(missed)
+        assert again[0][1][0] == ["AllBlocksCleared"], "another core begins"
+        assert list(known_by([*again.values()]).values()) == [first[:16], first[16:32]]
+        assert server.stop() == 0
