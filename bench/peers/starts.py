@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
 from pathlib import Path
 from statistics import median
@@ -70,6 +71,7 @@ def main() -> None:
         record = {
             "command": "python -m bench.peers.starts",
             "date": time.strftime("%Y-%m-%d"),
+            "machine": platform.processor() or platform.machine(),
             "model": arguments.model.name,
             "bytes": arguments.model.stat().st_size,
             "threads": arguments.threads,
