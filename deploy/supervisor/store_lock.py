@@ -21,14 +21,14 @@ def alone(config: EngineConfig) -> Iterator[None]:
     disk = config.cache.disk
     with (
         alone_with(config.frontend.response_store, "--response-store"),
-        alone_with("" if disk is None else _lock_in(disk.folder), "--kv-disk"),
+        alone_with("" if disk is None else disk.folder, "--kv-disk", "/server.lock"),
     ):
         yield
 
 
 @contextmanager
-def alone_with(path: str, flag: str) -> Iterator[None]:
-    """Hold the lock of a store, ``path`` with ``.lock`` behind it, until the block or the process ends; "" has none.
+def alone_with(path: str, flag: str, suffix: str = ".lock") -> Iterator[None]:
+    """Hold the lock of a store, ``path`` with ``suffix`` behind it, until the block or the process ends; "" has none.
 
     The lock is the process's: children have no part in it. The empty file stays. Raises `ConfigError` where another process
     has it, or the file cannot be made.
@@ -36,8 +36,9 @@ def alone_with(path: str, flag: str) -> Iterator[None]:
     if not path:
         yield
         return
-    lock = path + ".lock"
+    lock = path + suffix
     try:
+        Path(lock).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {lock} cannot be opened ({error.strerror})") from None
@@ -50,12 +51,3 @@ def alone_with(path: str, flag: str) -> Iterator[None]:
         yield
     finally:
         os.close(file)
-
-
-def _lock_in(folder: str) -> str:
-    """Make a folder, if need be, and return what its lock belongs to."""
-    try:
-        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--kv-disk {folder}: cannot be made ({error.strerror})") from None
-    return str(Path(folder) / "server")

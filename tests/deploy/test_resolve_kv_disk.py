@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +53,13 @@ def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], w
     assert words in str(refused.value)
 
 
+ANOTHER_SERVER = """
+import fcntl, sys
+file = open(sys.argv[1], "w")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
 EVENTS = '{"enable_kv_cache_events": true, "topic": "kv@"%s}'
 
 
@@ -77,11 +86,17 @@ def test_events_that_cannot_be_are_refused(tmp_path: Path, config: str, words: s
 
 
 def test_a_folder_is_one_servers_alone(tmp_path: Path) -> None:
-    """Asked in this process, which has the lock: the system gives it to a process, so the file is what is refused here."""
-    config = config_of(tmp_path)
+    config, lock = config_of(tmp_path), tmp_path / "kv" / "server.lock"
     with alone(config):
-        assert (tmp_path / "kv" / "server.lock").exists()
-    (tmp_path / "kv" / "server.lock").unlink()
-    (tmp_path / "kv" / "server.lock").mkdir()
+        assert lock.exists()
+    command = [sys.executable, "-c", ANOTHER_SERVER, str(lock)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as another:
+        assert another.stdin is not None and another.stdout is not None
+        assert another.stdout.readline()
+        with pytest.raises(ConfigError, match=r"--kv-disk .* is kept by another server"), alone(config):
+            pass
+        another.stdin.close()
+    lock.unlink()
+    lock.mkdir()
     with pytest.raises(ConfigError, match=r"--kv-disk .* cannot be opened"), alone(config):
         pass
