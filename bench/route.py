@@ -6,7 +6,8 @@ Two servers that compute nothing answer, in a process of their own on the first 
 events with ids, and tokens in comments. The router has the second processor alone; the client shares the first.
 
 ``first``: short requests one after the other, in turn at a server and through the router; added is the difference of the same
-percentile. ``events``: streams side by side, each event a write of its own; a rate on one core is events by the seconds of
+percentile. ``slow_ms`` is what all routed ones that took twice the median took beyond it, ``waited_ms`` how long the router could
+have run meanwhile and its processor was another's (Linux, /proc/PID/schedstat): where the two are alike, the tail is not the router's. ``events``: streams side by side, each event a write of its own; a rate on one core is events by the seconds of
 processor that the router took, which another's work on the machine changes little.
 """
 
@@ -135,6 +136,8 @@ class Figures(msgspec.Struct):
     routed_p50_ms: float
     routed_p99_ms: float
     added_p99_ms: float
+    slow_ms: float
+    waited_ms: float
     events: int
     wall_s: float
     router_cpu_s: float
@@ -170,11 +173,18 @@ def firsts(direct: int, through: int) -> tuple[list[float], list[float]]:
     return uvloop.run(go())
 
 
+def waited_ms(pid: int) -> float:
+    """Return how long a process has waited for a processor while it could have run."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e6
+
+
 def measure() -> Figures:
     """Measure once."""
     with routed() as (servers, port, router):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        waited_before_ms = waited_ms(router.pid)
         direct, through = firsts(servers[0], port)
+        waited = waited_ms(router.pid) - waited_before_ms
         target = Target.parse(f"http://127.0.0.1:{port}")
         before, began_s = router.cpu_times(), time.perf_counter()
         run = run_load(Load(target, "/v1/completions", [BODY] * (2 * STREAMS), STREAMS))
@@ -182,6 +192,8 @@ def measure() -> Figures:
         assert all(outcome.failure is None for outcome in run.outcomes), run.outcomes[0].message
         cpu_s = after.user + after.system - before.user - before.system
     events = 2 * STREAMS * (EVENTS + 1)
+    usual = median(through)
+    slow_ms = sum(took - usual for took in through if took > 2 * usual)
     p99 = [quantiles(times, n=100)[98] for times in (direct, through)]
     return Figures(
         round(median(direct), 3),
@@ -189,6 +201,8 @@ def measure() -> Figures:
         round(median(through), 3),
         round(p99[1], 3),
         round(p99[1] - p99[0], 3),
+        round(slow_ms, 1),
+        round(waited, 1),
         events,
         round(wall_s, 3),
         round(cpu_s, 3),
