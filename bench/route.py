@@ -7,7 +7,8 @@ events with ids, and tokens in comments. The router has the second processor alo
 
 ``first``: short requests one after the other, in turn at a server and through the router; added is the difference of the same
 percentile. ``slow_ms`` is what all routed ones that took twice the median took beyond it, ``waited_ms`` how long the router could
-have run meanwhile and its processor was another's (Linux, /proc/PID/schedstat): where the two are alike, the tail is not the router's. ``events``: streams side by side, each event a write of its own; a rate on one core is events by the seconds of
+have run meanwhile and its processor was another's (Linux, /proc/PID/schedstat): where the two are alike, the tail is not the
+router's. ``events``: streams side by side, each event a write of its own; a rate on one core is events by the seconds of
 processor that the router took, which another's work on the machine changes little.
 """
 
