@@ -92,6 +92,10 @@ class PoisonedWorker:
         """Pass on."""
         self._worker.do_chore()
 
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Pass on."""
+        return self._worker.waits_for(plan)
+
     def begin(self, plan: StepPlan) -> Pending:
         """Fail, or pass on."""
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
