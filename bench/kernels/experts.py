@@ -6,6 +6,9 @@ A step cannot take less time than reading, once, the weights of the experts that
 over its own; the limit is measured before and after every repeat, because it drifts, and all figures are medians. Every call
 chooses other experts, by random scores, of so many layers that none is in a cache when its turn comes. Of many tokens the
 multiplications are what limits: see `bench.kernels.linear` for those.
+
+Of one token a dense layer of as many bytes as it chooses takes turns with the experts: what is missing from reading is theirs
+only as far as the dense layer's share is larger. "Time over dense" is the median of neighbours'.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from statistics import median
 import torch
 
 from bench.kernels.limits import Limits
-from bench.kernels.linear import FORMATS, GATHER_S, Format
+from bench.kernels.linear import FORMATS, GATHER_S, WEIGHT_BYTES, Format
 from quintet.executor.cards.routing import Routing, Scoring
 from quintet.executor.ops.experts import Gate, route
 from quintet.executor.ops.host_experts import HostExperts
@@ -88,10 +91,53 @@ def make(library: LinearLibrary, shape: Shape, chosen: Format) -> tuple[HostExpe
     return layer, gate_up[0].memory.numel() + down[0].memory.numel()
 
 
+class Dense:
+    """Gated layers as wide as the experts that a token chooses are together: so many that none is in a cache."""
+
+    def __init__(self, library: LinearLibrary, shape: Shape, chosen: Format) -> None:
+        """Fill them with random numbers, the same ones."""
+        self._int8_activations = chosen.int8_activations
+        width = shape.width * shape.routing.chosen
+        self._inner = torch.empty(1, width, dtype=chosen.dtype)
+        self._layers: list[tuple[PackedWeight, PackedWeight]] = []
+        while not self._layers or len(self._layers) * self.bytes < WEIGHT_BYTES:
+            gate_up = self._pack(library, chosen, 2 * width, shape.hidden, True)
+            self._layers.append((gate_up, self._pack(library, chosen, shape.hidden, width, False)))
+
+    @property
+    def bytes(self) -> int:
+        """Of one layer."""
+        return sum(weight.memory.numel() for weight in self._layers[0])
+
+    def _pack(
+        self, library: LinearLibrary, chosen: Format, columns: int, depth: int, paired: bool
+    ) -> PackedWeight:
+        size = library.weight_bytes(int(chosen.weight), columns, depth, chosen.group, 0)
+        pages = HugePages(size)
+        weight = PackedWeight(
+            library, chosen.weight, columns, depth, group=chosen.group, paired=paired, memory=pages.memory
+        )  # fmt: skip
+        if self._layers:
+            weight.memory.copy_(self._layers[0][0 if paired else 1].memory)
+        else:
+            weight.fill(torch.randn(columns, depth) * depth**-0.5)
+        pages.gather(GATHER_S)
+        return weight
+
+    def __call__(self, x: torch.Tensor, call: int) -> None:
+        """Compute one layer, another one than the call before."""
+        gate_up, down = self._layers[call % len(self._layers)]
+        gate_up.linear(
+            x, out=self._inner, activation=GATE.activation, int8_activations=self._int8_activations
+        )
+        down.linear(self._inner, int8_activations=self._int8_activations)
+
+
 def measure(
     limits: Limits,
     layers: list[HostExperts],
     each: int,
+    dense: Dense,
     shape: Shape,
     chosen: Format,
     tokens: int,
@@ -103,16 +149,33 @@ def measure(
     x = torch.randn(tokens, shape.hidden).to(chosen.dtype)
     gigabytes = each * sum(counts) / CALLS / 1e9
     reads, rates = [limits.read_gb_s()], []
+    denses: list[float] = []
     for _ in range(repeats):
         begun = limits.clock()
         for i, one in enumerate(scores):
             layers[i % len(layers)](x, one)
         rates.append(gigabytes * CALLS / (limits.clock() - begun))
         reads.append(limits.read_gb_s())
-    share = median(rate * 2 / sum(beside) for rate, beside in zip(rates, pairwise(reads), strict=True))
+        if tokens == 1:
+            begun = limits.clock()
+            for i in range(CALLS):
+                dense(x, i)
+            denses.append(dense.bytes * CALLS / 1e9 / (limits.clock() - begun))
+            reads.append(limits.read_gb_s())
+    between = list(pairwise(reads))
+    step = 2 if denses else 1
     rate = median(rates)
     counted = f"{tokens} | {sum(counts) / CALLS:.1f} | {gigabytes / rate * 1e6:,.0f}"
-    return f"{counted} | {rate:.1f} of {median(reads):.1f} | {share:.0%} |"
+    row = f"{counted} | {rate:.1f} of {median(reads):.1f} | {_share(rates, between[::step]):.0%}"
+    if not denses:
+        return f"{row} | – | – |"
+    slower = median(b / a for a, b in zip(rates, denses, strict=True))
+    return f"{row} | {_share(denses, between[1::step]):.0%} | {slower:.3f} |"
+
+
+def _share(rates: list[float], beside: list[tuple[float, float]]) -> float:
+    """Return the median of the rates, each over what was read before and after it."""
+    return median(rate * 2 / sum(reads) for rate, reads in zip(rates, beside, strict=True))
 
 
 def main() -> None:
@@ -139,15 +202,17 @@ def main() -> None:
     set_threads(opened, arguments.threads, False)
     limits = Limits(opened, time.thread_time if arguments.processor_time else time.perf_counter)
     print(f"Instruction set {instruction_set(opened)}, {arguments.threads} threads.\n")
-    print("| format | shape | tokens | experts read | µs | GB/s of read | share |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| format | shape | tokens | experts read | µs | GB/s of read | share | a dense layer's | time over dense |"
+    )
+    print("|---|---|---:|---:|---:|---:|---:|---:|---:|")
     for name in arguments.formats:
         for shape in arguments.shapes:
             made = [make(library, SHAPES[shape], FORMATS[name]) for _ in range(LAYERS)]
-            layers = [layer for layer, _ in made]
+            layers, dense = [layer for layer, _ in made], Dense(library, SHAPES[shape], FORMATS[name])
             for tokens in arguments.tokens:
                 row = measure(
-                    limits, layers, made[0][1], SHAPES[shape], FORMATS[name], tokens, arguments.repeats
+                    limits, layers, made[0][1], dense, SHAPES[shape], FORMATS[name], tokens, arguments.repeats
                 )
                 print(f"| {name} | {shape} | {row}", flush=True)
 
