@@ -1,4 +1,7 @@
 // Packed weights: their geometry, and the work of filling and reading them. See linear.hpp for the layout.
+#include <algorithm>
+#include <bit>
+#include <iterator>
 #include <new>
 
 #include "linear.hpp"
@@ -45,6 +48,10 @@ constexpr Form kForms[] = {
     {Codes::eight, Scales::single_zero, 0, 0},
 };
 constexpr int kFormCount = int(sizeof kForms / sizeof kForms[0]);
+constexpr bool is_counted_by_shifts(const Form& form) {
+  return std::has_single_bit(std::size_t(step_of(form.codes).k)) && (form.block == 0 || std::has_single_bit(std::size_t(form.block)));
+}
+static_assert(std::all_of(std::begin(kForms), std::end(kForms), is_counted_by_shifts));  // linear_integer_piece.hpp
 
 // Slices of k (linear.hpp): so many that the narrowest items are at least this many, where depth allows. 64 threads then have
 // four or five each, and who has one more than others is not much behind.

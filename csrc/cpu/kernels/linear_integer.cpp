@@ -16,8 +16,6 @@
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result), and where the format has zero
 // points or minima fma(shift of w, scale of x * float(middle * sum of x), result), see linear_scales.hpp; the slices' results,
 // ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too.
-#include <bit>
-
 #include "linear_integer_piece.hpp"
 #include "thread_memory.hpp"
 
@@ -52,10 +50,12 @@ struct Plan : Cutting {
   index_t in_group;      // of k that have a scale in common; a piece where all have
   CodeStep step;         // where the units read
   index_t units, width;  // width: columns of a unit
+  index_t unit_rows, larger_units;  // rows of a unit; how many units, the first ones, have one more
   index_t parts;         // of an item's columns
   bool alone;            // a unit reads all of a piece, front to back, and nothing is fetched: see Fetch
   bool singles;                // scales are made singles once, for all units
   index_t block, block_bytes;  // k; without groups, integers lie one after another
+  QuantizedX x;                // where in a row of it what lies
   void (*multiply)(const Unit&, index_t rows, index_t columns);
 };
 
@@ -81,8 +81,8 @@ auto multiply_for(Codes codes) {
   }
 }
 
-// `k` in so many whole steps. A division would be felt in an item of few rows.
-QT_INLINE index_t steps_of(index_t k, const CodeStep& step) { return (k + step.k - 1) >> std::countr_zero(std::size_t(step.k)); }
+// `k` in so many whole steps.
+QT_INLINE index_t steps_of(index_t k, const CodeStep& step) { return parts_of(k, step.k); }
 
 // What the units of an item have in common. The rest is left as it is: to clear it would be felt as well.
 QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const LinearItem& item, Unit& unit) {
@@ -110,7 +110,7 @@ template <class Dot>
 Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const Weight& weight = *call.weight;
   Plan plan{};
-  plan.rows = item.rows;
+  plan.rows = item.rows, plan.x = quantized_x(call);
   plan.grouped = weight.group != kWholeDepth, plan.whole = call.int8_activations && !plan.grouped;
   plan.expanded = is_expanded(weight.codes, item.rows);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
@@ -119,7 +119,8 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.in_group = plan.whole ? plan.piece : plan.grouped ? weight.group : call.x_group;
   plan.step = step_of(plan.expanded ? Codes::eight : weight.codes);
   plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;
-  const index_t most = (item.rows + plan.units - 1) / plan.units, width = vectors_of<Dot>(int(most)) * kLanes;
+  plan.unit_rows = item.rows / plan.units, plan.larger_units = item.rows - plan.units * plan.unit_rows;
+  const index_t most = plan.unit_rows + (plan.larger_units > 0), width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
   plan.alone = !weight.fetches && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
   plan.singles = plan.units > 1 && is_composed(weight.scales);
@@ -130,18 +131,30 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   return plan;
 }
 
-// What pass `pass` of `passes` over a piece, of `steps` each, fetches of what comes next.
-Fetch fetch_of(const Piece& next, const LinearItem& item, const Plan& plan, index_t pass, index_t passes,
-               index_t steps) {
-  if (plan.alone) return {nullptr, 0};
-  if ((item.to - item.from) * item.spans < kTileColumns) {  // other threads fetch the rest of its lines
-    const bool once = pass % plan.units == 0;
-    return {next.memory + column_of(item, pass / plan.units * plan.width) * 4, once ? kLineBytes : 0};
+// What the passes over a piece, each of so many steps, fetch of what comes next: of all of it a share each or, of a narrower
+// item, its own columns, for other threads fetch the others.
+struct Ahead {
+  const char* memory;  // null: nothing
+  bool narrow;
+  index_t apart, in_pass;  // bytes
+
+  Ahead(const Piece& next, const LinearItem& item, const Plan& plan, index_t steps)
+      : memory(plan.alone ? nullptr : next.memory), narrow((item.to - item.from) * item.spans < kTileColumns), apart(kLineBytes),
+        in_pass(0) {
+    if (plan.alone || narrow) return;
+    const index_t places = steps * (plan.width / kLanes * plan.step.bytes / kCodeLine);
+    const index_t all = places * plan.parts * plan.units;
+    apart = (next.bytes + all - 1) / all;
+    in_pass = places * apart;
   }
-  const index_t vectors = plan.width / kLanes * plan.step.bytes / kLineBytes, places = passes * steps * vectors;
-  const index_t apart = (next.bytes + places - 1) / places;
-  return {next.memory + pass * steps * vectors * apart, apart};
-}
+  // For unit `unit` of the columns from `column` on; all parts of an item are asked in turn.
+  Fetch next(index_t unit, index_t column) {
+    if (narrow) return {memory + column * 4, unit == 0 ? apart : 0};
+    const Fetch fetch{memory, apart};
+    memory += in_pass;
+    return fetch;
+  }
+};
 
 // An item's buffers, the thread's.
 struct alignas(64) Buffers {
@@ -166,7 +179,7 @@ void make_singles(const Weight& weight, const Plan& plan, const LinearItem& item
   const MakeSingles make = singles_maker_of(weight.scales);
   const index_t in_block = plan.block / plan.in_group;
   const char* head = piece.memory;
-  for (index_t groups = (piece.depth + plan.in_group - 1) / plan.in_group; groups > 0; groups -= in_block) {
+  for (index_t groups = parts_of(piece.depth, plan.in_group); groups > 0; groups -= in_block) {
     for (index_t span = 0; span < item.spans; ++span)
       make(head, groups < in_block ? groups : in_block, item.from + span * kPairedColumns, item.to - item.from,
            float(middle_of(weight.codes)), singles);
@@ -182,9 +195,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
   const Weight& weight = *call.weight;
   const Finish target{call, item.tile, item.from, item.to};
   const FinishRows finish_rows = finish_for(call.y_dtype);
-  const QuantizedX x = quantized_x(call);
-  const index_t passes = plan.parts * plan.units;
-  const index_t unit_rows = item.rows / plan.units, larger_units = item.rows % plan.units;
+  const QuantizedX& x = plan.x;
   Unit unit;
   begin_units(call, plan, item, unit);
   for (index_t begin = item.k, end; begin < item.k_end; begin = end) {
@@ -194,11 +205,11 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
     float* const sums = in_first ? first_sums : buffers.sums;
     // The only group begins with its offset, wherever its first slice is; its other slices begin with zero.
     unit.first = begin == 0;
-    unit.ends = end == item.k_end || end % weight.slice_depth == 0;
+    unit.ends = end == item.k_end || is_between_slices(weight, end);
     unit.last = end == item.k_end && !call.sliced;
-    if (plan.whole ? begin == item.k && begin != 0 : begin % weight.slice_depth == 0) clear(sums, item);
-    const index_t first_group = plan.whole ? 0 : begin / plan.in_group;
-    unit.groups = (piece.depth + plan.in_group - 1) / plan.in_group;
+    if (begin == item.k ? !plan.whole || begin != 0 : !plan.whole && is_between_slices(weight, begin)) clear(sums, item);
+    const index_t first_group = plan.whole ? 0 : parts_before(begin, plan.in_group);
+    unit.groups = plan.whole ? 1 : parts_of(piece.depth, plan.in_group);
     const index_t in_last = piece.depth - (unit.groups - 1) * plan.in_group;
     unit.last_steps = steps_of(in_last, plan.step);
     unit.heads = plan.singles ? buffers.singles : piece.memory;
@@ -206,30 +217,29 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
     const Piece next = end == item.k_end ? piece_at(weight, plan, next_item, next_item.k)
                                          : piece_at(weight, plan, item, end);
-    for (index_t pass = 0, row = 0; pass < passes; ++pass) {
-      const index_t u = pass % plan.units, rows = unit_rows + (u < larger_units);
-      unit.column = column_of(item, pass / plan.units * plan.width);
-      if (u == 0) {
-        row = 0;
-        unit.weight = piece.memory + weight.head_bytes + unit.column * 4;
-        if (plan.expanded) {
-          expand_piece(weight, plan, piece, unit.column, buffers.bytes);
-          unit.weight = buffers.bytes;
-        }
+    Ahead ahead(next, item, plan, steps);
+    for (index_t part = 0; part < plan.parts; ++part) {
+      unit.column = column_of(item, part * plan.width);
+      unit.weight = piece.memory + weight.head_bytes + unit.column * 4;
+      if (plan.expanded) {
+        expand_piece(weight, plan, piece, unit.column, buffers.bytes);
+        unit.weight = buffers.bytes;
       }
-      const bool finishes = unit.last && pass + plan.units >= passes;
-      if (finishes) prefetch_outputs(target, item.row + row, rows);
-      const char* x_row = (const char*)call.prepared + (item.row + row) * call.prepared_stride;
-      unit.x = x_row + begin / 4 * Dot::x_bytes;
-      unit.x_scales = (const float*)(x_row + x.scales_at) + first_group;
-      unit.x_offsets = (const std::int32_t*)(x_row + x.offsets_at) + first_group;
-      unit.x_shares = (const float*)(x_row + x.shares_at) + first_group;
-      unit.sums = sums + row * kTileColumns + unit.column;
-      unit.total = in_first ? nullptr : first_sums + row * kTileColumns + unit.column;
-      unit.fetch = fetch_of(next, item, plan, pass, passes, steps);
-      plan.multiply(unit, rows, plan.width);
-      if (finishes) finish_rows(target, first_sums + row * kTileColumns, item.row + row, rows);
-      row += rows;
+      const bool finishes = unit.last && part + 1 == plan.parts;
+      for (index_t u = 0, row = 0, rows; u < plan.units; ++u, row += rows) {
+        rows = plan.unit_rows + (u < plan.larger_units);
+        if (finishes) prefetch_outputs(target, item.row + row, rows);
+        const char* x_row = (const char*)call.prepared + (item.row + row) * call.prepared_stride;
+        unit.x = x_row + begin / 4 * Dot::x_bytes;
+        unit.x_scales = (const float*)(x_row + x.scales_at) + first_group;
+        unit.x_offsets = (const std::int32_t*)(x_row + x.offsets_at) + first_group;
+        unit.x_shares = (const float*)(x_row + x.shares_at) + first_group;
+        unit.sums = sums + row * kTileColumns + unit.column;
+        unit.total = in_first ? nullptr : first_sums + row * kTileColumns + unit.column;
+        unit.fetch = ahead.next(u, unit.column);
+        plan.multiply(unit, rows, plan.width);
+        if (finishes) finish_rows(target, first_sums + row * kTileColumns, item.row + row, rows);
+      }
     }
   }
 }

@@ -2,6 +2,8 @@
 // (linear_integer.cpp) and the matrix unit's (linear_matrix_integer.cpp).
 #pragma once
 
+#include <bit>
+
 #include "linear_integer_unit.hpp"
 
 namespace qt::QT_ISA {
@@ -21,15 +23,27 @@ struct Piece {
   index_t bytes;
 };
 
+// Whole groups, blocks or steps of so many k, a power of two: those before k, and those that k numbers need. In an item of few
+// rows divisions would be felt.
+static_assert(std::has_single_bit(std::size_t(kXGroup)));
+QT_INLINE index_t parts_before(index_t k, index_t each) { return k >> std::countr_zero(std::size_t(each)); }
+QT_INLINE index_t parts_of(index_t k, index_t each) { return parts_before(k + each - 1, each); }
+
+// Whether a slice begins or ends at k of an item, neither its first nor its last.
+QT_INLINE bool is_between_slices(const Weight& weight, index_t k) { return weight.slices > 1 && k % weight.slice_depth == 0; }
+
 // Of the item's k from `begin` on, and of one slice, which the only group has no need for.
 Piece piece_at(const Weight& weight, const Cutting& cutting, const LinearItem& item, index_t begin) {
-  const index_t in_slice = weight.slice_depth - begin % weight.slice_depth, in_item = item.k_end - begin;
-  const index_t left = cutting.whole || in_item < in_slice ? in_item : in_slice;
+  index_t left = item.k_end - begin;
+  if (weight.slices > 1 && !cutting.whole) {
+    const index_t in_slice = weight.slice_depth - begin % weight.slice_depth;
+    left = left < in_slice ? left : in_slice;
+  }
   const index_t depth = left < cutting.piece ? left : cutting.piece;
   const char* memory = weight.memory + item.tile * weight.tile_bytes + kTileColumns * 4;
   if (!cutting.grouped) return {depth, memory + begin * kTileColumns, depth * kTileColumns};
-  const index_t blocks = (depth + weight.block - 1) / weight.block;
-  return {depth, memory + begin / weight.block * weight.block_bytes, blocks * weight.block_bytes};
+  const index_t before = parts_before(begin, weight.block);
+  return {depth, memory + before * weight.block_bytes, parts_of(depth, weight.block) * weight.block_bytes};
 }
 
 void clear(float* sums, const LinearItem& item) {
