@@ -38,6 +38,7 @@ from quintet.frontend.docs_page import docs, docs_part
 from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys
+from quintet.frontend.leftovers import leave_behind
 from quintet.frontend.metrics import metrics
 from quintet.frontend.openapi import openapi
 from quintet.frontend.service import Handler, Service
@@ -162,6 +163,7 @@ class App:
             await asyncio.sleep(0)
         finally:
             service.num_exchanges -= 1
+            leave_behind(exchange.num_bytes)
             service.http.answered(exchange.route, exchange.method, exchange.status or 499)
             if self._log_requests:
                 self._log.info(

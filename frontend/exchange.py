@@ -52,6 +52,8 @@ class Exchange:
         self.errors = errors
         """How errors are spelled for this client."""
         self.status = 0
+        self.num_bytes = 0
+        """Of the body, and of an answer that is sent whole."""
         self.headers_out: list[Header] = []
         self.begun: Begun | None = None
         """The beginning of the answer, where another server told it."""
@@ -92,6 +94,7 @@ class Exchange:
         """
         if self._body is None:
             self._body = await self._receive_json(bodies)
+            self.num_bytes += len(self._body)
         return self._body
 
     def take_over(self, body: bytes, begun: Begun) -> None:
@@ -176,6 +179,7 @@ class Exchange:
         self, status: int, body: bytes, content_type: bytes = JSON, headers: Iterable[Header] = ()
     ) -> None:
         """Send a whole response."""
+        self.num_bytes += len(body)
         await self._start(
             status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
         )

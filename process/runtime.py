@@ -27,6 +27,7 @@ import msgspec
 import setproctitle
 
 from quintet.process.bell import Bell
+from quintet.process.leftovers import give_back_memory
 from quintet.process.log import configure_logging
 from quintet.process.record import Recorder
 from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
@@ -306,13 +307,6 @@ class Process(Generic[MessageT]):
         self._wires.close()
         if self._recorder is not None:
             self._recorder.close()
-
-
-def give_back_memory() -> None:
-    """Give the system the memory back that was needed for a moment only, where the C library can (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def die_with_parent() -> None:

@@ -17,7 +17,8 @@ import msgspec
 import uvloop
 
 from quintet.process.early import Early
-from quintet.process.runtime import Process, child_main, give_back_memory
+from quintet.process.leftovers import LEFTOVER_BYTES, give_back_memory
+from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.embeds import check_embeds
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
 from quintet.tokenizer_proc.laned import Laned
@@ -42,9 +43,6 @@ INLINE_BYTES = 8 << 10
 
 LANES = ((256 << 10, 2), (1 << 62, 1))
 """Sizes up to which a lane takes prompts, and its threads: a huge prompt does not keep big ones waiting either."""
-
-LEFTOVER_BYTES = 1 << 20
-"""Prompts from this size on need hundreds of megabytes for a moment, which the C library would keep."""
 
 ALLOWANCE_S, SLOWEST_BYTES_PER_S = 1.0, 200 << 10
 """How long encoding a prompt in a lane may take, on a busy machine, before it counts as a stall."""

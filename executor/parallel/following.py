@@ -23,7 +23,7 @@ from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.stage import Stage
 from quintet.executor.program.step import Step
 from quintet.executor.worker import CHORE_S, make_stage
-from quintet.process.runtime import give_back_memory
+from quintet.process.leftovers import give_back_memory
 from quintet.wire.config import EngineConfig
 
 PROGRESS_EVERY_S = 0.2
