@@ -41,8 +41,12 @@ class Keys:
 
     def check(self, exchange: Exchange) -> bytes:
         """Return the request's key, however it was sent; empty for none. Raises `RequestError` where it needs another."""
-        given = _key_of(exchange)
-        if not self._keys or self._is_open(exchange.path):
+        return self.admit(exchange.path, exchange.header)
+
+    def admit(self, path: str, header: Callable[[str], str | None]) -> bytes:
+        """The same, of a request with this path and these headers (by names in lower case)."""
+        given = _key_of(header)
+        if not self._keys or self._is_open(path):
             return given or b""
         if given is None:
             raise RequestError(
@@ -55,12 +59,12 @@ class Keys:
         return given
 
 
-def _key_of(exchange: Exchange) -> bytes | None:
-    authorization = exchange.header("authorization") or ""
+def _key_of(header: Callable[[str], str | None]) -> bytes | None:
+    authorization = header("authorization") or ""
     scheme, _, credentials = authorization.partition(" ")
     if scheme.lower() == "bearer" and credentials.strip():
         return credentials.strip().encode("latin-1")
-    key = exchange.header("x-api-key")
+    key = header("x-api-key")
     return None if key is None else key.encode("latin-1")
 
 

@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import contextlib
 import gc
+import importlib.util
 import logging
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -20,8 +22,9 @@ from quintet.deploy.resolve.memory import parse_size
 from quintet.deploy.router.app import OPEN_PATHS, App, Door
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.names import Names
+from quintet.deploy.router.names import Names, parsed
 from quintet.deploy.router.passing import Patience
+from quintet.deploy.router.picking import Picker, by_address
 from quintet.deploy.router.sending import Hedging
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
@@ -35,6 +38,8 @@ from quintet.wire.config import FrontendConfig, Routing
 from quintet.wire.errors import ConfigError
 
 if TYPE_CHECKING:
+    import grpc
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
@@ -51,6 +56,7 @@ examples:
   quintet route --engines servers.txt --port 80      one address a line; changes are followed while it runs
   quintet route --engines-at http://quintet-pods:8000 every address of the name: pods of Kubernetes
   quintet route --engine http://a:8000 --engine http://b:8000 --routing session
+  quintet route --engines-at http://quintet-pods:8000 --endpoint-picker 9002   choose for a gateway of Kubernetes
   quintet route --engines servers.txt --api-key K1 --api-key K2 --engine-api-key INNER --max-open-per-key 64
 
 paths of its own: /livez  /readyz (200 while a server takes requests)  /metrics  /servers (how each is)
@@ -72,6 +78,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     _add_servers(parser.add_argument_group("servers"))
     _add_door(parser.add_argument_group("door"))
+    _add_picker(parser.add_argument_group("gateway"))
     _add_waiting(parser.add_argument_group("waiting, in seconds"))
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
@@ -142,6 +149,22 @@ def _add_door(door: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_picker(gateway: argparse._ArgumentGroup) -> None:
+    gateway.add_argument(
+        "--endpoint-picker",
+        type=int,
+        metavar="PORT",
+        help="also choose servers for a gateway of Kubernetes, which passes requests on itself: its endpoint-picker protocol, "
+        "over gRPC at this port; 0 takes a free one. Needs quintet[gateway]",
+    )
+    gateway.add_argument(
+        "--endpoint-picker-tls",
+        type=Path,
+        metavar="DIR",
+        help="speak TLS there, with tls.crt and tls.key of this folder (default: plain text)",
+    )
+
+
 def _add_waiting(waiting: argparse._ArgumentGroup) -> None:
     for name, default, words in (
         ("first-timeout", 10.0, "for a server that takes requests, while there is none"),
@@ -191,6 +214,7 @@ def _check(arguments: argparse.Namespace) -> None:
             "route needs servers: name them with --engine URL, list them in a file with --engines FILE, "
             "or say with --engines-at URL which name stands for all of them"
         )
+    _check_picker(arguments)
     for name, value in vars(arguments).items():
         if name == "hedge_after" and value == 0:
             continue
@@ -209,6 +233,23 @@ def _check(arguments: argparse.Namespace) -> None:
             )
 
 
+def _check_picker(arguments: argparse.Namespace) -> None:
+    port, tls = arguments.endpoint_picker, arguments.endpoint_picker_tls
+    if port is None:
+        if tls is not None:
+            raise ConfigError(
+                f"--endpoint-picker-tls is {tls}, and there is no endpoint picker: name its port with --endpoint-picker"
+            )
+        return
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"--endpoint-picker is {port}; a port is from 0 (a free one) to 65535")
+    for module in ("grpc", "grpc_health", "envoy"):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"--endpoint-picker speaks gRPC, and the Python package {module} is missing: pip install 'quintet[gateway]'"
+            )
+
+
 async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None:
     servers = Servers(arguments.routing)
     pulse = Pulse(
@@ -218,7 +259,9 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         arguments.engine_api_key,
         arguments.connect_timeout,
     )
-    watch = Watch(servers, arguments.engine, arguments.engines, pulse, Names(arguments.engines_at))
+    has_picker = arguments.endpoint_picker is not None
+    check = by_address if has_picker else parsed
+    watch = Watch(servers, arguments.engine, arguments.engines, pulse, Names(arguments.engines_at), check)
     max_bytes = parse_size(arguments.max_body_bytes, "--max-body-bytes")
     door = Door(
         Keys(arguments.api_key, OPEN_PATHS.__contains__),
@@ -229,7 +272,9 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         arguments.engine_api_key,
     )
     patience = Patience(arguments.first_timeout, arguments.resume_timeout, Hedging(arguments.hedge_after))
-    app = App(servers, Figures(servers), patience, door)
+    figures = Figures(servers)
+    app, picker = App(servers, figures, patience, door), Picker(servers, figures, door)
+    gateways = await _open_to_gateways(picker, arguments) if has_picker else None
     server = make_server(app, FrontendConfig())
     loop = asyncio.get_running_loop()
     watching = loop.create_task(watch.run())
@@ -238,7 +283,7 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, _on_signal, stop, server)
     _log.info("listening on %s port %d", *listener.getsockname()[:2])
-    draining = loop.create_task(_drain(stop, app, server, arguments.drain_timeout))
+    draining = loop.create_task(_drain(stop, (app, picker), server, arguments.drain_timeout))
     await asyncio.wait([serving, watching, draining], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
     for task in (watching, draining):
@@ -247,6 +292,18 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await serving
+    if gateways is not None:
+        await gateways.stop(LOOK_S)
+
+
+async def _open_to_gateways(picker: Picker, arguments: argparse.Namespace) -> grpc.aio.Server:
+    """Begin to choose for gateways. Raises `ConfigError`."""
+    from quintet.deploy.router.endpoint_picker import listen  # its packages are an extra
+
+    port, tls = arguments.endpoint_picker, arguments.endpoint_picker_tls
+    server, bound = await listen(picker, arguments.host, port, tls)
+    _log.info("endpoint picker on %s port %d", arguments.host, bound)
+    return server
 
 
 def _on_signal(stop: asyncio.Event, server: HttpServer) -> None:
@@ -255,13 +312,16 @@ def _on_signal(stop: asyncio.Event, server: HttpServer) -> None:
     stop.set()
 
 
-async def _drain(stop: asyncio.Event, app: App, server: HttpServer, limit_s: float) -> None:
+async def _drain(
+    stop: asyncio.Event, doors: Sequence[App | Picker], server: HttpServer, limit_s: float
+) -> None:
     """Once told to stop, take nothing new and wait for what is open."""
     await stop.wait()
-    app.is_draining = True
+    for door in doors:
+        door.is_draining = True
     for accepting in server.servers:
         accepting.close()
     until_s = time.monotonic() + limit_s
-    while app.num_open and time.monotonic() < until_s and not server.should_exit:
+    while any(door.num_open for door in doors) and time.monotonic() < until_s and not server.should_exit:
         await asyncio.sleep(LOOK_S)
     server.should_exit = True

@@ -19,6 +19,7 @@ from quintet.frontend.bodies import Bodies
 from quintet.frontend.dialects.anthropic import errors as anthropic_errors
 from quintet.frontend.dialects.openai import errors as openai_errors
 from quintet.frontend.dialects.routing import SESSION_HEADER
+from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
 from quintet.frontend.guard import Keys
 from quintet.frontend.metrics import CONTENT_TYPE
@@ -52,9 +53,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this router speaks HTTP, not {scope['type']}")
-        is_messages = scope["path"].startswith("/v1/messages")
-        errors = anthropic_errors.ERRORS if is_messages else openai_errors.ERRORS
-        exchange = Exchange(scope, receive, send, errors)
+        exchange = Exchange(scope, receive, send, errors_of(scope["path"]))
         if self.is_draining:
             exchange.headers_out.append((b"connection", b"close"))
         self.num_open += 1
@@ -110,7 +109,7 @@ class App:
         door = self._door
         if self.is_draining:  # it came over a connection that was open
             raise RequestError(ErrorCode.UNAVAILABLE, "The router is ending; connect again.", retry_s=1)
-        _check_path(exchange.path)
+        check_path(exchange.path)
         try:
             account = door.limits.enter(key)
         except RequestError:
@@ -140,7 +139,12 @@ class App:
             door.limits.leave(account)
 
 
-def _check_path(path: str) -> None:
+def errors_of(path: str) -> ErrorShape:
+    """Return how clients of a path are told of errors."""
+    return anthropic_errors.ERRORS if path.startswith("/v1/messages") else openai_errors.ERRORS
+
+
+def check_path(path: str) -> None:
     """Refuse a path (decoded) that a server may read as another one."""
     if not {".", ".."}.isdisjoint(path.split("/")):
         raise RequestError(

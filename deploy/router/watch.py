@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,8 +47,10 @@ class Watch:
         file: Path | None,
         pulse: Pulse,
         names: Names | None = None,
+        check: Callable[[str], object] = parsed,
     ) -> None:
-        """Raise `ConfigError` where the list cannot be used."""
+        """Raise `ConfigError` where the list cannot be used; ``check`` does, for an address that cannot."""
+        self._check = check
         self._servers, self._urls, self._file, self._pulse = servers, urls, file, pulse
         self._names = names or Names([])
         self._stamp: tuple[int, int] | None = None
@@ -88,7 +90,7 @@ class Watch:
             *self._names.urls,
         ]
         for url in urls:
-            parsed(url)
+            self._check(url)
         return list(dict.fromkeys(url.rstrip("/") for url in urls))
 
     def _follow_file(self) -> None:

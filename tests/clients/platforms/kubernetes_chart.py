@@ -52,7 +52,10 @@ VARIANTS: dict[str, dict[str, object]] = {
         "drainSeconds": 0, "unlistSeconds": 0, "startSeconds": 5, "podDisruptionBudget": {"enabled": False},
         "strategy": {"type": "Recreate", "rollingUpdate": None},
     },
-    "endpoints that a gateway picks": {"inferencePool": {"enabled": True, "pickerService": "picker"}},
+    "endpoints that another picker picks": {"inferencePool": {"enabled": True, "pickerService": "picker"}},
+    "endpoints that the router picks": {
+        **ALL, "inferencePool": {"enabled": True, "pickerPort": 9009, "tlsSecret": "picker"},
+    },
     "a claim that one pod holds": {
         "cache": {"create": True}, "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
     },
@@ -73,8 +76,11 @@ REFUSED = {
     "flags.drain-timeout is the chart's own affair": {"flags": {"drain_timeout": 3}},
     "set autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
     "is more than autoscaling.maxReplicas (2)": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
-    "name the Service of the endpoint picker": {"inferencePool": {"enabled": True}},
-    "the endpoint picker presents no key": {
+    "set router.enabled, which picks as well": {"inferencePool": {"enabled": True}},
+    "is for the router's endpoint picker": {
+        "inferencePool": {"enabled": True, "pickerService": "picker", "tlsSecret": "picker"},
+    },
+    "that endpoint picker presents no key": {
         "inferencePool": {"enabled": True, "pickerService": "picker"}, "apiKey": {"secret": "quintet"},
     },
     "set maxSurge to 0 and maxUnavailable to 1": {"cache": {"create": True}},
@@ -171,6 +177,22 @@ def placed(text: str) -> None:
     assert protected == ["quintet", "quintet-router"]
 
 
+def picked(text: str) -> None:
+    """The pool asks a Service of the chart, at a port at which the routers listen for it."""
+    things = list(yaml.safe_load_all(text))
+    [pool] = [t["spec"]["endpointPickerRef"] for t in things if t["kind"] == "InferencePool"]
+    [door] = [t for t in things if t["kind"] == "Service" and t["metadata"]["name"] == pool["name"]]
+    assert [port["port"] for port in door["spec"]["ports"]] == [pool["port"]["number"]] == [9009]
+    [router] = [
+        t["spec"]["template"]["spec"]["containers"][0]
+        for t in things
+        if t["kind"] == "Deployment"
+        and door["spec"]["selector"].items() <= t["spec"]["template"]["metadata"]["labels"].items()
+    ]
+    assert {"--endpoint-picker=9009", "--endpoint-picker-tls=/tls"} <= set(router["args"])
+    assert {"name": "grpc", "containerPort": 9009} in router["ports"]
+
+
 def summed(text: str) -> None:
     """KEDA sums the figures of this release's servers alone."""
     [scaled] = [t for t in yaml.safe_load_all(text) if t["kind"] == "ScaledObject"]
@@ -194,6 +216,7 @@ def main() -> None:
         doors(text)
         print(f"ok: {name}")
     placed(render.render(VARIANTS["everything, HPA"]))
+    picked(render.render(VARIANTS["endpoints that the router picks"]))
     summed(render.render({"autoscaling": KEDA}))
     expected = {
         "ConfigMap", "Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy",

@@ -1,0 +1,302 @@
+"""The endpoint-picker protocol of Kubernetes' gateways: Envoy's external processing over gRPC, answered by `picking.py`.
+
+A gateway opens a stream for each request and tells, as its modes say, head, body and trailers of the request and then of
+its answer; each is answered with what it goes on with. The body goes back as it came. Spoken are version 1.0 of the endpoint
+picker protocol (Gateway API Inference Extension, proposal 004) and ``envoy.service.ext_proc.v3``; the messages are those of the
+package ``xds-protos``, which comes with the extra ``quintet[gateway]``.
+
+    request head ──▶ (body …) ──▶ choice ──▶ head with the endpoint, body ──▶ answer's head ──▶ (its body …) ──▶ over
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from urllib.parse import unquote
+
+import grpc
+from envoy.config.core.v3.base_pb2 import HeaderValue, HeaderValueOption
+from envoy.extensions.filters.http.ext_proc.v3.processing_mode_pb2 import ProcessingMode
+from envoy.service.ext_proc.v3.external_processor_pb2 import (
+    BodyMutation,
+    BodyResponse,
+    CommonResponse,
+    HeaderMutation,
+    HeadersResponse,
+    HttpBody,
+    HttpHeaders,
+    ImmediateResponse,
+    ProcessingRequest,
+    ProcessingResponse,
+    StreamedBodyResponse,
+    TrailersResponse,
+)
+from envoy.service.ext_proc.v3.external_processor_pb2_grpc import (
+    ExternalProcessorServicer,
+    add_ExternalProcessorServicer_to_server,
+)
+from envoy.type.v3.http_status_pb2 import HttpStatus
+from google.protobuf.struct_pb2 import Struct
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
+
+from quintet.deploy.router.picking import Head, Picker, Visit
+from quintet.frontend.error_shape import headers_of, status_of
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+
+ENDPOINT = "x-gateway-destination-endpoint"
+"""In a header, and in the dynamic metadata of `NAMESPACE`."""
+NAMESPACE = "envoy.lb"
+SUBSET = "x-gateway-destination-endpoint-subset"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+MAX_CHUNK = 62_000
+"""Bytes of a body in one message: Envoy takes no message over 64 KiB there."""
+MAX_HEAD = 1 << 20
+"""Bytes that a message may have besides a body."""
+ALIVE = frozenset({"liveness"})
+READY = frozenset({"", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor"})
+"""What is asked for how it is, by the protocol's names."""
+_DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
+_WHOLE = frozenset({ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL})
+_log = logging.getLogger("quintet")
+
+
+class Talk:
+    """One request of a gateway."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+        self._visit: Visit | None = None
+        self._head = Head("", {})
+        self._is_picked = False
+        self._request_mode = self._answer_mode = int(_DUPLEX)
+        """What the protocol asks of gateways, where they do not tell."""
+        self.is_over = False
+        """Whether the gateway was told to answer by itself."""
+
+    def hear(self, said: ProcessingRequest) -> Iterator[ProcessingResponse]:
+        """Take what the gateway says; return what it is answered."""
+        try:
+            yield from self._hear(said)
+        except RequestError as error:
+            yield self._refusal(error)
+        except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
+            _log.exception("the choice for request %s failed", self._request_id)
+            words = f"The endpoint picker made a mistake; its log names request {self._request_id}."
+            yield self._refusal(RequestError(ErrorCode.INTERNAL, words))
+
+    def leave(self) -> None:
+        """The gateway says nothing more."""
+        if self._visit is not None:
+            self._visit.leave()
+            self._visit = None
+
+    @property
+    def _request_id(self) -> str:
+        return self._head.headers.get("x-request-id", "")
+
+    def _hear(self, said: ProcessingRequest) -> Iterator[ProcessingResponse]:
+        if said.HasField("protocol_config"):
+            self._request_mode = said.protocol_config.request_body_mode
+            self._answer_mode = said.protocol_config.response_body_mode
+        kind = said.WhichOneof("request")
+        if kind == "request_headers":
+            self._head = _head_of(said)
+            self._visit = self._picker.enter(self._head)
+            yield from self._on_head(said.request_headers)
+            return
+        visit = self._visit
+        if visit is None:  # a gateway that tells answers alone
+            raise RequestError(
+                ErrorCode.INTERNAL, "The gateway told the endpoint picker no head of this request."
+            )
+        match kind:
+            case "request_body":
+                yield from self._on_body(visit, said.request_body)
+            case "request_trailers":
+                if not self._is_picked:
+                    yield from self._on_end(visit, has_trailers=True)
+                yield ProcessingResponse(request_trailers=TrailersResponse())
+            case "response_headers":
+                status = _plain(said.response_headers).get(":status", "")
+                visit.answered(int(status) if status.isdigit() else 0)
+                yield ProcessingResponse(response_headers=HeadersResponse())
+            case "response_body":
+                if said.response_body.body:
+                    visit.begin()
+                yield ProcessingResponse(response_body=self._unchanged(said.response_body))
+            case "response_trailers":
+                yield ProcessingResponse(response_trailers=TrailersResponse())
+
+    def _on_head(self, head: HttpHeaders) -> Iterator[ProcessingResponse]:
+        if self._request_mode in _WHOLE and not head.end_of_stream:
+            yield ProcessingResponse(request_headers=HeadersResponse())
+        elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body comes in time
+            yield self._picked(self._visit_now().pick(), "request_headers")
+
+    def _on_body(self, visit: Visit, body: HttpBody) -> Iterator[ProcessingResponse]:
+        if self._is_picked:
+            yield ProcessingResponse(request_body=BodyResponse())
+            return
+        visit.take(body.body)
+        if self._request_mode in _WHOLE:
+            yield self._picked(visit.pick(), "request_body")
+            visit.body()
+        elif body.end_of_stream or body.end_of_stream_without_message:
+            yield from self._on_end(visit, has_trailers=False)
+
+    def _on_end(self, visit: Visit, has_trailers: bool) -> Iterator[ProcessingResponse]:
+        """The whole request has come: choose, and let head and body go on."""
+        if self._request_mode != _DUPLEX:
+            return
+        yield self._picked(visit.pick(), "request_headers")
+        body = visit.body()
+        starts = range(0, len(body), MAX_CHUNK) or range(1)
+        for start in starts:
+            is_last = start == starts[-1] and not has_trailers
+            piece = StreamedBodyResponse(body=body[start : start + MAX_CHUNK], end_of_stream=is_last)
+            yield ProcessingResponse(request_body=_body_response(piece))
+
+    def _visit_now(self) -> Visit:
+        assert self._visit is not None
+        return self._visit
+
+    def _unchanged(self, body: HttpBody) -> BodyResponse:
+        if self._answer_mode != _DUPLEX:
+            return BodyResponse()
+        return _body_response(
+            StreamedBodyResponse(
+                body=body.body,
+                end_of_stream=body.end_of_stream,
+                end_of_stream_without_message=body.end_of_stream_without_message,
+                grpc_message_compressed=body.grpc_message_compressed,
+            )
+        )
+
+    def _picked(self, endpoint: str, where: str) -> ProcessingResponse:
+        """Make the answer that names the endpoint, to the request's head or to its body."""
+        self._is_picked = True
+        mutation = HeaderMutation(set_headers=[_set(ENDPOINT, endpoint.encode())])
+        if key := self._picker.door.servers_key:
+            mutation.set_headers.append(_set("authorization", f"Bearer {key}".encode("latin-1")))
+            mutation.remove_headers.append("x-api-key")
+        common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
+        metadata = Struct()
+        metadata.update({NAMESPACE: {ENDPOINT: endpoint}})
+        if where == "request_body":
+            return ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=metadata)
+        return ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=metadata)
+
+    def _refusal(self, error: RequestError) -> ProcessingResponse:
+        self.is_over = True
+        status = status_of(error)
+        self._picker.figures.answered("", status)
+        headers = [(b"content-type", b"application/json"), *headers_of(error)]
+        return ProcessingResponse(
+            immediate_response=ImmediateResponse(
+                status=HttpStatus(code=status),
+                headers=HeaderMutation(set_headers=[_set(name.decode(), value) for name, value in headers]),
+                body=self._head.errors.body(error, self._request_id),
+                details=f"quintet_{error.code}",
+            )
+        )
+
+
+def _body_response(piece: StreamedBodyResponse) -> BodyResponse:
+    return BodyResponse(response=CommonResponse(body_mutation=BodyMutation(streamed_response=piece)))
+
+
+def _set(name: str, value: bytes) -> HeaderValueOption:
+    """Have a header be this, whatever the client said: by default it would be added to what is there."""
+    return HeaderValueOption(
+        header=HeaderValue(key=name, raw_value=value),
+        append_action=HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD,
+    )
+
+
+def _plain(head: HttpHeaders) -> dict[str, str]:
+    """Return headers by name. Gateways tell them in one of two fields."""
+    return {each.key.lower(): each.value or each.raw_value.decode("latin-1") for each in head.headers.headers}
+
+
+def _head_of(said: ProcessingRequest) -> Head:
+    headers = _plain(said.request_headers)
+    path = unquote(headers.get(":path", "").partition("?")[0])
+    hints = said.metadata_context.filter_metadata
+    among = None
+    if SUBSET_NAMESPACE in hints and SUBSET in hints[SUBSET_NAMESPACE].fields:
+        hint = hints[SUBSET_NAMESPACE].fields[SUBSET]
+        listed = [each.string_value for each in hint.list_value.values] or hint.string_value.split(",")
+        among = frozenset(endpoint.strip() for endpoint in listed if endpoint.strip())
+    return Head(path, headers, among)
+
+
+class Processor(ExternalProcessorServicer):
+    """The service."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+
+    async def Process(
+        self, requests: AsyncIterator[ProcessingRequest], _context: object
+    ) -> AsyncIterator[ProcessingResponse]:
+        """Talk with a gateway about one request."""
+        talk = Talk(self._picker)
+        try:
+            async for said in requests:
+                for answer in talk.hear(said):
+                    yield answer
+                if talk.is_over:
+                    return
+        finally:
+            talk.leave()
+
+
+class Health(HealthServicer):
+    """How the picker is, as gRPC asks."""
+
+    def __init__(self, picker: Picker) -> None:
+        self._picker = picker
+
+    async def Check(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> object:
+        """Answer for one of the protocol's names."""
+        if request.service not in ALIVE | READY:
+            names = ", ".join(sorted(ALIVE | READY - {""}))
+            words = f"{request.service!r} is not told of here; these are: {names}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, words)
+        is_well = request.service in ALIVE or self._picker.is_ready
+        status = HealthCheckResponse.SERVING if is_well else HealthCheckResponse.NOT_SERVING
+        return HealthCheckResponse(status=status)
+
+
+async def listen(picker: Picker, host: str, port: int, tls: Path | None) -> tuple[grpc.aio.Server, int]:
+    """Serve gateways at this address; return the server and its port. ``tls``: the folder of ``tls.crt`` and ``tls.key``.
+
+    Raises `ConfigError`.
+    """
+    server = grpc.aio.server(
+        options=[
+            ("grpc.so_reuseport", 0),  # a port that is taken is refused, not shared
+            ("grpc.max_receive_message_length", picker.door.bodies.max_bytes + MAX_HEAD),
+        ]
+    )
+    add_ExternalProcessorServicer_to_server(Processor(picker), server)
+    add_HealthServicer_to_server(Health(picker), server)
+    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    try:
+        if tls is None:
+            bound = server.add_insecure_port(where)
+        else:
+            pair = ((tls / "tls.key").read_bytes(), (tls / "tls.crt").read_bytes())
+            bound = server.add_secure_port(where, grpc.ssl_server_credentials([pair]))
+    except OSError as error:
+        raise ConfigError(
+            f"--endpoint-picker-tls {tls}: {error}; give a folder with tls.crt and tls.key in PEM"
+        ) from None
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--endpoint-picker cannot listen on {where} ({error}); end what listens there, or name another port"
+        ) from None
+    await server.start()
+    return server, bound

@@ -1,0 +1,138 @@
+"""What the endpoint picker decides for a gateway, without the gateway: `tests/clients/platforms/gateway_picker.py` plays one."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from quintet.deploy.commands.route import _check, add_parser
+from quintet.deploy.router.app import OPEN_PATHS, Door
+from quintet.deploy.router.figures import Figures
+from quintet.deploy.router.limits import Limits
+from quintet.deploy.router.names import Names
+from quintet.deploy.router.picking import Head, Picker, by_address
+from quintet.deploy.router.servers import Servers
+from quintet.deploy.router.watch import Pulse, Watch
+from quintet.frontend.bodies import Bodies
+from quintet.frontend.guard import Keys
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+
+URLS = ("http://10.0.0.5:8000", "http://[fd00::5]:8000")
+ENDPOINTS = ("10.0.0.5:8000", "[fd00::5]:8000")
+C = "/v1/completions"
+
+
+def picker(keys: Sequence[str] = (), per_key: tuple[int, int] = (0, 0), max_bytes: int = 1 << 20) -> Picker:
+    """Return a picker before two servers, both well."""
+    servers = Servers("prefix")
+    servers.become(URLS, 1.0)
+    for server in servers:
+        server.note("")
+    limits = Limits(*per_key, time.monotonic)
+    door = Door(Keys(keys, OPEN_PATHS.__contains__), limits, Bodies(max_bytes), "")
+    return Picker(servers, Figures(servers), door)
+
+
+def prompt(text: str) -> bytes:
+    return b'{"prompt":"%b"}' % (text.encode() * 400)
+
+
+def test_requests_go_where_their_beginning_is_and_else_where_least_is_to_do() -> None:
+    choices = picker()
+    homes: dict[str, str] = {}
+    for text in ("one story ", "another tale "):
+        visit = choices.enter(Head(C, {}))
+        for piece in (prompt(text)[:100], prompt(text)[100:]):
+            visit.take(piece)
+        homes[text] = visit.pick()
+        assert visit.body() == prompt(text)
+        visit.begin()
+    assert sorted(homes.values()) == sorted(ENDPOINTS)
+    for text in [*homes, *homes]:
+        visit = choices.enter(Head(C, {}))
+        visit.take(prompt(text))
+        assert visit.pick() == homes[text]
+        visit.leave()
+
+
+def test_a_request_counts_at_its_server_until_it_ends() -> None:
+    choices = picker()
+    visit = choices.enter(Head(C, {}))
+    visit.take(prompt("a story "))
+    endpoint = visit.pick()
+    server = list(choices.servers)[ENDPOINTS.index(endpoint)]
+    assert (choices.num_open, server.num_open) == (1, 1) and server.num_queued > 0
+    assert choices.door.bodies.num_kept_bytes == len(prompt("a story "))
+    visit.begin()
+    assert (server.num_open, server.num_queued) == (1, 0)
+    visit.leave()
+    assert (choices.num_open, server.num_open, choices.door.bodies.num_kept_bytes) == (0, 0, 0)
+
+
+def test_a_gateway_says_which_endpoints_it_may_be() -> None:
+    choices = picker()
+    for endpoint in ENDPOINTS * 2:
+        assert choices.enter(Head(C, {}, frozenset({endpoint, "10.9.9.9:1"}))).pick() == endpoint
+    for among in (frozenset({"10.9.9.9:1"}), frozenset[str]()):
+        with pytest.raises(RequestError, match=f"None of the {len(among)} endpoints") as told:
+            choices.enter(Head(C, {}, among)).pick()
+        assert told.value.code is ErrorCode.UNAVAILABLE
+
+
+def test_who_the_door_refuses_is_refused_here() -> None:
+    choices = picker(keys=("k",), per_key=(1, 0), max_bytes=100)
+    with pytest.raises(RequestError, match="No API key was sent"):
+        choices.enter(Head(C, {}))
+    with pytest.raises(RequestError, match="segments of dots"):
+        choices.enter(Head("/docs/../v1/completions", {"x-api-key": "k"}))
+    visit = choices.enter(Head(C, {"authorization": "Bearer k"}))
+    with pytest.raises(RequestError, match="1 may be at once") as told:
+        choices.enter(Head(C, {"x-api-key": "k"}))
+    assert told.value.code is ErrorCode.OVERLOADED
+    with pytest.raises(RequestError, match="more than 100 bytes"):
+        visit.take(bytes(101))
+    visit.leave()
+    for server in choices.servers:
+        server.note("is not ready")
+    assert not choices.is_ready
+    last = choices.enter(Head(C, {"x-api-key": "k"}))
+    with pytest.raises(RequestError, match=r"No server can take requests .*is not ready"):
+        last.pick()
+    last.leave()
+    choices.is_draining = True
+    with pytest.raises(RequestError, match="is ending"):
+        choices.enter(Head(C, {"x-api-key": "k"}))
+    assert choices.num_open == 0
+
+
+def test_servers_of_a_gateway_are_addresses() -> None:
+    pulse = Pulse(1.0, 5.0, 60.0, "", 1.0)
+    for url, words in (
+        ("http://quintet-pods:8000", "--engines-at http://quintet-pods:8000"),
+        ("http://10.0.0.5:8000/inner", "serve at the root"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Watch(Servers("prefix"), [url], None, pulse, Names([]), by_address)
+    Watch(Servers("prefix"), URLS, None, pulse, Names([]), by_address)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--endpoint-picker", "70000"], "--endpoint-picker is 70000"),
+        (["--endpoint-picker-tls", "certificates"], "there is no endpoint picker"),
+        (["--endpoint-picker", "9002"], "the Python package grpc is missing: pip install 'quintet.gateway.'"),
+    ],
+)
+def test_what_cannot_be_a_picker_is_refused(
+    flags: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    with pytest.raises(ConfigError, match=words):
+        _check(parser.parse_args(["route", "--engine", URLS[0], *flags]))
