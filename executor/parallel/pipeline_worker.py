@@ -195,8 +195,7 @@ class PipelineWorker:
         reports_prompt = self._sampler.reports_prompt(rows)
         while reports_prompt and self._undrawn:
             self._finish(self._undrawn[0])
-        has_masks = any(step.masks is not None for step in self._undrawn)  # there is one set of them
-        masks = None if has_masks else self._sampler.begin_masks(rows)
+        masks = self._sampler.begin_masks(rows)
         flight = self._pipeline.begin(rows, self.tables, self._sampler.settings)
         self._span("layers")
         step = PipelinedStep(plan, rows, flight, masks, self._pipeline.wait, self._finish)
@@ -216,7 +215,7 @@ class PipelineWorker:
 
     def _draw(self, step: PipelinedStep, logits: torch.Tensor) -> StepResult:
         result, rows, sampler = StepResult(step.plan.step, 0, b""), step.rows, self._sampler
-        masks = sampler.begin_masks(rows) if step.masks is None else step.masks
+        masks = step.masks
         made = None if masks is None else masks.wait()
         if sampler.reports_prompt(rows):
             logits = logits[: len(rows.sampling)].clone()

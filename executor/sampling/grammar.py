@@ -24,9 +24,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from quintet.executor.ragged import Int
-from quintet.executor.sampling.masks import Masks
+from quintet.executor.sampling.masks import Masks, mask_words
 from quintet.process.grammars import open_matcher, open_vocabulary
 from quintet.wire.config import ModelConfig
 from quintet.wire.step import NewRow
@@ -98,7 +99,8 @@ class _Library:
 
     vocabulary: LLTokenizer
     executor: LLExecutor
-    masks: Masks
+    words: NDArray[np.uint32]
+    """Of the masks of every step."""
     kept: OrderedDict[str, LLMatcher] = field(default_factory=OrderedDict)
 
 
@@ -138,7 +140,7 @@ class Grammars:
     def begin(self, slots: Int, positions: Int, which: Int) -> StepMasks:
         """Begin to make the masks of the rows ``which`` of a step, whose matchers know all tokens before ``positions``.
 
-        slots, positions: int64[S], of all rows that draw. The masks of the step before are overwritten.
+        slots, positions: int64[S], of all rows that draw. Earlier masks of these slots are overwritten, and no others.
         """
         tenants = [
             (self._tenants[slot], position, index)
@@ -158,14 +160,13 @@ class Grammars:
 
         vocabulary = self._open(self._model)
         threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
-        masks = Masks(self._max_num_seqs, vocabulary.vocab_size)
-        return _Library(vocabulary, LLExecutor(num_threads=threads), masks)
+        words = mask_words(self._max_num_seqs, vocabulary.vocab_size)
+        return _Library(vocabulary, LLExecutor(num_threads=threads), words)
 
     def _make(self, tenants: list[tuple[Tenant, int, int]]) -> Masks:
         """Advance the matchers and make their masks; runs in the thread."""
         library = self._library
-        masks = library.masks
-        masks.used[:] = 0
+        masks = Masks(library.words)
         running: list[tuple[LLMatcher, int]] = []
         for tenant, position, _ in tenants:
             assert position == tenant.num_prompt + len(tenant.outputs), (position, len(tenant.outputs))

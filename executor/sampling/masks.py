@@ -26,13 +26,23 @@ class CMasks(ctypes.Structure):
     _fields_ = (("words", ctypes.c_void_p), ("stride", ctypes.c_int64), ("used", ctypes.c_void_p))
 
 
-class Masks:
-    """Of every slot. Pages of slots that never use one are never touched."""
+def mask_words(max_num_seqs: int, num_tokens: int) -> NDArray[np.uint32]:
+    """Return rows of bits, one a slot. Pages of slots that never use one are never touched."""
+    return np.zeros((max_num_seqs, -(-num_tokens // 32)), np.uint32)
 
-    def __init__(self, max_num_seqs: int, num_tokens: int) -> None:
-        self.words: NDArray[np.uint32] = np.zeros((max_num_seqs, -(-num_tokens // 32)), np.uint32)
+
+class Masks:
+    """Of every slot, for one step.
+
+    Steps that are under way at once share the rows of bits, since no slot draws in two of them, but not which of the rows mean
+    anything.
+    """
+
+    def __init__(self, words: NDArray[np.uint32]) -> None:
+        """words: see `mask_words`."""
+        self.words = words
         """Bit t of a row, from the lowest of its first word: token t."""
-        self.used: NDArray[np.uint8] = np.zeros(max_num_seqs, np.uint8)
+        self.used: NDArray[np.uint8] = np.zeros(len(words), np.uint8)
         """0 where every token may be drawn, and the row means nothing."""
 
     @cached_property

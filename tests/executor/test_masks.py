@@ -9,7 +9,7 @@ from tests.executor.acceptable_draws import positions_of, table
 
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.draw_on_host import draw_on_host
-from quintet.executor.sampling.masks import Masks
+from quintet.executor.sampling.masks import Masks, mask_words
 from quintet.wire.params import SamplingParams
 
 ROWS = 12
@@ -23,7 +23,7 @@ MODES = {
 
 def masks_of(vocab_size: int, allowed: list[list[int]], extra: int = 0) -> Masks:
     """Masks of a slot each; ``extra`` bits beyond the vocabulary, all set."""
-    masks = Masks(len(allowed), vocab_size + extra)
+    masks = Masks(mask_words(len(allowed), vocab_size + extra))
     for slot, tokens in enumerate(allowed):
         masks.used[slot] = bool(tokens)
         for token in [*tokens, *range(vocab_size, vocab_size + extra)]:

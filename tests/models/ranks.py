@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -64,13 +64,15 @@ def in_ranks(
     swap_space: float | None = None,
     experts: bool = False,
     stages: int = 1,
+    change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> Iterator[Loaded]:
     """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks behind it.
 
-    Each has one thread.
+    Each has one thread. change: what to make of the configuration before anybody has it.
     """
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
     config = config_of(folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space, experts=experts)
+    config = change(config)
     groups = [os.memfd_create("ranks") for _ in range(stages if size > 1 else 0)]
     links = [os.memfd_create("links") for _ in range(stages if stages > 1 else 0)]
     platform = open_platform(config.executor)

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import transformers
+from tests.models import forms
 from tests.models.equal import GREEDY, WAYS, Loaded, alone, few_blocks, in_every_way, load, run, with_blocks
 from tests.models.random_checkpoints import NUM_TOKENS, Expectation
 from tests.models.ranks import in_ranks
@@ -17,6 +18,8 @@ from tests.models.test_equal import ROWS, made
 
 from quintet.executor.parallel.pipeline import Flight, Pipeline
 from quintet.executor.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.worker import make_torch_worker
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 
@@ -89,6 +92,29 @@ def test_what_is_drawn_is_the_same(params: SamplingParams, tmp_path: Path) -> No
     expected = run(whole, changed(whole.config), prompts, params=params)
     with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded:
         assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_forms_hold_while_steps_with_and_without_them_are_under_way(stages: int, tmp_path: Path) -> None:
+    """Every third request has no form, so that steps of all kinds are under way at once."""
+    prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
+
+    def answers(loaded: Loaded) -> dict[int, list[int]]:
+        house = House(changed(loaded.config), loaded.worker)
+        for i, params in enumerate(forms.asked()):
+            house.admit(i, prompts[i % len(prompts)][:8], params)
+        house.run()
+        return house.outputs
+
+    def with_vocabulary(config: EngineConfig) -> EngineConfig:
+        return forms.with_vocabulary(config, tmp_path)
+
+    config = with_vocabulary(load(tmp_path, "float32").config)
+    expected = answers(Loaded(config, make_torch_worker(config)))
+    with in_ranks(tmp_path, 1, stages=stages, change=with_vocabulary) as loaded:
+        together = answers(loaded)
+    forms.check(together)
+    assert together == expected
 
 
 def test_steps_are_under_way_at_once_and_share_no_request(tmp_path: Path) -> None:
