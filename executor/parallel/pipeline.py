@@ -53,7 +53,9 @@ class Pipeline:
             step.c.rotations, step.c.marks = stage.rotations.address, None
         self._draws: dict[int, int] = {}
         """By where logits lie, the program that draws from them."""
-        self._num_steps = self._num_told = 0
+        self._num_steps = self._num_told = self._num_taken = 0
+        self._is_lent = False
+        """Whether the place of the logits that were taken last is still being read."""
         self._heard = ctypes.byref(CStep())  # what comes back has no step of its own
         links.before.done()  # is there
 
@@ -119,13 +121,26 @@ class Pipeline:
 
     def take(self, flight: Flight) -> torch.Tensor:
         """Return the logits ``[max_outputs, vocab]`` of the oldest step whose were not taken; wait for them."""
+        assert not self._is_lent, self._num_taken
         before = self._links.before
         before.hear(self._heard)
+        self._num_taken += 1
+        self._is_lent = True
         return before.payload(self._stage.vocab_size, self._stage.dtype)
 
     def give_back(self) -> None:
-        """Let the place of the logits that were taken be written again."""
-        self._links.before.done()
+        """Let the place of the logits that were taken be written again; once is enough."""
+        if self._is_lent:
+            self._is_lent = False
+            self._links.before.done()
+
+    def drain(self) -> None:
+        """Wait for all that was begun, and drop what was not taken."""
+        self.give_back()
+        while self._num_taken < self._num_told:
+            self._links.before.hear(self._heard)
+            self._num_taken += 1
+            self._links.before.done()
 
     def draw(self, flight: Flight, logits: torch.Tensor, masks: Masks | None) -> bytes:
         """Draw a step's tokens from what was taken; return them, int32, as they are in the token table as well."""

@@ -48,7 +48,8 @@ class PipelinedStep:
     masks: StepMasks | None
     _wait: Callable[[Flight], None]
     _finish: Callable[[PipelinedStep], None]
-    outcome: StepResult | None = None
+    outcome: StepResult | Exception | None = None
+    """What came of it, once it was drawn."""
 
     device_ms = None
     gap_ms = None
@@ -60,6 +61,8 @@ class PipelinedStep:
     def result(self) -> StepResult:
         """See `Pending`."""
         self._finish(self)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
         assert self.outcome is not None, self.plan.step
         return self.outcome
 
@@ -147,12 +150,8 @@ class PipelineWorker:
 
     def reset(self) -> None:
         """Empty every table; what is under way is waited for, and drawn by nobody."""
-        while self._undrawn:
-            step = self._undrawn.popleft()
-            step.wait()
-            self._pipeline.take(step.flight)
-            self._pipeline.give_back()
-            step.outcome = StepResult(step.plan.step, 0, b"")
+        self._undrawn.clear()
+        self._pipeline.drain()
         self.tables.reset()
 
     def is_broken(self, error: Exception) -> bool:
@@ -206,12 +205,16 @@ class PipelineWorker:
 
     @torch.inference_mode()
     def _finish(self, last: PipelinedStep) -> None:
-        """Draw the steps up to this one, unless they were drawn."""
+        """Draw the steps up to this one, unless they were drawn. One whose draw raises says so when its result is asked for."""
         while last.outcome is None:
-            step = self._undrawn[0]
+            step = self._undrawn.popleft()
             logits = self._pipeline.take(step.flight)
-            step.outcome = self._draw(step, logits)
-            self._undrawn.popleft()
+            try:
+                step.outcome = self._draw(step, logits)
+            except Exception as error:  # noqa: BLE001 - another step's beginning may be what has it drawn now
+                step.outcome = error
+            finally:
+                self._pipeline.give_back()
 
     def _draw(self, step: PipelinedStep, logits: torch.Tensor) -> StepResult:
         result, rows, sampler = StepResult(step.plan.step, 0, b""), step.rows, self._sampler
@@ -222,12 +225,10 @@ class PipelineWorker:
             self._pipeline.give_back()
             result.prompt_logprobs = sampler.prompt_logprobs(rows, LogitsOf(self._pipeline, step.flight))
             self._draw_more(result, rows, logits, made)
+        elif sampler.wants_more(rows):
+            self._draw_more(result, rows, logits[: len(rows.sampling)], made)
         else:
-            if sampler.wants_more(rows):
-                self._draw_more(result, rows, logits[: len(rows.sampling)], made)
-            else:
-                result.token_ids = self._pipeline.draw(step.flight, logits, made)
-            self._pipeline.give_back()
+            result.token_ids = self._pipeline.draw(step.flight, logits, made)
         if masks is not None:
             masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
             result.failed = masks.failed(rows.sampling)

@@ -16,6 +16,7 @@ from tests.executor.test_process import ME, config_of
 
 from quintet.deploy.replay.roles import replay
 from quintet.executor import main
+from quintet.executor.interface import StepWorker
 from quintet.executor.main import Executor
 from quintet.process.record import open_recording
 from quintet.process.runtime import Process
@@ -72,6 +73,7 @@ class Device:
     work_done: int = 0
     chores: list[str] = field(default_factory=list)
     in_chore: Callable[[], object] = lambda: None
+    in_reset: Callable[[], object] = lambda: None
     num_resets: int = 0
     begun: list[Held] = field(default_factory=list)
     refused: dict[int, Exception] = field(default_factory=dict)
@@ -99,6 +101,7 @@ class Device:
         return held
 
     def reset(self) -> None:
+        self.in_reset()
         self.num_resets += 1
         self.num_tenants = 0
 
@@ -109,18 +112,19 @@ class Device:
 class House:
     """The executor's loop, turned by the test, and the core that it serves."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, worker: StepWorker | None = None) -> None:
+        """worker: instead of one whose steps the test ends."""
         self.config = config
         self.is_closed = False
         self.bus = Bus(config.run_dir)
         self.process: Process[StepPlan] = Process(ME, config, StepPlan)
         self.device = Device()
-        self.executor = Executor(self.process, self.device)
+        self.executor = Executor(self.process, self.device if worker is None else worker)
         self.peers = Peers(self.bus)
         self.peers.connect(ME, address_of(config.run_dir, ME))
         self.cores: list[Inbox[Any]] = []
         self.arrived: list[Any] = []
-        self.follow_new_core()
+        self.capacity = self.follow_new_core()
 
     def follow_new_core(self) -> Capacity:
         """Have a new core, the topology say so, and the executor know."""
@@ -144,11 +148,11 @@ class House:
             assert time.monotonic() < deadline, self.device.begun
             self.executor.handle(self.process.receive(0.1))
 
-    def expect(self, kind: type) -> Any:
+    def expect(self, kind: Any) -> Any:
         """Turn the loop until the newest core has a message, which must be of this kind."""
         deadline = time.monotonic() + DEADLINE_S
         while not self.arrived:
-            assert time.monotonic() < deadline, f"no {kind.__name__} came"
+            assert time.monotonic() < deadline, f"no {kind} came"
             self.executor.handle(self.process.receive(0.01))
             self.arrived += self.cores[-1].wait(0.01)
         message = self.arrived.pop(0)
@@ -224,6 +228,17 @@ def test_a_chore_that_never_ends_is_work_pending_without_progress(house: House) 
         house.executor.turn()
     assert accounts == [(0, 1), (1, 1)]
     assert house.executor.account() == (2, 0)
+
+
+def test_a_reset_that_never_ends_is_work_pending_without_progress(house: House) -> None:
+    """It may wait for other processes as well."""
+    accounts: list[tuple[int, int]] = []
+    house.device.in_reset = lambda: accounts.append(house.executor.account())
+    house.device.refused[1] = ValueError("no such slot")
+    house.send_plan(1)
+    assert house.expect(Capacity).failure == "ValueError: no such slot"
+    assert accounts == [(0, 1)]
+    assert house.executor.account() == (1, 0)
 
 
 def test_a_result_goes_out_while_the_next_step_is_computed(house: House) -> None:

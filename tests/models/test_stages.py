@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 import torch
 import transformers
+from tests.executor.test_overlap import House as ExecutorHouse
 from tests.models import forms
 from tests.models.equal import GREEDY, WAYS, Loaded, alone, few_blocks, in_every_way, load, run, with_blocks
 from tests.models.random_checkpoints import NUM_TOKENS, Expectation
@@ -18,10 +20,13 @@ from tests.models.test_equal import ROWS, made
 
 from quintet.executor.parallel.pipeline import Flight, Pipeline
 from quintet.executor.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.worker import make_torch_worker
+from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
+from quintet.wire.step import Capacity, StepResult
 
 FAST = ("llama", "gpt2")
 """An output layer of its own; one that is the embedding, and learned positions."""
@@ -115,6 +120,48 @@ def test_forms_hold_while_steps_with_and_without_them_are_under_way(stages: int,
         together = answers(loaded)
     forms.check(together)
     assert together == expected
+
+
+@pytest.mark.parametrize(
+    ("params", "raises"),
+    [(GREEDY, "pipeline"), (msgspec.structs.replace(GREEDY, logprobs=1), "sampler")],
+    ids=["by the kernels", "by the sampler"],
+)
+def test_a_draw_that_raises_costs_the_others_nothing(
+    params: SamplingParams, raises: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The third draw of a run has no memory: the core hears so, and every request is computed to its end."""
+    expectations = made(ROWS["llama"], tmp_path)
+    owner: type = Pipeline if raises == "pipeline" else Sampler
+    draw, num_draws = owner.draw, 0  # type: ignore[attr-defined]
+
+    def draw_once_without_memory(*args: object) -> object:
+        nonlocal num_draws
+        num_draws += 1
+        if num_draws == 3:
+            raise MemoryError("no room for a sorted row")
+        return draw(*args)
+
+    with in_ranks(tmp_path, 1, stages=2) as loaded:
+        config = msgspec.structs.replace(loaded.config, run_dir=str(make_run_dir()))
+        house, executor = House(changed(config), loaded.worker), ExecutorHouse(config, loaded.worker)
+        house._apply(house.engine.capacity(executor.capacity, 0))
+        for i, each in enumerate(expectations):
+            house.admit(i, each.prompt, params)
+        monkeypatch.setattr(owner, "draw", draw_once_without_memory)
+        failures = []
+        while house.engine.num_live:
+            while (plan := house.engine.plan(0)) is not None:
+                executor.send(plan)
+            message = executor.expect(Capacity | StepResult)
+            if isinstance(message, Capacity):
+                failures.append(message.failure)
+                house._apply(house.engine.capacity(message, 0))
+            else:
+                house._apply(house.engine.commit(message, 0))
+        executor.close()
+    assert failures == ["MemoryError: no room for a sorted row"]
+    assert [house.outputs[i] for i in range(len(expectations))] == [each.outputs for each in expectations]
 
 
 def test_steps_are_under_way_at_once_and_share_no_request(tmp_path: Path) -> None:
