@@ -64,9 +64,7 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
     is_plain = state.limits.groups.is_plain
     behind: list[Request] = []
     num_owed = 0
-    num_left, drawn_for = len(state.running), _drawn_for(state)
-    if state.limits.stages > 1:
-        num_left = -(-sum(each.length == each.planned + 1 for each in state.running) // state.limits.stages)
+    num_left, drawn_for = _turn(state)
     for request in state.running:  # `_make_room` removes from its end
         if request.is_yielding:
             continue
@@ -102,19 +100,29 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
     return behind
 
 
-def _drawn_for(state: State) -> set[int]:
-    """Return the requests whose newest token is drawn too late for the next step to begin: none where there is one stage.
+def _turn(state: State) -> tuple[int, set[int]]:
+    """Return how many requests that decode the next step may have, and those whose newest token is drawn too late for it.
 
-    Steps that are computed at once have no request in common that draws, and about as many of them each.
+    Steps that are computed at once have no request in common that draws, and about as many of them each: those that are left
+    are divided by the stages that are. Of a model in one stage a step has all.
     """
-    count = state.limits.stages - 1
-    flights = list(state.in_flight)[-count:] if count else []
-    return {
+    num_before = state.limits.stages - 1
+    if not num_before:
+        return len(state.running), set()
+    flights = list(state.in_flight)[-num_before:]
+    drawn_for = {
         request.request_id
         for flight in flights
         for request, draws in zip(flight.rows, flight.samples, strict=True)
         if draws
     }
+    num_left = sum(
+        request.length == request.planned + 1 < request.limit
+        and not request.is_yielding
+        and request.request_id not in drawn_for
+        for request in state.running
+    )
+    return -(-num_left // (state.limits.stages - len(flights))), drawn_for
 
 
 def _extend(state: State, step: StepBuilder, request: Request, num_owed: int) -> int:

@@ -70,6 +70,23 @@ def test_steps_of_several_stages_take_turns() -> None:
     assert turns == [{1, 2, 3}, {4, 5}, {1, 2, 3}]
 
 
+@pytest.mark.parametrize(("stages", "num_requests", "sizes"), [(3, 4, [2, 1, 1]), (4, 5, [2, 1, 1, 1])])
+def test_no_stage_is_without_a_turn_while_there_are_requests(
+    stages: int, num_requests: int, sizes: list[int]
+) -> None:
+    world = World(depth=stages + 1, stages=stages)
+    for request_id in range(1, num_requests + 1):
+        world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
+    world.plan()
+    world.commit()
+    turns = [set(rows(world, world.plan())) for _ in range(stages)]
+    assert [len(turn) for turn in turns] == sizes
+    assert set.union(*turns) == set(range(1, num_requests + 1))
+    for turn in turns * 2:
+        world.commit()
+        assert set(rows(world, world.plan())) == turn, "and so on"
+
+
 def test_long_prompts_share_only_while_others_live() -> None:
     world = World(long_prefill_token_threshold=10, depth=1)
     world.admit(1, distinct(40))
