@@ -8,13 +8,13 @@ layer has the first place, and so on. ::
     block 8, held by group 1     | layer 0 | layer 1  | layer 2  |
                                    place 0   place 1     place 2
 
-Memory is one tensor per place, ``[num_blocks, layer_bytes]``.
+Memory is one tensor per place, ``[num_blocks, layer_bytes]``. Of a model in stages each has the places of its own layers: every
+group has some in each stage, about as many as its share of the layers, so that few places are in several.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
@@ -102,6 +102,8 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A layer's share of a block: what the layer needs that needs most."""
     block_size: int
     """Tokens whose keys and values a block holds."""
+    num_repeated: int = 0
+    """Places beyond ``layers_per_block``: of a model in stages one that several stages have is memory in each."""
 
     @property
     def has_states(self) -> bool:
@@ -110,8 +112,8 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def bytes_per_block(self) -> int:
-        """Memory of one block."""
-        return self.layers_per_block * self.layer_bytes
+        """Memory of one block, in all stages together."""
+        return (self.layers_per_block + self.num_repeated) * self.layer_bytes
 
     @property
     def bytes_per_token(self) -> int:
@@ -138,6 +140,12 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
                 high = middle - 1
         return low
 
+    def places_of(self, has_layer: Callable[[int], bool]) -> set[int]:
+        """Return the places that these layers have, of any group."""
+        return {
+            place for group in self.groups for place, layer in enumerate(group.layers) if has_layer(layer)
+        }
+
     def place(self, layer: int, *, state: bool = False) -> tuple[int, int]:
         """Return the group and the place of a layer: of its keys and values, or of its state."""
         for index, group in enumerate(self.groups):
@@ -146,8 +154,13 @@ class KvSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
         raise KeyError(f"layer {layer} keeps no {'state' if state else 'keys and values'}")
 
 
-def group_layers(layers: Sequence[LayerKv], block_size: int) -> KvSpec:
-    """Group the layers of a model: alike ones together, as evenly as leaves few places unused. See `MOST_PADDING`."""
+def group_layers(
+    layers: Sequence[LayerKv], block_size: int, stages: Sequence[tuple[int, int]] = ()
+) -> KvSpec:
+    """Group the layers of a model: alike ones together, as evenly as leaves few places unused. See `MOST_PADDING`.
+
+    stages: which layers each has, from the first to behind the last, where there are several.
+    """
     alike: dict[tuple[Kind, int], list[int]] = {}
     for layer in layers:
         alike.setdefault((layer.kind, layer.window), []).append(layer.layer)
@@ -162,10 +175,13 @@ def group_layers(layers: Sequence[LayerKv], block_size: int) -> KvSpec:
     groups: list[KvGroup] = []
     for (kind, window), members in alike.items():
         num_groups = -(-len(members) // layers_per_block)
-        edges = [len(members) * i // num_groups for i in range(num_groups + 1)]
-        groups += [KvGroup(kind, members[a:b], window) for a, b in pairwise(edges)]
+        groups += [KvGroup(kind, members[i::num_groups], window) for i in range(num_groups)]
     needed = max(layer.token_bytes * block_size + layer.state_bytes for layer in layers)
-    return KvSpec(groups, layers_per_block, -(-needed // ALIGNMENT) * ALIGNMENT, block_size)
+    spec = KvSpec(groups, layers_per_block, -(-needed // ALIGNMENT) * ALIGNMENT, block_size)
+    if not stages:
+        return spec
+    num_places = sum(len(spec.places_of(range(*stage).__contains__)) for stage in stages)
+    return msgspec.structs.replace(spec, num_repeated=num_places - layers_per_block)
 
 
 def _padded(counts: list[int], width: int) -> int:

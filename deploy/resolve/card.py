@@ -80,6 +80,8 @@ class ModelFacts:
     """See `quintet.executor.cards.rope.RopeSpec.fixed_len`."""
     eos_token_ids: list[int]
     generation_defaults: dict[str, float | int]
+    stages: tuple[tuple[int, int], ...] = ()
+    """Which layers each stage has (`quintet.executor.cards.share.stage_layers`); empty where they are not cut."""
 
 
 def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = "auto") -> ModelFacts:

@@ -17,6 +17,7 @@ from quintet.executor.cards.share import (
     misfit,
     shared_bytes,
     sizes_that_fit,
+    stage_layers,
     why_not,
 )
 from quintet.executor.cards.spec import DecoderSpec
@@ -55,10 +56,10 @@ def check_flags(options: Options, device: str) -> None:
 
 
 def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
-    """Return what one rank keeps of every token; reject a model that so many ranks cannot share, with the numbers that can."""
+    """Return what one rank keeps of every token, and which layers; reject what cannot be divided so, with numbers that fit."""
     size, path = options.tensor_parallel_size, card_path(facts.path)
     if options.pipeline_parallel_size > 1:
-        _check_stages(options, facts)
+        facts = _cut(options, facts)
     if size == 1:
         return facts
     spec, by_experts = _spec_of(facts), options.enable_expert_parallel
@@ -114,8 +115,8 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     return shared_bytes(spec, size, stages, step_tokens, options.max_num_seqs, item_bytes)
 
 
-def _check_stages(options: Options, facts: ModelFacts) -> None:
-    """Reject a model whose layers cannot be in so many stages."""
+def _cut(options: Options, facts: ModelFacts) -> ModelFacts:
+    """Return which layers each stage has; reject a model whose layers cannot be in so many."""
     stages, path, spec = options.pipeline_parallel_size, card_path(facts.path), _spec_of(facts)
     if spec is None:
         raise ConfigError(
@@ -131,6 +132,7 @@ def _check_stages(options: Options, facts: ModelFacts) -> None:
             f"{STAGES_FLAG} {stages}: {path} has {len(spec.layers)} layers, and each stage has at least one; sizes that fit: 1"
             f" to {len(spec.layers)}"
         )
+    return dataclasses.replace(facts, stages=tuple(stage_layers(spec, stages)))
 
 
 def _given(options: Options) -> str:

@@ -210,7 +210,7 @@ def _groups(
             layers.append(LayerKv(layer, "state", state_bytes=state.num_bytes(dtype_bytes)))
     most = max(layer.token_bytes for layer in layers)
     filling = max(layer.state_bytes for layer in layers) // most if most else 0
-    return group_layers(layers, asked or max(DEFAULT_BLOCK_SIZE, filling // 16 * 16))
+    return group_layers(layers, asked or max(DEFAULT_BLOCK_SIZE, filling // 16 * 16), facts.stages)
 
 
 def _sight(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:

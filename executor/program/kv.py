@@ -23,9 +23,7 @@ def allocate_kv(spec: KvSpec, num_blocks: int, code: int, share: Share) -> KvMem
 
     code: of the numbers stored. A place that only layers of other stages have is empty.
     """
-    used = {
-        place for group in spec.groups for place, layer in enumerate(group.layers) if share.has_layer(layer)
-    }
+    used = spec.places_of(share.has_layer)
     widths = (spec.layer_bytes if place in used else 0 for place in range(spec.layers_per_block))
     places = (lazy_zeros((num_blocks, width), torch.uint8, torch.device("cpu")) for width in widths)
     return KvMemory(spec, tuple(places), code)

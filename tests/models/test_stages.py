@@ -11,15 +11,28 @@ import torch
 import transformers
 from tests.executor.test_overlap import House as ExecutorHouse
 from tests.models import forms
-from tests.models.equal import GREEDY, WAYS, Loaded, alone, few_blocks, in_every_way, load, run, with_blocks
+from tests.models.equal import (
+    GREEDY,
+    NUM_BLOCKS,
+    WAYS,
+    Loaded,
+    alone,
+    few_blocks,
+    in_every_way,
+    load,
+    run,
+    with_blocks,
+)
 from tests.models.random_checkpoints import NUM_TOKENS, Expectation
-from tests.models.ranks import in_ranks
+from tests.models.ranks import config_of, in_ranks
 from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, made
 
+from quintet.executor.parallel.boot import share_of_rank
 from quintet.executor.parallel.pipeline import Flight, Pipeline
 from quintet.executor.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.program.kv import allocate_kv
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.worker import make_torch_worker
 from quintet.process.sockets import make_run_dir
@@ -97,6 +110,20 @@ def test_what_is_drawn_is_the_same(params: SamplingParams, tmp_path: Path) -> No
     expected = run(whole, changed(whole.config), prompts, params=params)
     with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded:
         assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen3 next"])
+def test_stages_reserve_the_memory_that_was_asked_for(name: str, tmp_path: Path) -> None:
+    """Their layers are in several groups, so a place may be of several stages."""
+    made(ROWS[name], tmp_path)
+    config = config_of(tmp_path, 1, 2, "float32", "none", "auto", None, experts=False)
+    kv = config.model.kv
+    assert len(kv.groups) > 1
+    reserved = sum(
+        sum(place.numel() for place in allocate_kv(kv, NUM_BLOCKS, 0, share_of_rank(config, rank)).places)
+        for rank in range(2)
+    )
+    assert reserved == config.cache.memory_bytes == NUM_BLOCKS * kv.bytes_per_block
 
 
 @pytest.mark.parametrize("stages", [2, 3])

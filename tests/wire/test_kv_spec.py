@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from quintet.wire.kv_spec import Kind, KvGroup, KvSpec, LayerKv, full_layers, group_layers
@@ -28,7 +30,7 @@ def test_layers_that_are_all_alike_are_one_group() -> None:
 @pytest.mark.parametrize(
     ("layers", "width", "sizes"),
     [
-        (((22, "sliding", 512), (4, "full", 0)), 4, [3, 4, 4, 3, 4, 4, 4]),  # Gemma 3, 1B
+        (((22, "sliding", 512), (4, "full", 0)), 4, [4, 4, 4, 4, 3, 3, 4]),  # Gemma 3, 1B
         (((13, "sliding", 4096), (13, "full", 0)), 13, [13, 13]),  # Gemma 2, 2B
         (((36, "chunked", 8192), (12, "full", 0)), 12, [12, 12, 12, 12]),  # Llama 4
         (((28, "state", 0), (4, "full", 0)), 4, [4] * 8),  # Jamba
@@ -46,6 +48,31 @@ def test_few_places_stay_empty(
     for index, group in enumerate(spec.groups):
         for place, layer in enumerate(group.layers):
             assert spec.place(layer, state=group.is_state) == (index, place)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "every", "kind", "num_stages", "most"),
+    [
+        (62, 6, "sliding", 2, 1.1),
+        (62, 6, "sliding", 4, 1.3),
+        (48, 4, "state", 4, 1.0),
+        (36, 2, "sliding", 4, 1.2),
+    ],
+)  # Gemma 3, 27B; Qwen3-Next; gpt-oss
+def test_a_block_of_stages_takes_little_more_and_says_so(
+    num_layers: int, every: int, kind: Kind, num_stages: int, most: float
+) -> None:
+    layers = [
+        LayerKv(i, "full", 0, 64) if i % every == every - 1 else LayerKv(i, kind, 512, 64)
+        for i in range(num_layers)
+    ]
+    edges = [num_layers * i // num_stages for i in range(num_stages + 1)]
+    stages = list(pairwise(edges))
+    whole, cut = group_layers(layers, 16), group_layers(layers, 16, stages)
+    assert cut.groups == whole.groups
+    assert cut.bytes_per_block <= most * whole.bytes_per_block
+    owned = [cut.places_of(range(*stage).__contains__) for stage in stages]
+    assert cut.bytes_per_block == sum(map(len, owned)) * cut.layer_bytes
 
 
 def test_a_layer_may_have_both() -> None:
