@@ -34,8 +34,8 @@ class Ranks:
         library = open_library()
         if library is None:
             raise ConfigError(
-                "--tensor-parallel-size needs Quintet's host kernels, and they were not built: install a C++ compiler (g++ or"
-                " clang++) and Quintet again, or drop the flag"
+                "--tensor-parallel-size and --pipeline-parallel-size need Quintet's host kernels, and they were not built:"
+                " install a C++ compiler (g++ or clang++) and Quintet again, or drop the flags"
             )
         self.library = RanksLibrary(library)
         self.share = share
@@ -99,7 +99,7 @@ class Ranks:
         most = self.library.mail_ints * 4 // item_bytes * item_bytes
         assert most, item_bytes
         for begin in range(0, len(mail), most):
-            self.wait_for_all()  # who still reads the last
+            self.make_room()  # its place may still be read
             part = mail[begin : begin + most]
             ctypes.memmove(self.library.mail(self.handle), part, len(part))
             self._tell(kind, len(part))

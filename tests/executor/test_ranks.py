@@ -20,10 +20,11 @@ from quintet.executor.parallel.library import CRanksShape, OrderKind, RanksLibra
 from quintet.executor.parallel.ranks import Ranks, shape_of
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.stage import most_outputs
-from quintet.executor.program.step import Step
+from quintet.executor.program.step import CStep, Step
 from quintet.executor.quant.part import Part
 
 DEPTH = 6
+DEADLINE_S = 60.0
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -73,11 +74,11 @@ WIDTH, ROWS = 700, 5
 """Two pieces of a row."""
 
 
-def ranks_of(size: int, memory: int | None = None, spins: int = 0) -> list[Ranks]:
-    """All ranks of one memory, in this process."""
+def ranks_of(size: int, memory: int | None = None, spins: int = 0, depth: int = 1) -> list[Ranks]:
+    """All ranks of one memory, in this process. depth: orders that may be under way."""
     shape = CRanksShape(
         ranks=size, max_tokens=8, max_rows=8, max_outputs=8, tables=1, slots=8, table_stride=4,
-        block_size=16, sums_width=WIDTH, logits_row_bytes=64, rotated_row_bytes=0, gathered_row_bytes=0, depth=1,
+        block_size=16, sums_width=WIDTH, logits_row_bytes=64, rotated_row_bytes=0, gathered_row_bytes=0, depth=depth,
     )  # fmt: skip
     memory = os.memfd_create("ranks") if memory is None else memory
     return [Ranks(memory, Share(rank, size), shape, spins=spins) for rank in range(size)]
@@ -122,6 +123,25 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
     expected = (total.float() + residual.float()).to(dtype)
     for rank in range(size):
         assert torch.equal(results[:, rank], expected), rank
+
+
+def test_orders_with_mail_are_told_without_waiting_while_there_is_room() -> None:
+    """Blocks are copied and swapped in the middle of a pipeline that stays full."""
+    teller, hearer = ranks_of(2, depth=2)
+    hearer.done()  # is there
+    mails = (bytes(range(8)), bytes(range(8, 24)))
+
+    def tell() -> None:
+        for mail in mails:
+            teller.tell_mail(OrderKind.COPY_BLOCKS, mail, 8)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive(), "it waits for an order that was heard by nobody"
+    for mail in mails:
+        assert hearer.mail(hearer.hear(ctypes.byref(CStep()))) == mail
+        hearer.done()
 
 
 LINES, LINE_BYTES, MET = 64, 192, 64
