@@ -138,7 +138,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         run_dir=str(run_dir),
         model=model,
         cache=cache,
-        scheduler=scheduler_config(options, kind, device, fitted),
+        scheduler=scheduler_config(options, kind, device, fitted, notes),
         executor=executor_config(
             options, kind, device, quantization, weight_bytes // stages if reads_weights else 0, shared_bytes
         ),

@@ -22,9 +22,16 @@ Kind = Literal["torch", "mock"]
 Device = Literal["cpu", "cuda"]
 
 
-def scheduler_config(options: Options, kind: Kind, device: Device, max_model_len: int) -> SchedulerConfig:
-    """Return how requests are planned. One step more than there are stages is in flight, so that the first is never idle."""
-    stages = options.pipeline_parallel_size
+def scheduler_config(
+    options: Options, kind: Kind, device: Device, max_model_len: int, notes: list[str]
+) -> SchedulerConfig:
+    """Return how requests are planned. notes: hears what is otherwise than asked."""
+    stages, depth = options.pipeline_parallel_size, options.depth
+    if stages > 1 and depth <= stages:
+        depth = stages + 1
+        notes.append(
+            f"--depth is {depth}, not {options.depth}: each of {stages} stages computes a step, and the first has the next one"
+        )
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
         max_num_batched_tokens=rules.derive_max_num_batched_tokens(options, device, max_model_len),
@@ -33,7 +40,7 @@ def scheduler_config(options: Options, kind: Kind, device: Device, max_model_len
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         resume_grace_s=options.stream_grace,
         step_target_ms=rules.derive_step_target_ms(options, kind, device),
-        depth=max(options.depth, stages + 1) if stages > 1 else options.depth,
+        depth=depth,
         stages=stages,
         refuse_hopeless=options.refuse_hopeless,
         audit=options.audit,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from quintet.deploy import cli
@@ -158,6 +159,12 @@ def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
         config_of(tmp_path, 1, pipeline_parallel_size=stages, kv_cache_memory="1MiB") for stages in (1, 3)
     )
     assert (one.scheduler.depth, three.scheduler.depth) == (2, 4)
+    options = Options(model=str(tmp_path), load_format="dummy", device="cpu", pipeline_parallel_size=3)
+    notes = {depth: resolve(msgspec.structs.replace(options, depth=depth), RUN_DIR).notes for depth in (3, 4)}
+    assert [any("--depth is 4, not 3: " in note for note in notes[depth]) for depth in (3, 4)] == [
+        True,
+        False,
+    ]
     assert one.cache == three.cache and one.model.kv == three.model.kv
     assert (one.executor.shared_bytes, three.executor.shared_bytes > 0) == (0, True)
     assert (
