@@ -10,6 +10,8 @@ import pytest
 import torch
 import transformers
 from tests.executor.test_overlap import House as ExecutorHouse
+from tests.gguf.random_blocks import in_blocks
+from tests.gguf.test_packed import WIDE, as_q4_k_m
 from tests.models import forms
 from tests.models.equal import (
     GREEDY,
@@ -23,12 +25,14 @@ from tests.models.equal import (
     run,
     with_blocks,
 )
-from tests.models.random_checkpoints import NUM_TOKENS, Expectation
+from tests.models.random_checkpoints import NUM_TOKENS, Expectation, of_transformers
 from tests.models.ranks import config_of, in_ranks
 from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, made
 
+from quintet.core.outbox import Effects
+from quintet.executor.interface import StepWorker
 from quintet.executor.parallel.boot import share_of_rank
 from quintet.executor.parallel.pipeline import Flight, Pipeline
 from quintet.executor.parallel.pipeline_worker import PipelineWorker
@@ -92,6 +96,54 @@ def test_logits_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
             run(loaded, changed(loaded.config), [prompt])
             positions = sorted(at for request, at in expected if request == i)
             assert seen[: len(positions)] == [expected[i, at] for at in positions], len(prompt)
+
+
+class Heard(House):
+    """Keeps the log-probabilities that were told, whichever step they came with."""
+
+    def __init__(self, config: EngineConfig, worker: StepWorker) -> None:
+        self.drawn: list[tuple[int, bytes, bytes]] = []
+        self.of_prompts: list[tuple[int, bytes, bytes]] = []
+        super().__init__(config, worker)
+
+    def _apply(self, effects: Effects) -> None:
+        super()._apply(effects)
+        for _, tokens in effects.tokens:
+            self.drawn += [(each.rank, each.token_ids, each.logprobs) for each in tokens.logprobs]
+            for told in tokens.prompt_logprobs:
+                size = 4 * told.width
+                self.of_prompts += [
+                    (told.first + i, told.token_ids[at : at + size], told.logprobs[at : at + size])
+                    for i, at in enumerate(range(0, len(told.token_ids), size))
+                ]
+
+
+def test_log_probabilities_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
+    params = msgspec.structs.replace(GREEDY, logprobs=3, prompt_logprobs=2)
+
+    def told(loaded: Loaded) -> tuple[list[tuple[int, bytes, bytes]], list[tuple[int, bytes, bytes]]]:
+        house = Heard(changed(loaded.config), loaded.worker)
+        for i, prompt in enumerate(prompts):
+            house.admit(i, prompt, params)
+        house.run()
+        return sorted(house.drawn), sorted(house.of_prompts)
+
+    expected = told(load(tmp_path, "bfloat16"))
+    assert len(expected[0]) == params.max_tokens * len(prompts)
+    assert len(expected[1]) == sum(len(prompt) - 1 for prompt in prompts)
+    with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded:
+        assert told(loaded) == expected
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_file_of_gguf_is_cut(tied: bool, tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    family = of_transformers("Qwen2Config", tie_word_embeddings=tied, **WIDE)
+    expected = made(in_blocks(family, as_q4_k_m, file), tmp_path)
+    with in_ranks(file, 1, stages=2) as loaded:
+        check(loaded, expected, WAYS)
 
 
 @pytest.mark.drawn(1)
