@@ -42,10 +42,11 @@ class DiskTalk:
         disk = None if state is None else state.pool.tiers.disk
         if state is None or disk is None:
             return None
-        news = state.pool.index.news
+        news, block_of = state.pool.index.news, state.pool.index.block_of
         if news:
-            for key, block in news:
-                disk.stand(key, block)
+            for key, block in news.items():
+                if block_of.get(key) == block:  # otherwise other bits would be kept under its name, for good
+                    disk.stand(key, block)
             news.clear()
         return disk.take_orders(tables, now_ns)
 

@@ -66,6 +66,9 @@ def _check_blocks(state: State) -> None:
     index = pool.index
     assert index.block_of == {key: block for block, key in index.key_of.items()}
     assert len(index.block_of) == len(index.key_of)
+    due = {} if pool.tiers.disk is None else pool.tiers.disk.due
+    for key, block in (*(index.news or {}).items(), *due.items()):
+        assert index.block_of.get(key) == block, ("would be stored with another content", key, block)
     assert index.key_of.keys() >= pool.cached.keys(), pool.cached
     assert index.key_of.keys().isdisjoint(pool.free), pool.free
     in_flight = {flight.step for flight in state.in_flight}

@@ -17,7 +17,7 @@ believed to be there and is not is a miss: the request computes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -148,6 +148,11 @@ class DiskPool:
                 self.room.forget(request_id)
 
     # --- orders and answers ---
+
+    @property
+    def due(self) -> Mapping[bytes, int]:
+        """Contents that are to be stored and were not ordered yet, and the device blocks that hold them."""
+        return self._due
 
     def take_orders(self, tables: int, now_ns: int) -> KvOrders | None:
         """Return what is to be done, if anything: before the next plan is made."""

@@ -42,7 +42,7 @@ class BlockPool:
         self.index = PrefixIndex()
         self.tiers = tiers or Tiers()
         if self.tiers.disk is not None:
-            self.index.news = []
+            self.index.news = {}
 
     @property
     def num_available(self) -> int:

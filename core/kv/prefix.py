@@ -106,8 +106,9 @@ class PrefixIndex:
     __slots__ = ("block_of", "end_of", "ends", "key_of", "news")
 
     def __init__(self) -> None:
-        self.news: list[tuple[bytes, int]] | None = None
-        """Keys and blocks of full blocks that became findable since somebody last emptied it; None where nobody does."""
+        self.news: dict[bytes, int] | None = None
+        """Keys and blocks of full blocks that became findable since somebody last emptied it, and still are; None where
+        nobody does."""
         self.block_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
         self.ends: dict[bytes, Counter[int]] = {}
@@ -125,12 +126,14 @@ class PrefixIndex:
             self.block_of[key] = block
             self.key_of[block] = key
             if self.news is not None:
-                self.news.append((key, block))
+                self.news[key] = block
 
     def forget(self, block: int) -> bytes:
         """Remove a block that is about to get new content; return the key of what it holds."""
         key = self.key_of.pop(block)
         del self.block_of[key]
+        if self.news is not None:
+            self.news.pop(key, None)  # named and given away in one plan: no step puts its content there
         if block in self.end_of:
             before, length = self.end_of.pop(block)
             lengths = self.ends[before]

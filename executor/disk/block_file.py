@@ -26,7 +26,7 @@ from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAGIC = b"quintet KV blocks 1\n"
+MAGIC = b"quintet KV blocks 2\n"
 HEAD_BYTES = 4096
 ENTRY = struct.Struct("<B34sQ32sI")
 """Length of the key, key, a number that grows with every write, hash of the block, CRC-32 of all these."""

@@ -78,8 +78,11 @@ def no_fault(rows: list[tuple[NewRow, int, int]]) -> None:
 class FakeExecutor:
     """Executes plans in order, at once, but hands results out only when asked."""
 
-    def __init__(self, capacity: Capacity, kv: KvSpec, fault: Fault = no_fault) -> None:
+    def __init__(
+        self, capacity: Capacity, kv: KvSpec, fault: Fault = no_fault, disk: FakeDisk | None = None
+    ) -> None:
         self.kv = kv
+        self.disk = disk
         self.fault = fault
         self.capacity = capacity
         self.tenants: dict[int, Tenant] = {}
@@ -196,6 +199,8 @@ class FakeExecutor:
                 if offset == 0:
                     content.clear()
                 content[offset] = (index, position, chain[position])
+                if self.disk is not None:
+                    self.disk.past[chain[position]] = tenant.tokens, position + 1
 
     def _check_states(self, tenant: Tenant, start: int) -> None:
         """Check that a row reads the states behind its own past, before any row writes one."""
@@ -334,7 +339,7 @@ class World:
     def _begin_executor(self, capacity: Capacity) -> None:
         self.failure = None
         self.executor = FakeExecutor(
-            capacity, msgspec.structs.replace(self.kv, block_size=capacity.block_size), self.fault
+            capacity, msgspec.structs.replace(self.kv, block_size=capacity.block_size), self.fault, self.disk
         )
         if self.disk is not None:
             self.disk.introduce(self.engine, capacity)

@@ -7,12 +7,15 @@ from collections import deque
 from collections.abc import MutableMapping
 
 from quintet.core.engine import Engine
+from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
 from quintet.wire import codec
 from quintet.wire.config import KvDiskConfig
 from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
 from quintet.wire.step import Capacity
 
 Content = dict[int, tuple[int, int, bytes]]
+SALTS = ("", "a")
+"""Of requests in worlds with a disk."""
 
 
 class FakeDisk:
@@ -23,6 +26,8 @@ class FakeDisk:
         self.num_staging_blocks = num_staging_blocks
         self.config = KvDiskConfig(folder="", size_bytes=1, staging_bytes=1)
         self.contents: dict[int, tuple[bytes, Content]] = {}
+        self.past: dict[bytes, tuple[list[int], int]] = {}
+        """What identifies the tokens up to a position, of all that executors wrote -> tokens, and how many of them."""
         self.answers: deque[KvAnswers] = deque()
         self.num_fetched = self.num_answers = 0
         self.is_losing = False
@@ -51,6 +56,10 @@ class FakeDisk:
         stores = codec.unpack_i32(orders.stores)
         for block, place, key in zip(stores[::2], stores[1::2], orders.store_keys, strict=True):
             assert 0 <= place < self.num_places and device[block], block
+            assert key in self._names(device[block], capacity.block_size), (
+                "stored under another's key",
+                block,
+            )
             self.contents[place] = key, dict(device[block])
             answers.stored.append(key)
         fetches = codec.unpack_i32(orders.fetches)
@@ -67,6 +76,18 @@ class FakeDisk:
             self.num_fetched += 1
         answers.fetched, answers.missed = codec.pack_i32(fetched), codec.pack_i32(missed)
         self.answers.append(answers)
+
+    def _names(self, content: Content, block_size: int) -> list[bytes]:
+        """Return the keys that a block with this content may have, by the tokens behind which it was written."""
+        group, position, link = content[max(content)]
+        tokens, num_tokens = self.past[link]
+        assert num_tokens == position + 1 and num_tokens % block_size == 0, (group, position)
+        names = []
+        for salt in SALTS:
+            digests: list[bytes] = []
+            extend_chain(digests, salt_digest(salt), tokens, block_size, num_tokens // block_size)
+            names.append(key_of(digests[-1], group))
+        return names
 
     def act(self, rng: random.Random, engine: Engine) -> None:
         """Answer, if there is something; from now on lose what is asked for, or not."""

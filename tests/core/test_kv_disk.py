@@ -144,6 +144,12 @@ def test_random_traces_with_a_disk(seed: int, in_groups: bool) -> None:
     assert_served(*random_trace(seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk))
 
 
+def test_a_state_that_is_given_away_in_the_plan_that_names_it_is_not_stored() -> None:
+    """A trace in which a request that gives way names a state, and the block goes to who needed the room."""
+    disk = FakeDisk(200, num_staging_blocks=30)
+    assert_served(*random_trace(50066, 250, 1 + 50066 % 2, 0.0, 5 * (50066 % 3), in_groups=True, disk=disk))
+
+
 def test_such_traces_fetch() -> None:
     disks = [FakeDisk(60, 30) for _ in range(4)]
     for seed, disk in enumerate(disks):
