@@ -29,7 +29,7 @@ class Cost:
     def add(self, report: pytest.TestReport) -> None:
         self.num_tests += report.when == "call" or report.skipped
         self.wall_s += report.duration
-        self.processor_s += report.processor_s
+        self.processor_s += getattr(report, "processor_s", 0.0)  # a worker that died has not told
 
     def row(self, name: str) -> str:
         return f"{name:24} {self.num_tests or '':>6} {self.wall_s:8.1f} {self.processor_s:10.1f}"
