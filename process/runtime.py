@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import msgspec
 import setproctitle
 
+from quintet.process.batch_class import let_others_finish
 from quintet.process.bell import Bell
 from quintet.process.leftovers import give_back_memory
 from quintet.process.log import configure_logging
@@ -383,17 +384,6 @@ def child_main(
         _leave_word(arguments.run_dir, me or f"{role}-spare", f"{type(error).__name__}: {error}")
         log.critical("died of %s\n%s", type(error).__name__, traceback.format_exc())
         sys.exit(1)
-
-
-def let_others_finish() -> None:
-    """Do not interrupt whoever computes when a message wakes this thread: the system's class for batch work.
-
-    On a machine whose cores all compute, a process that is woken otherwise takes the core of the one that woke it, the
-    executor in the middle of its step. Where the system does not allow it, nothing changes.
-    """
-    if hasattr(os, "SCHED_BATCH"):
-        with contextlib.suppress(OSError):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _take_name(me: WorkerId | str, config: EngineConfig) -> logging.Logger:

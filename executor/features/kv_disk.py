@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from quintet.executor.disk.block_file import BlockFile
 from quintet.executor.memory import lazy_zeros
-from quintet.process.runtime import let_others_finish
+from quintet.process.batch_class import let_others_finish
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 
