@@ -290,7 +290,7 @@ class Executor:
     def _empty_tables(self) -> None:
         """Forget every request; plans that build on what was forgotten are dropped, begun or not."""
         self._process.pending -= self._in_flight.forget()
-        self._process.pending += 1  # a reset waits for other processes: heartbeats tell of one that does not end
+        self._process.pending += 1  # heartbeats tell of a reset that does not end: it waits for others
         self._worker.reset()
         self._process.pending -= 1
         self._num_emptied += 1

@@ -27,7 +27,8 @@ def build_model(architecture: str, card: ModelCard, setting: Setting) -> CausalM
         raise ConfigError(
             f"{card.path}: architecture {architecture!r:.80} is none of Quintet's own"
             f"{f'; the nearest of those in docs/models.md is {near}' if near else ', which docs/models.md lists'}. What installed"
-            " packages register under 'quintet.models' is taken as well"
+            " packages register under 'quintet.models' is taken as well; --model-impl transformers computes by transformers'"
+            " layers where it knows the architecture"
         )
     build: Callable[[ModelCard, Setting], CausalModel] = import_string(path)
     return build(card, setting)

@@ -10,7 +10,16 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-MIRRORED = ("experts.hpp", "program.hpp", "ranks.hpp", "sampling.hpp", "work.hpp")
+MIRRORED = (
+    "attention.hpp",
+    "blocks.hpp",
+    "experts.hpp",
+    "program.hpp",
+    "ranks.hpp",
+    "sampling.hpp",
+    "states.hpp",
+    "work.hpp",
+)
 """Headers whose structs and enumerations Python lays out by hand, or passes by number."""
 
 _EXPORTED = re.compile(rb"(?:^//.*\n)*^QT_EXPORT[^{;]*", re.MULTILINE)

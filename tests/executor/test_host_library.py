@@ -79,8 +79,11 @@ def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.Lo
     ("file", "old", "new"),
     [
         ("linear_calls.cpp", "index_t max_rows, int dtype, const", "int dtype, index_t max_rows, const"),
+        ("attention.hpp", "float key_scale, value_scale;", "float value_scale, key_scale;"),
+        ("blocks.hpp", "index_t block_bytes;  //", "index_t group_bytes;  //"),
         ("program.hpp", "index_t num_rows;\n", "index_t num_rows, num_more;\n"),
         ("sampling.hpp", "double top_p; ", "float top_p, more; "),
+        ("states.hpp", "index_t stride = 0;", "std::int32_t stride = 0;"),
         ("work.hpp", "fp16 = 1, fp32 = 2", "fp32 = 1, fp16 = 2"),
         ("pool.cpp", "int qt_threads()", "int qt_num_threads()"),
     ],
