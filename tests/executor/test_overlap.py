@@ -238,7 +238,7 @@ def test_a_reset_that_never_ends_is_work_pending_without_progress(house: House) 
     house.send_plan(1)
     assert house.expect(Capacity).failure == "ValueError: no such slot"
     assert accounts == [(0, 1)]
-    assert house.executor.account() == (1, 0)
+    assert house.executor.account() == (0, 0)
 
 
 def test_a_result_goes_out_while_the_next_step_is_computed(house: House) -> None:
