@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import struct
+import time
 from pathlib import Path
 from zlib import crc32
 
@@ -32,6 +33,8 @@ ENTRY = struct.Struct("<B34sQ32sI")
 """Length of the key, key, a number that grows with every write, hash of the block, CRC-32 of all these."""
 NOTHING = bytes(ENTRY.size)
 MAX_KEY_BYTES = 34
+SILENCE_S = 60.0
+"""Between two lines of the log that say that blocks could not be written."""
 
 
 class BlockFile:
@@ -45,6 +48,9 @@ class BlockFile:
         self._newest = 0
         self._digests: dict[int, tuple[bytes, bytes]] = {}
         """Place -> key and hash of what it holds."""
+        self._num_unwritten = 0
+        """Since that was last said."""
+        self._silent_until = 0.0
         head = (MAGIC + whose + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,13 +73,17 @@ class BlockFile:
         """Return place and key of everything there is, what was written longest ago first."""
         return [(place, self._digests[place][0]) for place in self._kept if place in self._digests]
 
+    def holds(self, place: int, key: bytes) -> bool:
+        """Return whether a place holds this block, as far as is known."""
+        return self._digests.get(place, (b"",))[0] == key
+
     def write(self, place: int, key: bytes, block: memoryview) -> bool:
         """Have a place hold a block; return whether it does. Where it does not it holds nothing."""
-        self._forget(place)
         digest = self._digest(key, block)
         self._newest += 1
         entry = ENTRY.pack(len(key), key, self._newest, digest, 0)[:-4]
         try:
+            self._forget(place)
             if _write_whole(self._blocks, block, place * self.block_bytes):
                 os.pwrite(self._index, entry + crc32(entry).to_bytes(4, "little"), self._entry_at(place))
                 self._digests[place] = key, digest
@@ -82,8 +92,16 @@ class BlockFile:
             why = "no more of it could be written"
         except OSError as error:
             why = str(error.strerror)
-        log.warning("a block of KV could not be written to disk: %s", why)
+        self._complain(why)
         return False
+
+    def _complain(self, why: str) -> None:
+        """Say that a block could not be written; not of each, since a disk that is full stays full."""
+        self._num_unwritten += 1
+        if time.monotonic() >= self._silent_until:
+            log.warning("%d blocks of KV could not be written to disk: %s", self._num_unwritten, why)
+            self._num_unwritten = 0
+            self._silent_until = time.monotonic() + SILENCE_S
 
     def read(self, place: int, key: bytes, into: memoryview) -> bool:
         """Read the block of a place, if it holds this one, whole; return whether. Otherwise anything may be in ``into``."""

@@ -30,6 +30,9 @@ MAX_WAITING_BYTES = 256 << 20
 """Copies of blocks that may wait for the disk."""
 MAX_UNTOLD = 64
 """Blocks stored before the core hears of them, while more are to be."""
+MAX_FETCHES_UNTOLD = 16
+TELL_AFTER_NS = 50_000_000
+"""Blocks read, and time spent on them, before the core hears of them while more are to be: who waits for the first begins."""
 FAREWELL_S = 2.0
 
 Bytes = NDArray[np.uint8]
@@ -75,9 +78,11 @@ class DiskBlocks:
         self._stores: deque[_Store] = deque()
         self._fetches: deque[_Fetch] = deque()
         self._changed = threading.Condition()
-        """Guards the queues and the answers; held for no longer than that takes."""
-        self._files = threading.Lock()
-        """Guards the files. Of the loop only `kept` waits for it."""
+        """Guards all below; held for no longer than a look takes, never while a file is read or written."""
+        self._kept = dict(file.kept())
+        """Place -> content, written longest ago first, but for a place that is being written. The files are the thread's."""
+        self._failure: Exception | None = None
+        """What ended the thread."""
         self._tables = 0
         self._answers = KvAnswers(0, 0)
         self._has_answers = False
@@ -127,6 +132,10 @@ class DiskBlocks:
     def take_answers(self) -> KvAnswers | None:
         """See `KvDisk.take_answers`."""
         with self._changed:
+            if self._failure is not None:
+                raise RuntimeError(
+                    "the thread that reads and writes KV on disk has failed"
+                ) from self._failure
             if not self._has_answers:
                 return None
             answers, self._answers = self._answers, KvAnswers(0, self._tables)
@@ -135,8 +144,8 @@ class DiskBlocks:
 
     def kept(self) -> list[tuple[int, bytes]]:
         """See `KvDisk.kept`."""
-        with self._files:
-            return self._file.kept()
+        with self._changed:
+            return list(self._kept.items())
 
     def reset(self) -> None:
         """See `KvDisk.reset`."""
@@ -158,12 +167,18 @@ class DiskBlocks:
     # --- the thread's side ---
 
     def _work(self) -> None:
+        """Do what is ordered. A disk's errors are answers; anything else is our mistake, and the loop's end too."""
         let_others_finish()
-        while (task := self._next()) is not None:
-            if isinstance(task, _Store):
-                self._store(task)
-            else:
-                self._fetch(task)
+        try:
+            while (task := self._next()) is not None:
+                if isinstance(task, _Store):
+                    self._store(task)
+                else:
+                    self._fetch(task)
+        except Exception as failure:  # noqa: BLE001 -- the loop raises it
+            with self._changed:
+                self._failure = failure
+            self._ring()
 
     def _next(self) -> _Store | _Fetch | None:
         """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
@@ -174,9 +189,12 @@ class DiskBlocks:
             return self._stores.popleft() if self._stores else None
 
     def _store(self, task: _Store) -> None:
-        with self._files:
-            is_stored = self._file.write(task.place, task.key, task.block.data)
         with self._changed:
+            self._kept.pop(task.place, None)
+        is_stored = self._file.write(task.place, task.key, task.block.data)
+        with self._changed:
+            if is_stored:
+                self._kept[task.place] = task.key
             answers = self._answers
             if task.tables == self._tables:
                 (answers.stored if is_stored else answers.unstored).append(task.key)
@@ -185,19 +203,21 @@ class DiskBlocks:
 
     def _fetch(self, task: _Fetch) -> None:
         begun = time.monotonic_ns()
-        with self._files:
-            into = self._staging[task.host_block - self._first].data
-            is_there = self._file.read(task.place, task.key, into)
+        into = self._staging[task.host_block - self._first].data
+        is_there = self._file.read(task.place, task.key, into)
         took_ns = time.monotonic_ns() - begun
         with self._changed:
             answers, block = self._answers, pack_i32([task.host_block])
+            if self._kept.get(task.place) == task.key and not self._file.holds(task.place, task.key):
+                del self._kept[task.place]
             if task.tables == self._tables:
                 answers.fetch_ns += took_ns
                 if is_there:
                     answers.fetched += block
                 else:
                     answers.missed += block
-            if not self._fetches:
+            num_untold = (len(answers.fetched) + len(answers.missed)) // 4
+            if not self._fetches or num_untold >= MAX_FETCHES_UNTOLD or answers.fetch_ns >= TELL_AFTER_NS:
                 self._tell()
 
     def _tell(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from quintet.executor.disk.block_file import BlockFile
+from quintet.executor.disk.block_file import NOTHING, BlockFile
 from quintet.executor.features import kv_disk
 from quintet.executor.features.kv_disk import DiskBlocks
 from quintet.wire.codec import pack_i32
@@ -26,8 +28,8 @@ class Bench:
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer
             for layer in range(2)
         ]
-        file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
-        self.disk = DiskBlocks(self.layers, file, 4, FIRST)
+        self.file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
+        self.disk = DiskBlocks(self.layers, self.file, 4, FIRST)
         self._rung = threading.Event()
         self.disk.begin(self._rung.set)
 
@@ -40,8 +42,36 @@ class Bench:
                 return answers
 
 
-def stores(tables: int, *pairs: int) -> KvOrders:
-    return KvOrders(tables, stores=pack_i32(pairs), store_keys=KEYS[: len(pairs) // 2])
+class Gate:
+    """Holds a file's writes, or its reads, up: from now on, but for so many."""
+
+    def __init__(
+        self, file: BlockFile, monkeypatch: pytest.MonkeyPatch, what: str = "write", num_free: int = 0
+    ) -> None:
+        self._come, self._open = threading.Event(), threading.Event()
+        does, self._num_free = getattr(file, what), num_free
+
+        def held_up(*given: object) -> bool:
+            if self._num_free:
+                self._num_free -= 1
+            else:
+                self._come.set()
+                assert self._open.wait(30.0)
+            return bool(does(*given))
+
+        monkeypatch.setattr(file, what, held_up)
+
+    def wait(self) -> None:
+        """Wait until somebody stands before it."""
+        assert self._come.wait(30.0)
+
+    def open(self) -> None:
+        """Let all pass."""
+        self._open.set()
+
+
+def stores(tables: int, *pairs: int, keys: list[bytes] = KEYS) -> KvOrders:
+    return KvOrders(tables, stores=pack_i32(pairs), store_keys=keys[: len(pairs) // 2])
 
 
 def test_blocks_come_back_as_they_were_when_they_were_ordered(tmp_path: Path) -> None:
@@ -81,15 +111,90 @@ def test_what_the_disk_cannot_keep_up_with_is_not_stored(
     assert not bench.disk.kept()
 
 
-def test_answers_are_about_the_newest_tables(tmp_path: Path) -> None:
+def test_answers_are_about_the_newest_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
     assert bench.answers().tables == 0
-    bench.disk.order(stores(0, 3, 6))
+    gate = Gate(bench.file, monkeypatch)
+    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    gate.wait()  # it is being written when the tables go
     bench.disk.reset()
-    bench.disk.order(stores(1, 4, 7))
+    bench.disk.order(stores(1, 4, 7, keys=KEYS[2:3]))
+    gate.open()
     answers = bench.answers()
-    while answers.tables == 0 or not answers.stored:
-        answers = bench.answers()
-    assert (answers.tables, answers.stored) == (1, KEYS[:1])
+    assert (answers.tables, answers.stored, answers.unstored) == (1, KEYS[2:3], [])
+    assert bench.disk.kept() == [(5, KEYS[0]), (6, KEYS[1]), (7, KEYS[2])]
     bench.disk.close()
+
+
+def test_an_error_of_the_disk_is_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a place is used again, and what it held cannot be struck out."""
+    bench = Bench(tmp_path)
+    bench.disk.order(stores(0, 2, 5))
+    assert bench.answers().stored == KEYS[:1]
+    write = os.pwrite
+
+    def fails(file: int, content: bytes, offset: int) -> int:
+        if bytes(content) == NOTHING:
+            raise OSError(errno.EIO, "Input/output error")
+        return write(file, content, offset)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fails)
+        bench.disk.order(stores(0, 3, 5, keys=KEYS[1:2]))
+        assert bench.answers().unstored == KEYS[1:2]
+    bench.disk.order(stores(0, 3, 5, keys=KEYS[1:2]))
+    assert bench.answers().stored == KEYS[1:2]
+    bench.disk.close()
+
+
+def test_a_mistake_in_the_thread_is_the_end_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    monkeypatch.setattr(bench.file, "write", lambda *_: 1 // 0)
+    bench.disk.order(stores(0, 2, 5))
+    with pytest.raises(RuntimeError, match="thread that reads and writes"):
+        bench.answers()
+    bench.disk.close()
+
+
+def test_nobody_waits_for_a_file_to_hear_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path)
+    bench.disk.order(stores(0, 2, 5))
+    assert bench.answers().stored
+    gate = Gate(bench.file, monkeypatch)
+    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    gate.wait()
+    assert bench.disk.kept() == [(5, KEYS[0])], "while the other is being written"
+    gate.open()
+    assert bench.answers().stored
+    bench.disk.close()
+
+
+def test_what_was_read_is_told_before_all_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_disk, "MAX_FETCHES_UNTOLD", 1)
+    bench = Bench(tmp_path)
+    gate = Gate(bench.file, monkeypatch, "read", num_free=1)
+    bench.disk.order(KvOrders(0, fetches=pack_i32([1, FIRST, 2, FIRST + 1]), fetch_keys=KEYS[:2]))
+    assert bench.answers().missed == pack_i32([FIRST])
+    gate.open()
+    assert bench.answers().missed == pack_i32([FIRST + 1])
+    bench.disk.close()
+
+
+def test_a_full_disk_is_not_told_of_for_every_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = BlockFile(tmp_path / "engine-0", b"w" * 32, 80, 8)
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", fails)
+        assert not any(file.write(place, KEYS[place], memoryview(bytes(80))) for place in range(4))
+    assert len([line for line in caplog.messages if "No space left" in line]) == 1
+    file.close()
