@@ -52,16 +52,11 @@ def _ask(state: State, disk: DiskPool, request: Request) -> None:
         disk.use(keys)
         missing += keys[len(run_of(keys, index.block_of)) :]
     is_there = all(map(disk.place_of.__contains__, missing))
-    if there <= here or not is_there or not _is_cheaper(state, disk, (there - here) * size, len(missing)):
+    computing_ns = state.pace.time_of((there - here) * size)
+    if there <= here or not is_there or not disk.is_cheaper(len(missing), computing_ns):
         disk.wishes[request.request_id] = Wish()
         return
     disk.ask(request.request_id, missing, there * size, whole=not limits.groups.is_plain)
-
-
-def _is_cheaper(state: State, disk: DiskPool, num_tokens: int, num_copies: int) -> bool:
-    """Return whether so many blocks are read in less time than so many tokens are computed. Unmeasured, they are."""
-    computing_ns = state.pace.time_of(num_tokens)
-    return computing_ns is None or disk.copy_ns is None or num_copies * disk.copy_ns < computing_ns
 
 
 def source(state: State, request: Request) -> Found | None:

@@ -17,7 +17,7 @@ believed to be there and is not is a miss: the request computes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
@@ -26,7 +26,11 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 
 PATIENCE_NS = 10_000_000_000
-"""A fetch that takes longer is given up: the disk hangs, or an answer was lost."""
+"""A fetch of which, and of those before it, nothing is heard for so long is given up: the disk hangs, or an answer was lost."""
+MOST_SURPRISE = 8
+"""A fetch counts as no more than so many times the mean: one that was stopped says nothing of the next."""
+TRY_EVERY = 32
+"""After so many requests for which computing looked cheaper, what was measured is forgotten: the disk may be faster now."""
 
 
 @dataclass(slots=True)
@@ -36,7 +40,10 @@ class Wish:
     num_tokens: int = 0
     """Behind so many it can begin when all has come."""
     pending: set[bytes] = field(default_factory=set)
+    last: int = 0
+    """The number of the newest fetch among these."""
     deadline_ns: int = 0
+    """When it is given up; 0: soon known."""
 
 
 class DiskPool:
@@ -46,6 +53,10 @@ class DiskPool:
         "_awaited",
         "_due",
         "_fetches",
+        "_num_asked",
+        "_num_refused",
+        "_number_of",
+        "_untimed",
         "copy_ns",
         "free",
         "num_places",
@@ -74,6 +85,12 @@ class DiskPool:
         """Place, host block and content, of what was not ordered yet."""
         self._awaited: dict[int, bytes] = {}
         """Host block -> the content that is being read into it."""
+        self._num_asked = 0
+        self._number_of: dict[int, int] = {}
+        """Host block -> the number of the fetch that it is for; fetches are answered in this order."""
+        self._untimed: list[Wish] = []
+        """Whose patience begins with the next orders."""
+        self._num_refused = 0
 
     # --- keeping ---
 
@@ -120,10 +137,23 @@ class DiskPool:
             if key not in self.room.block_of:
                 block = self.room.place(key)
                 self._awaited[block] = key
+                self._num_asked += 1
+                self._number_of[block] = self._num_asked
                 self._fetches.append((self.place_of[key], block, key))
         pending = {key for key in wanted if self.room.block_of[key] in self._awaited}
-        self.wishes[request_id] = Wish(num_tokens, pending)
+        last = max((self._number_of[self.room.block_of[key]] for key in pending), default=0)
+        self.wishes[request_id] = wish = Wish(num_tokens, pending, last)
+        self._untimed.append(wish)
         return True
+
+    def is_cheaper(self, num_blocks: int, computing_ns: int | None) -> bool:
+        """Return whether fetching so many blocks takes less than computing does. What was not measured does."""
+        if computing_ns is None or self.copy_ns is None or num_blocks * self.copy_ns < computing_ns:
+            return True
+        self._num_refused += 1
+        if self._num_refused % TRY_EVERY == 0:
+            self.copy_ns = None
+        return self.copy_ns is None
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
         """See `Tier.fetch`."""
@@ -156,6 +186,9 @@ class DiskPool:
 
     def take_orders(self, tables: int, now_ns: int) -> KvOrders | None:
         """Return what is to be done, if anything: before the next plan is made."""
+        for wish in self._untimed:
+            wish.deadline_ns = now_ns + PATIENCE_NS
+        self._untimed.clear()
         if not self._due and not self._fetches:
             return None
         orders, stores = KvOrders(tables), list[int]()
@@ -169,8 +202,6 @@ class DiskPool:
         orders.stores = pack_i32(stores)
         orders.fetches = pack_i32([number for place, block, _ in self._fetches for number in (place, block)])
         orders.fetch_keys += (key for _, _, key in self._fetches)
-        for wish in self.wishes.values():
-            wish.deadline_ns = wish.deadline_ns or now_ns + PATIENCE_NS
         self._due.clear()
         self._fetches.clear()
         return orders
@@ -190,13 +221,21 @@ class DiskPool:
         self._settle(unpack_i32(answers.missed), missed=True)
         if fetched:
             copy_ns = answers.fetch_ns / len(fetched)
-            self.copy_ns = copy_ns if self.copy_ns is None else (3 * self.copy_ns + copy_ns) / 4
+            old_ns = copy_ns if self.copy_ns is None else self.copy_ns
+            self.copy_ns = (3 * old_ns + min(copy_ns, MOST_SURPRISE * old_ns)) / 4
 
-    def _settle(self, blocks: Iterable[int], *, missed: bool) -> None:
+    def _settle(self, blocks: Sequence[int], *, missed: bool) -> None:
+        newest = max((self._number_of.get(block, 0) for block in blocks), default=0)
+        if newest:
+            behind = [wish for wish in self.wishes.values() if wish.pending and wish.last >= newest]
+            for wish in behind:
+                wish.deadline_ns = 0
+            self._untimed += behind
         for block in blocks:
             key = self._awaited.pop(block, None)
             if key is None:
                 continue
+            del self._number_of[block]
             if missed and key in self.place_of:
                 self.free[self.place_of.pop(key)] = None
             if self.room.block_of.get(key) != block:
@@ -219,6 +258,7 @@ class DiskPool:
         assert sorted(places) == list(range(self.num_places)), len(places)
         assert self.place_of.keys().isdisjoint(self.storing), "stored twice"
         self.room.check(waiting)
+        assert self._awaited.keys() == self._number_of.keys(), (self._awaited, self._number_of)
         assert self._awaited.keys() <= {*self.room.block_of.values(), *self.room.leaving}, self._awaited
         assert waiting.issuperset(self.wishes), (waiting, list(self.wishes))
         for wish in self.wishes.values():

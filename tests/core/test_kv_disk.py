@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.kv.disk_pool import PATIENCE_NS, DiskPool
+from quintet.core.kv.disk_pool import MOST_SURPRISE, PATIENCE_NS, TRY_EVERY, DiskPool
 from quintet.core.state import State
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvAnswers
@@ -99,6 +99,21 @@ def test_a_disk_that_hangs_keeps_nobody() -> None:
     world.assert_idle()
 
 
+def test_nor_does_it_keep_who_waits_for_what_another_ordered() -> None:
+    disk = FakeDisk(20)
+    world = World(disk=disk)
+    serve(world)
+    world.new_core()
+    for request_id in (2, 3):
+        world.admit(request_id, PROMPT, max_tokens=5, ignore_eos=True)
+        assert world.plan() is None
+    disk.answers.clear()
+    world.now += PATIENCE_NS + 2
+    world.apply(world.engine.expire(world.now))
+    world.run()
+    assert [world.outcomes[request_id].num_endings for request_id in (2, 3)] == [1, 1]
+
+
 def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
     world = World(disk=FakeDisk(20, num_staging_blocks=10))
     serve(world)
@@ -175,6 +190,33 @@ def test_what_was_used_longest_ago_gives_way() -> None:
     pool.use([A])
     store(pool, C)
     assert set(pool.place_of) == {A, C}
+
+
+def test_progress_renews_patience_of_those_behind_it_alone() -> None:
+    pool = DiskPool(3, 0, 3)
+    store(pool, A, B, C)
+    for request_id, key in enumerate((A, B, C)):
+        assert pool.ask(request_id, [key], 4, whole=False)
+        pool.take_orders(0, 0)
+    pool.answer(KvAnswers(1, 0, fetched=pack_i32([pool.room.block_of[B]]), fetch_ns=8))
+    pool.take_orders(0, PATIENCE_NS)
+    pool.expire(PATIENCE_NS + 1)
+    waits = {request_id for request_id, wish in pool.wishes.items() if wish.pending}
+    assert waits == {2}, "the answer about the first one was lost, since those come in order"
+    pool.expire(2 * PATIENCE_NS + 1)
+    assert not pool.wishes[2].pending
+
+
+def test_one_slow_read_is_not_the_last() -> None:
+    pool = DiskPool(1, 0, 1)
+    pool.copy_ns = 10.0
+    store(pool, A)
+    pool.ask(1, [A], 4, whole=False)
+    pool.answer(KvAnswers(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
+    assert pool.copy_ns == (3 * 10 + MOST_SURPRISE * 10) / 4
+    assert pool.is_cheaper(1, 28)
+    tries = [pool.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
+    assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.copy_ns is None
 
 
 def test_what_the_disk_does_not_take_is_not_there() -> None:
