@@ -71,6 +71,11 @@ def _check_is_possible(options: Options, device: str, shares_beginnings: bool) -
 
 
 def _check_folder(folder: Path) -> None:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+    except PermissionError as error:
+        raise ConfigError(
+            f"{FLAG} {folder}: {error.filename} may not be entered: give a folder that the server may write"
+        ) from None
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{FLAG} {folder}: {there} must be a folder that the server may write")

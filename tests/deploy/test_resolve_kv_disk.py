@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,19 @@ print("held", flush=True)
 sys.stdin.read()
 """
 EVENTS = '{"enable_kv_cache_events": true, "topic": "kv@"%s}'
+
+
+def test_a_folder_that_may_not_be_entered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    exists = Path.exists
+
+    def is_closed(path: Path) -> bool:
+        if path == tmp_path / "kv":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", is_closed)
+    with pytest.raises(ConfigError, match=r"--kv-disk .* may not be entered"):
+        config_of(tmp_path)
 
 
 def test_events_are_told_if_asked_for(tmp_path: Path) -> None:

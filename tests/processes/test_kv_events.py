@@ -11,6 +11,9 @@ from typing import Any
 import msgspec
 import zmq
 
+from quintet.process.kv_publisher import KvPublisher
+from quintet.wire.config import KvEventsConfig
+
 from .server import Server, serve
 
 BLOCK_SIZE = 16
@@ -42,6 +45,38 @@ def heard_again(missed: zmq.Socket[bytes]) -> dict[int, list[Any]]:
     assert int.from_bytes(heard[1], "big", signed=True) == -1
     assert sorted(batches) == list(range(len(batches)))
     return batches
+
+
+def wait_for_batch(asks: zmq.Socket[bytes], number: int) -> None:
+    """Ask for a batch until it is kept."""
+    is_kept = False
+    while not is_kept:
+        asks.send_multipart((b"", number.to_bytes(8, "big")))
+        while asks.recv_multipart()[2]:
+            is_kept = True
+
+
+def test_who_reads_slowly_is_sent_all_that_was_kept(tmp_path: Path) -> None:
+    published, asked, num_batches = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay", 3000
+    config = KvEventsConfig(
+        endpoint=published, replay_endpoint=asked, buffer_steps=num_batches, hwm=2 * num_batches, topic="kv@"
+    )
+    publisher = KvPublisher(config, 0)
+    for number in range(num_batches):
+        publisher.publish(msgspec.msgpack.encode([number, "x" * 2000]))
+    with socket_to(zmq.DEALER, asked) as slow, socket_to(zmq.DEALER, asked) as quick:
+        wait_for_batch(quick, num_batches - 1)
+        slow.send_multipart((b"", (0).to_bytes(8, "big")))
+        assert slow.poll(
+            30_000
+        )  # it is being answered: what is published from here on is kept when that is done
+        publisher.publish(b"one more")
+        wait_for_batch(quick, num_batches)
+        numbers = []
+        while (heard := slow.recv_multipart())[2]:
+            numbers.append(int.from_bytes(heard[1], "big"))
+        assert numbers == list(range(num_batches))
+    publisher.close()
 
 
 def known_by(batches: list[list[Any]]) -> dict[int, list[int]]:
