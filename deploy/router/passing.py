@@ -37,6 +37,8 @@ ELSEWHERE = frozenset({429, 502, 503})
 """A server that answers so cannot now; another may."""
 ONCE = "/v1/conversations"
 """What is done here twice is two things: it is sent again only where it was never received."""
+HEDGED = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/messages", "/inference/v1/generate"})
+"""What may be done twice at once: only the answer is left of it. A response is kept by its server, twice is two."""
 KEPT = ("/v1/responses/", "/v1/conversations/", "/v1/streams/")
 """What only the server knows that has it: whoever does is found by asking."""
 LAST_EVENT = b"last-event-id"
@@ -133,7 +135,7 @@ class Passing:
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
-        is_hedged = bool(self._patience.hedging.after_s and outgoing.body and not (is_kept or is_once))
+        is_hedged = bool(self._patience.hedging.after_s and outgoing.path in HEDGED and not is_kept)
         while True:
             if self._is_gone:
                 raise ClientGone
@@ -148,6 +150,8 @@ class Passing:
             tried.add(held.server)
             if len(tried) > 1:
                 self._figures.retries.inc()
+            elif is_hedged:
+                self._patience.hedging.earn()
             try:
                 if is_hedged:
                     flow, held = await self._send_twice(held, outgoing, asked)
@@ -188,14 +192,13 @@ class Passing:
     async def _send_twice(self, held: Held, outgoing: Outgoing, asked: Asked) -> tuple[Flow, Held]:
         """The same, with a copy to another server if nothing comes for a while; return who it is at, too."""
         hedging = self._patience.hedging
-        hedging.num_requests += 1
         self._sending = Sending(held)
-        race = Race(self._sending, outgoing, lambda flow: flow.status in ELSEWHERE)
+        race = Race(self._sending, outgoing)
         try:
             if not await race.has_begun(hedging.after_s) and hedging.may():
                 other = self._servers.choose(asked, self._tried)
                 if other is not None:
-                    hedging.num_copies += 1
+                    hedging.spend()
                     self._figures.hedges.inc()
                     self._tried.add(other.server)
                     self._copy = Sending(other)

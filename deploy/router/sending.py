@@ -7,7 +7,6 @@ well, and whichever answers first is taken. The other's connection is closed, wh
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from quintet.deploy.router.lines import Flow, Unreachable
@@ -16,6 +15,10 @@ from quintet.deploy.router.upstream import Outgoing
 
 MAX_HEDGED = 0.05
 """Share of requests that may get a second copy: where everything is slow, copies would make it slower."""
+MAX_SAVED = 5.0
+"""Copies that may be sent in a row after however long a quiet time."""
+MIN_ERROR = 400
+"""From this status on an answer is no beginning: a copy refused at once must not beat the answer that the first is making."""
 
 
 class Sending:
@@ -60,23 +63,31 @@ class Sending:
 
 @dataclass(slots=True)
 class Hedging:
-    """When a second copy is sent, and how many were."""
+    """When a second copy is sent, and how many may be: each request saves up a share of one."""
 
     after_s: float = 0.0
     """Without a sign of the answer; 0: never."""
-    num_requests: int = 0
-    num_copies: int = 0
+    _saved: float = 1.0
+    """Copies that may be sent now."""
+
+    def earn(self) -> None:
+        """Save up for one request, however often it is sent."""
+        self._saved = min(MAX_SAVED, self._saved + MAX_HEDGED)
 
     def may(self) -> bool:
-        """Whether another copy stays within the share of all."""
-        return self.num_copies < 1 + MAX_HEDGED * self.num_requests
+        """Whether a copy may be sent now."""
+        return self._saved >= 1
+
+    def spend(self) -> None:
+        """Pay for a copy."""
+        self._saved -= 1
 
 
 class Race:
-    """A request and its copy. Whoever begins to answer first has it; a refusal or a loss is no beginning."""
+    """A request and its copy. Whoever begins to answer first has it; an error or a loss is no beginning."""
 
-    def __init__(self, first: Sending, outgoing: Outgoing, is_refusal: Callable[[Flow], bool]) -> None:
-        self._outgoing, self._is_refusal = outgoing, is_refusal
+    def __init__(self, first: Sending, outgoing: Outgoing) -> None:
+        self._outgoing = outgoing
         self._tasks: dict[asyncio.Task[Flow], Sending] = {}
         self._enter(first)
 
@@ -96,9 +107,7 @@ class Race:
         won = first = next(iter(self._tasks))
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            begun = [
-                task for task in done if task.exception() is None and not self._is_refusal(task.result())
-            ]
+            begun = [task for task in done if task.exception() is None and task.result().status < MIN_ERROR]
             if begun:
                 won = first if first in begun else begun[0]
                 break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from quintet.deploy.router.sending import Hedging
 from tests.deploy.test_router import (
     DONE,
     STREAM,
@@ -90,6 +91,8 @@ def test_a_copy_that_is_refused_or_lost_changes_nothing() -> None:
             assert await counted(w) == 1 and accounts_are_clear(w)
 
     run(story(BUSY))
+    for status in (400, 404, 500):
+        run(story(says(head(status, kind=b"application/json") + b"{}")))
     run(story(says(cut=True)))
 
 
@@ -127,17 +130,29 @@ def test_where_everything_is_slow_few_are_copied() -> None:
 
 
 def test_what_may_be_done_only_once_has_no_copy() -> None:
-    async def story() -> None:
+    async def story(path: str) -> None:
         slow = Slow()
         async with world(slow, whole, hedge_after_s=0.001) as w:
             prefer_first(w)
-            asking = asyncio.create_task(w.ask("/v1/conversations", {}))
+            asking = asyncio.create_task(w.ask(path, {}))
             await slow.came.wait()
             slow.may_answer.set()
             assert (await asking).status == 200
             assert await counted(w) == 0
 
-    run(story())
+    run(story("/v1/conversations"))
+    run(story("/v1/responses"))
+
+
+def test_a_long_quiet_time_saves_up_only_a_few_copies() -> None:
+    hedging = Hedging(after_s=1.0)
+    for _ in range(10_000):
+        hedging.earn()
+    num_copies = 0
+    while hedging.may():
+        hedging.spend()
+        num_copies += 1
+    assert num_copies == 5
 
 
 def test_a_client_that_leaves_takes_both_along() -> None:
