@@ -7,6 +7,7 @@ Copied, they are other ones.
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from quintet.executor.ops.host_library import instruction_set, open_library, sou
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf, part_paths
 
-SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py"}
+"""Weights, and what a checkpoint of a model with code of its own computes with."""
+
+EXECUTOR = Path(__file__).parents[1]
 
 
 def identity_of(config: EngineConfig, runner: str) -> bytes:
@@ -41,6 +45,8 @@ def identity_of(config: EngineConfig, runner: str) -> bytes:
         "instruction_set": "" if library is None else instruction_set(library),
         "kernels": "" if library is None else sources_name(library),
         "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "executor": _sources_of(EXECUTOR),
     }
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
 
@@ -52,3 +58,11 @@ def _weights_of(config: EngineConfig) -> object:
     files = part_paths(path) if is_gguf(path) else sorted(path.iterdir())
     stats = [(each.name, each.stat()) for each in files if each.suffix in SUFFIXES]
     return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+
+
+def _sources_of(folder: Path) -> str:
+    """Return a name of the Python that decides what the kernels compute: which rotation, which numbers a format stands for."""
+    content = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        content.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return content.hexdigest()

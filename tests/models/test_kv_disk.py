@@ -19,6 +19,7 @@ from tests.models.test_hybrids import of_tests
 from quintet.core import states
 from quintet.deploy import embedded
 from quintet.executor import worker as worker_module
+from quintet.executor.disk import identity
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig, KvDiskConfig
 
@@ -65,6 +66,22 @@ def test_a_new_worker_begins_behind_what_the_last_one_left(
     blocks.write_bytes(content)
     assert answer(config) == (without, config.model.kv.block_size), "behind the block that is still whole"
     assert answer(config) == (without, whole_blocks(config)), "it was stored anew"
+
+
+def test_what_other_code_computed_is_not_believed(
+    serve: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
+    disk, code = tmp_path / "disk", tmp_path / "code"
+    disk.mkdir()
+    code.mkdir()
+    config = with_disk(config, disk)
+    monkeypatch.setattr(identity, "EXECUTOR", code)
+    (code / "rope.py").write_text("BASE = 10000\n")
+    without = answer(config)
+    assert answer(config) == (without[0], whole_blocks(config))
+    (code / "rope.py").write_text("BASE = 1000\n")
+    assert answer(config) == without == (without[0], 0)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
