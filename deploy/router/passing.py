@@ -193,7 +193,7 @@ class Passing:
         """The same, with a copy to another server if nothing comes for a while; return who it is at, too."""
         hedging = self._patience.hedging
         self._sending = Sending(held)
-        race = Race(self._sending, outgoing)
+        race = Race(self._sending, outgoing, lambda flow: flow.status in ELSEWHERE)
         try:
             if not await race.has_begun(hedging.after_s) and hedging.may():
                 other = self._servers.choose(asked, self._tried)

@@ -7,6 +7,7 @@ well, and whichever answers first is taken. The other's connection is closed, wh
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from quintet.deploy.router.lines import Flow, Unreachable
@@ -18,7 +19,7 @@ MAX_HEDGED = 0.05
 MAX_SAVED = 5.0
 """Copies that may be sent in a row after however long a quiet time."""
 MIN_ERROR = 400
-"""From this status on an answer is no beginning: a copy refused at once must not beat the answer that the first is making."""
+"""From this status on a copy's answer is no beginning: one refused at once must not beat what the first is making."""
 
 
 class Sending:
@@ -84,10 +85,10 @@ class Hedging:
 
 
 class Race:
-    """A request and its copy. Whoever begins to answer first has it; an error or a loss is no beginning."""
+    """A request and its copy. Whoever begins to answer first has it; a refusal, a loss or the copy's error is none."""
 
-    def __init__(self, first: Sending, outgoing: Outgoing) -> None:
-        self._outgoing = outgoing
+    def __init__(self, first: Sending, outgoing: Outgoing, is_refusal: Callable[[Flow], bool]) -> None:
+        self._outgoing, self._is_refusal = outgoing, is_refusal
         self._tasks: dict[asyncio.Task[Flow], Sending] = {}
         self._enter(first)
 
@@ -107,7 +108,8 @@ class Race:
         won = first = next(iter(self._tasks))
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            begun = [task for task in done if task.exception() is None and task.result().status < MIN_ERROR]
+            answered = [task for task in done if task.exception() is None]
+            begun = [task for task in answered if self._is_beginning(task.result(), task is first)]
             if begun:
                 won = first if first in begun else begun[0]
                 break
@@ -115,6 +117,9 @@ class Race:
             if task is not won:
                 self._retire(task, sending)
         return self._tasks[won], won
+
+    def _is_beginning(self, flow: Flow, is_first: bool) -> bool:
+        return not self._is_refusal(flow) if is_first else flow.status < MIN_ERROR
 
     def _retire(self, task: asyncio.Task[Flow], sending: Sending) -> None:
         """Let go of who lost, and remember a server at which nobody listens."""

@@ -96,6 +96,23 @@ def test_a_copy_that_is_refused_or_lost_changes_nothing() -> None:
     run(story(says(cut=True)))
 
 
+def test_an_error_of_the_first_is_told_without_waiting_for_the_copy() -> None:
+    async def story() -> None:
+        copy = Slow()
+
+        async def refuses(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            await copy.came.wait()
+            await says(head(400, kind=b"application/json") + b"{}")(up, asked, writer)
+
+        async with world(refuses, copy, hedge_after_s=0.02) as w:
+            prefer_first(w)
+            assert (await asyncio.wait_for(w.ask(C, STREAM), 10)).status == 400
+            await copy.was_left.wait()
+            assert accounts_are_clear(w)
+
+    run(story())
+
+
 def test_a_request_that_begins_in_time_has_no_copy_nor_has_any_by_default() -> None:
     async def story() -> None:
         async with world(whole, whole, hedge_after_s=30.0) as w:
