@@ -63,9 +63,9 @@ def _key_of(header: Callable[[str], str | None]) -> bytes | None:
     authorization = header("authorization") or ""
     scheme, _, credentials = authorization.partition(" ")
     if scheme.lower() == "bearer" and credentials.strip():
-        return credentials.strip().encode("latin-1")
+        return credentials.strip().encode("latin-1", "replace")
     key = header("x-api-key")
-    return None if key is None else key.encode("latin-1")
+    return None if key is None else key.encode("latin-1", "replace")
 
 
 METHODS = ("GET", "POST", "DELETE", "OPTIONS")

@@ -102,6 +102,10 @@ class Talk:
             self._answer_mode = said.protocol_config.response_body_mode
         kind = said.WhichOneof("request")
         if kind == "request_headers":
+            if self._visit is not None:
+                raise RequestError(
+                    ErrorCode.INTERNAL, "The gateway told the endpoint picker two heads of one request."
+                )
             self._head = _head_of(said)
             self._visit = self._picker.enter(self._head)
             yield from self._on_head(said.request_headers)
@@ -120,7 +124,9 @@ class Talk:
                 yield ProcessingResponse(request_trailers=TrailersResponse())
             case "response_headers":
                 status = _plain(said.response_headers).get(":status", "")
-                visit.answered(int(status) if status.isdigit() else 0)
+                visit.answered(
+                    int(status) if status.isdecimal() and status.isascii() and len(status) == 3 else 0
+                )
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
                 if said.response_body.body:

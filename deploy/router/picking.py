@@ -56,7 +56,9 @@ class Picker:
         """Let a request in; `Visit.leave` ends it. Raises `RequestError` as the router's door does."""
         if self.is_draining:
             raise RequestError(ErrorCode.UNAVAILABLE, "The endpoint picker is ending; ask again.", retry_s=1)
-        key = self.door.keys.admit(head.path, head.headers.get)
+        key = self.door.keys.admit(
+            "", head.headers.get
+        )  # no path is open: servers are asked by the router's own key
         check_path(head.path)
         try:
             account = self.door.limits.enter(key)

@@ -87,6 +87,10 @@ def test_who_the_door_refuses_is_refused_here() -> None:
     choices = picker(keys=("k",), per_key=(1, 0), max_bytes=100)
     with pytest.raises(RequestError, match="No API key was sent"):
         choices.enter(Head(C, {}))
+    with pytest.raises(RequestError, match="No API key was sent"):
+        choices.enter(Head("/readyz", {}))
+    with pytest.raises(RequestError, match="not one this server accepts"):
+        choices.enter(Head(C, {"x-api-key": "\u20ac"}))
     with pytest.raises(RequestError, match="segments of dots"):
         choices.enter(Head("/docs/../v1/completions", {"x-api-key": "k"}))
     visit = choices.enter(Head(C, {"authorization": "Bearer k"}))
