@@ -46,17 +46,20 @@ async def health(service: Service, exchange: Exchange) -> None:
 
     What it says rests on heartbeats that count completed work; no request is made to find out.
     """
-    seats = service.sessions.seats
+    report: MetricsReport | None = None
+    silence = ""
+    try:
+        report = await service.queries.metrics(SUPERVISOR_ANSWERS_S)
+    except RequestError as error:
+        silence = error.message
+    seats = service.sessions.seats  # both of one moment: behind the wait
+    missing = [str(role) for role in seats.missing()]
     troubled: list[dict[str, object]] = [
         {"process": str(seat.worker), "state": seat.state.name.lower(), "note": seat.note}
         for seat in seats.troubled()
     ]
-    report: MetricsReport | None = None
-    try:
-        report = await service.queries.metrics(SUPERVISOR_ANSWERS_S)
-    except RequestError as error:
-        troubled.append({"process": "supervisor", "state": "stalled", "note": error.message})
-    missing = [str(role) for role in seats.missing()]
+    if report is None:
+        troubled.append({"process": "supervisor", "state": "stalled", "note": silence})
     healthy = not troubled and not missing
     answer: dict[str, object] = {
         "status": "ok" if healthy else "unhealthy",

@@ -56,9 +56,8 @@ class Picker:
         """Let a request in; `Visit.leave` ends it. Raises `RequestError` as the router's door does."""
         if self.is_draining:
             raise RequestError(ErrorCode.UNAVAILABLE, "The endpoint picker is ending; ask again.", retry_s=1)
-        key = self.door.keys.admit(
-            "", head.headers.get
-        )  # no path is open: servers are asked by the router's own key
+        no_path = ""  # none is open here: what is let in asks servers by the router's own key
+        key = self.door.keys.admit(no_path, head.headers.get)
         check_path(head.path)
         try:
             account = self.door.limits.enter(key)
