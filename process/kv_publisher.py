@@ -52,9 +52,8 @@ class KvPublisher:
         if config.replay_endpoint is not None:
             self._asked = self._context.socket(zmq.ROUTER)
             self._asked.setsockopt(zmq.LINGER, 0)
-            self._asked.setsockopt(
-                zmq.SNDHWM, config.buffer_steps + 1
-            )  # it drops what is more, saying nothing
+            # What is more it drops, saying nothing: room for all that can be asked for, and the end.
+            self._asked.setsockopt(zmq.SNDHWM, config.buffer_steps + 1)
             self._open(self._asked, address_for(config.replay_endpoint, engine))
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)

@@ -46,6 +46,8 @@ def kv_events_config(options: Options, *, shares_beginnings: bool) -> KvEventsCo
     for name, address in (("endpoint", asked.endpoint), ("replay_endpoint", asked.replay_endpoint)):
         if address is not None and not address.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"{FLAG}: {name} is {address!r}; write tcp://HOST:PORT or ipc://PATH")
+        if address is not None and address.startswith("tcp://"):
+            _check_port(name, address)
     for name, number in (("buffer_steps", asked.buffer_steps), ("hwm", asked.hwm)):
         if not 0 < number < 1 << 31:
             raise ConfigError(f"{FLAG}: {name} is {number}; give a positive number")
@@ -56,3 +58,10 @@ def kv_events_config(options: Options, *, shares_beginnings: bool) -> KvEventsCo
         hwm=asked.hwm,
         topic=asked.topic,
     )
+
+
+def _check_port(name: str, address: str) -> None:
+    """Refuse what ZeroMQ would take for another port, saying nothing."""
+    port = address.rpartition(":")[2]
+    if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
+        raise ConfigError(f"{FLAG}: {name} is {address!r}; a port is from 1 to 65535: write tcp://HOST:PORT")

@@ -10,7 +10,8 @@ import pytest
 from bench.chaos.streams import crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
-from tests.processes.server import serve
+from tests.processes.server import serve, wait_until
+from tests.processes.test_kv_disk import blocks
 
 NUM_STREAMS = 24
 
@@ -36,6 +37,9 @@ def test_killed_while_the_disk_is_written_and_read(tmp_path: Path) -> None:
         with serve(*flags) as server:
 
             async def disturb(roles: list[str] = roles) -> None:
+                await asyncio.to_thread(
+                    wait_until, lambda: blocks(server, "stored") > 0, "blocks are written"
+                )
                 for role in roles:
                     kill(server, role)
                     await asyncio.sleep(rng.choice([0.05, 0.3]))

@@ -13,6 +13,7 @@ import getpass
 import hashlib
 import os
 import platform
+import shlex
 import subprocess
 import tempfile
 import threading
@@ -29,8 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
+COMPILER = shlex.split(os.environ.get("CXX", "g++"))
+"""In words, as make has it: a launcher such as ccache may stand first."""
 COMPILE = [
-    os.environ.get("CXX", "g++"),
+    *COMPILER,
     # -O1: what -O2 takes longer to compile, half as much again, the kernels of the tests do not make up for.
     *("-std=c++17", "-O1", "-march=native", "-fPIC", "-fvisibility=hidden", "-w", "-DQT_EMULATED"),
     # No template's static variable is shared with another file's; integers wrap and types are punned as on a GPU.
@@ -333,7 +336,7 @@ def _compiled(sources: Path, module: str) -> Path:
         compiled, linked = Path(temporary) / "kernels.o", Path(temporary) / "kernels.so"
         include = [f"-I{sources}", f"-I{SOURCES}"]
         _run([*COMPILE, *include, "-x", "c++", "-c", str(source), "-o", str(compiled)])
-        _run([COMPILE[0], "-shared", str(compiled), "-o", str(linked)])
+        _run([*COMPILER, "-shared", str(compiled), "-o", str(linked)])
         linked.replace(target)  # whole or not at all
     return target
 

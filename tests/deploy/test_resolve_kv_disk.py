@@ -89,6 +89,8 @@ def test_events_are_told_if_asked_for(tmp_path: Path) -> None:
         ("yes", "write JSON such as"),
         (EVENTS % ', "endpiont": ""', "unknown field `endpiont`"),
         (EVENTS % ', "endpoint": "5557"', "endpoint is '5557'; write tcp://HOST:PORT"),
+        (EVENTS % ', "endpoint": "tcp://*:77777"', "a port is from 1 to 65535"),
+        (EVENTS % ', "replay_endpoint": "tcp://localhost"', "a port is from 1 to 65535"),
         (EVENTS % ', "publisher": "kafka"', "publisher is 'kafka'; it may be zmq or null"),
         (EVENTS % ', "buffer_steps": 0', "buffer_steps is 0; give a positive number"),
     ],

@@ -6,15 +6,18 @@ import ast
 import getpass
 import hashlib
 import os
+import shlex
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "csrc/cpu"
-NATIVE = os.environ.get("CXX", "g++")
+NATIVE = shlex.split(os.environ.get("CXX", "g++"))
+"""In words, as make has it: a launcher such as ccache may stand first."""
 
 
 def run(*command: str, env: dict[str, str] | None = None) -> str:
@@ -42,13 +45,13 @@ def kernel_sources(machine: str) -> list[tuple[Path, tuple[str, ...]]]:
 
 
 def compiled(
-    compiler: str, name: str, sources: list[tuple[Path, tuple[str, ...]]], *link: str | Path
+    compiler: Sequence[str], name: str, sources: list[tuple[Path, tuple[str, ...]]], *link: str | Path
 ) -> Path:
     """Return the program of these sources, compiled unless one of the same content lies there.
 
     link: options and libraries.
     """
-    content = hashlib.sha256(repr((run(compiler, "--version"), sources, link)).encode())
+    content = hashlib.sha256(repr((run(*compiler, "--version"), sources, link)).encode())
     libraries = [each for each in link if isinstance(each, Path)]
     folders = {path.parent for path, _ in sources}
     headers = {path for folder in folders for path in folder.glob("*.hpp")}
@@ -64,12 +67,12 @@ def compiled(
         def compile_one(job: tuple[int, tuple[Path, tuple[str, ...]]]) -> str:
             index, (source, flags) = job
             built = str(Path(temporary) / f"{index}-{source.stem}.o")
-            run(compiler, *flags, "-c", str(source), "-o", built)
+            run(*compiler, *flags, "-c", str(source), "-o", built)
             return built
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = list(threads.map(compile_one, enumerate(sources)))
         program = Path(temporary) / name
-        run(compiler, *objects, *map(str, link), "-pthread", "-o", str(program))
+        run(*compiler, *objects, *map(str, link), "-pthread", "-o", str(program))
         program.replace(target)  # whole or not at all, whoever else compiles the same
     return target

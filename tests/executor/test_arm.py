@@ -50,8 +50,8 @@ def program_here() -> Path:
     library = open_library()
     if library is None:
         pytest.skip("the host kernels are not built")
-    if shutil.which(NATIVE) is None:
-        pytest.skip(f"needs the compiler {NATIVE}")
+    if shutil.which(NATIVE[0]) is None:
+        pytest.skip(f"needs the compiler {NATIVE[0]}")
     return compiled(NATIVE, "here", checks(), Path(library._name))
 
 
@@ -80,7 +80,7 @@ def arm_program() -> Path:
         pytest.skip(f"needs the compiler {CROSS} (Debian: g++-aarch64-linux-gnu)")
     if shutil.which(EMULATOR) is None:
         pytest.skip(f"needs the emulator {EMULATOR} (Debian: qemu-user)")
-    return compiled(CROSS, "arm", kernel_sources("aarch64") + checks(), "-static")
+    return compiled([CROSS], "arm", kernel_sources("aarch64") + checks(), "-static")
 
 
 @pytest.mark.whole  # compiles all kernels again

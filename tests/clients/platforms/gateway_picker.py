@@ -126,7 +126,7 @@ def routing(server: str, *flags: str) -> Iterator[tuple[str, str]]:
         until_s = time.monotonic() + 60
         while not is_ready(url):
             assert time.monotonic() < until_s, "the server is not well"
-            time.sleep(0.05)
+            time.sleep(0.05)  # a router tells nobody that it is ready: it is asked
         yield url, f"127.0.0.1:{ports['endpoint picker']}"
     finally:
         router.terminate()
