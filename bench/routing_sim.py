@@ -21,7 +21,7 @@ from statistics import median, quantiles
 from bench.routing import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
 from quintet.frontend.beginnings import PIECE_TOKENS
 from quintet.frontend.engines import USUAL_OVER
-from quintet.frontend.router import Engine, choose
+from quintet.frontend.router import Candidate, choose
 from quintet.wire.config import Routing
 
 BUDGET = 128
@@ -74,7 +74,7 @@ Choose = Callable[[list[Reckoned], int, int, float], int]
 def by_policy(policy: Routing, engines: list[Reckoned], size: int, turn: int, usual: float) -> int:
     """Choose as a frontend does."""
     known = [
-        Engine(index, each.num_queued, len(each.waiting) + len(each.running))
+        Candidate(index, each.num_queued, len(each.waiting) + len(each.running))
         for index, each in enumerate(engines)
     ]
     return choose(known, policy, turn, "", size, usual).index

@@ -7,7 +7,7 @@ came of it: no message is needed to choose, so none can be late.
 from __future__ import annotations
 
 from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, names_of
-from quintet.frontend.router import Choice, Engine, Seats, choose
+from quintet.frontend.router import Candidate, Choice, Seats, choose
 from quintet.frontend.streams import Stream
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
@@ -61,11 +61,11 @@ class Engines:
         )
         return choice
 
-    def _engine(self, index: int, names: list[int]) -> Engine:
+    def _engine(self, index: int, names: list[int]) -> Candidate:
         account = self._account(index)
         num_known, used = account.beginnings.find(names)
         num_open = self._seats.load(Role.CORE, index)
-        return Engine(index, account.num_queued, num_open, PIECE_TOKENS * num_known, used)
+        return Candidate(index, account.num_queued, num_open, PIECE_TOKENS * num_known, used)
 
     def enter(self, stream: Stream, choice: Choice) -> None:
         """A request was sent to this engine."""

@@ -21,7 +21,7 @@ SERVING_ROLES = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class Candidate:
     """What is known of an engine that could take a request."""
 
     index: int
@@ -57,7 +57,7 @@ prompts wait for each other where they are common."""
 
 
 def choose(
-    engines: Sequence[Engine],
+    engines: Sequence[Candidate],
     policy: Routing,
     turn: int,
     session: str = "",
@@ -93,11 +93,11 @@ def choose(
     return Choice(best.index, reason, best.num_cached, best.used)
 
 
-def _load(engine: Engine) -> int:
+def _load(engine: Candidate) -> int:
     return engine.num_queued + RUNNING_TOKENS * engine.num_open
 
 
-def _delay(engine: Engine, least: Sequence[int], saves: bool, num_tokens: int, usual: float) -> float:
+def _delay(engine: Candidate, least: Sequence[int], saves: bool, num_tokens: int, usual: float) -> float:
     """Return what stands before the request's first token, less what is saved, and what it does to those who come next.
 
     In tokens of prompts. ``least``: what the two engines have to do that have the least, where the prompt may be long. Who

@@ -22,6 +22,10 @@ Quantization = Literal[
 ModelImpl = Literal["quintet", "transformers"]
 """Whose layers compute a model: ours, or those of transformers over our KV memory."""
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Of a number of activations, and of weights that are not packed."""
+
 KvFormat = Literal["model", "int8", "int4", "fp8"]
 """Of keys and values in memory: ``model`` is the model's own; int8 and int4 are of CPUs alone; fp8 is e4m3."""
 
@@ -100,7 +104,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     implementation: ModelImpl = "quintet"
     trust_remote_code: bool = False
     """Whether transformers may execute Python files of the folder."""
-    dtype: Literal["bfloat16", "float16", "float32"]
+    dtype: Dtype
     vocab_size: int
     embedding_width: int = 0
     """Numbers of a token's embedding; 0 where the layers are not ours."""
@@ -252,7 +256,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     begun, and outputs that may still come."""
     routing: Routing = "prefix"
     """By what the engine of a request is chosen, where there are several."""
-    max_logprobs: int = 20
+    max_logprobs: int | None = 20
+    """Log-probabilities that a request may ask for per token; None: as many as there are tokens."""
     keep_alive_s: float = 15.0
     """Seconds of silence after which a stream gets an SSE comment; 0 for never."""
     root_path: str = ""

@@ -83,7 +83,7 @@ def _embeds(config: EngineConfig) -> int:
 def _logprobs(config: EngineConfig) -> int:
     """Log-probabilities of everything that one step computes."""
     asked = config.frontend.max_logprobs
-    width = 2 + (asked if asked >= 0 else config.model.vocab_size)
+    width = 2 + (config.model.vocab_size if asked is None else asked)
     max_tokens, max_num_seqs = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     num_entries = max((max_tokens + max_num_seqs) * width, max_num_seqs * (2 + MAX_BEAM_CANDIDATES))
     return num_entries * ENTRY_BYTES

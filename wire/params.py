@@ -113,7 +113,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         """Whether the most likely token is taken at every position."""
         return self.temperature < GREEDY_BELOW
 
-    def checked(self, max_logprobs: int = 20, vocab_size: int | None = None) -> SamplingParams:
+    def checked(self, max_logprobs: int | None = 20, vocab_size: int | None = None) -> SamplingParams:
         """Return the normal form of these parameters.
 
         Raises `RequestError` naming the first field that is out of range, its value and the allowed range.
@@ -232,12 +232,12 @@ def _check_ranges(p: SamplingParams) -> None:
         raise _bad("truncation_side", p.truncation_side, "'left' or 'right'")
 
 
-def _check_lists(p: SamplingParams, max_logprobs: int, vocab_size: int | None) -> None:
+def _check_lists(p: SamplingParams, max_logprobs: int | None, vocab_size: int | None) -> None:
     for field, value in (("logprobs", p.logprobs), ("prompt_logprobs", p.prompt_logprobs)):
         if value is None:
             continue
-        most, whose = max_logprobs if max_logprobs >= 0 else MAX_COUNT, "the server's --max-logprobs"
-        may_be_all = max_logprobs < 0
+        may_be_all = max_logprobs is None
+        most, whose = MAX_COUNT if max_logprobs is None else max_logprobs, "the server's --max-logprobs"
         if vocab_size is not None and vocab_size <= most:
             most, whose, may_be_all = vocab_size, "the tokens that the model has", True
         if not 0 <= value <= most and not (value == -1 and may_be_all):

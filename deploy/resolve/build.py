@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quintet.deploy import embedded
 from quintet.deploy.resolve import network, ranks, rules
-from quintet.deploy.resolve.card import Dtype, ModelFacts, read_facts
+from quintet.deploy.resolve.card import ModelFacts, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.flags import Options
@@ -45,7 +45,9 @@ from quintet.executor.quant.formats.registry import check_contents
 from quintet.executor.quant.formats.scheme import Format
 from quintet.process.record import SUFFIX
 from quintet.wire.config import (
+    DTYPE_BYTES,
     CacheConfig,
+    Dtype,
     EngineConfig,
     KvFormat,
     ModelConfig,
@@ -53,8 +55,6 @@ from quintet.wire.config import (
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
 from quintet.wire.model_files import card_path, is_gguf
-
-_DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +100,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         check_contents(facts.stored, weights.contents, str(folder / "config.json"))
     dtype = facts.dtype if options.dtype == "auto" else options.dtype
     rules.check_prompt_embeds(options, facts)
-    rules.check_expert_widths(facts, device, _DTYPE_BYTES[dtype])
-    kv = rules.kv_spec(options, device, facts, _DTYPE_BYTES[dtype])
+    rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
+    kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
     ranks.check_attention(options, facts, kv.block_size)
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
         notes.append(
@@ -113,7 +113,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     num_parameters = facts.num_parameters if counted is None else counted
     num_ranks = options.tensor_parallel_size
     weight_bytes = (
-        weight_bytes_of(num_parameters or 0, _DTYPE_BYTES[dtype], quantization, facts.stored, weights)
+        weight_bytes_of(num_parameters or 0, DTYPE_BYTES[dtype], quantization, facts.stored, weights)
         // num_ranks
     )
     stages = options.pipeline_parallel_size
@@ -124,7 +124,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     room_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes, room_bytes, options.data_parallel_size, num_ranks)
-    shared_bytes = ranks.memory_shared(options, facts, device, _DTYPE_BYTES[dtype])
+    shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype])
     held_bytes = weight_bytes + shared_bytes // num_ranks
     cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, held_bytes, notes)
     facts, more_notes = rules.fit_facts(facts, fitted)
@@ -149,7 +149,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         record=_recording_folder(options.record),
         record_bytes=options.record_mb << 20,
     )
-    kv_formats = rules.kv_formats(options, device, facts, _DTYPE_BYTES[dtype])
+    kv_formats = rules.kv_formats(options, device, facts, DTYPE_BYTES[dtype])
     return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from quintet.deploy.resolve.gguf.endings import generation_of_gguf
 from quintet.deploy.resolve.implementation import check_transformers_card, choose_implementation
@@ -24,13 +23,11 @@ from quintet.executor.gguf.parts import read_parts
 from quintet.executor.quant.formats.kv_cache import KvWish, wish_of
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.formats.scheme import Format
-from quintet.wire.config import ModelImpl
+from quintet.wire.config import Dtype, ModelImpl
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, parse_json, read_json, read_text
 from quintet.wire.model_files import card_path, is_gguf
 from quintet.wire.params import shown
-
-Dtype = Literal["bfloat16", "float16", "float32"]
 
 _QUANTIZATION_FILES = {
     "quantize_config.json": "gptq",

@@ -124,7 +124,7 @@ def frontend_config(options: Options) -> FrontendConfig:
         max_body_bytes=parse_size(options.max_body_bytes, "--max-body-bytes"),
         max_queued_requests=options.max_queued_requests,
         max_queued_tokens=options.max_queued_tokens,
-        max_logprobs=options.max_logprobs,
+        max_logprobs=None if options.max_logprobs == -1 else options.max_logprobs,
         routing=options.routing,
         keep_alive_s=options.keep_alive_interval,
         write_timeout_s=options.write_timeout,

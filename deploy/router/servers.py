@@ -17,7 +17,7 @@ from quintet.deploy.router.lines import Lines
 from quintet.deploy.router.shortlist import Shortlist
 from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, Holders
 from quintet.frontend.engines import USUAL_OVER
-from quintet.frontend.router import RUNNING_TOKENS, Choice, Engine, choose
+from quintet.frontend.router import RUNNING_TOKENS, Candidate, Choice, choose
 from quintet.wire.config import Routing
 
 MAX_ALL_NAMES = 1 << 22
@@ -235,6 +235,6 @@ class Servers:
         return held
 
 
-def _engine(server: Server, num_pieces: int) -> Engine:
+def _engine(server: Server, num_pieces: int) -> Candidate:
     num_open = server.num_open + server.num_others
-    return Engine(server.index, server.num_queued, num_open, PIECE_TOKENS * num_pieces, name=server.url)
+    return Candidate(server.index, server.num_queued, num_open, PIECE_TOKENS * num_pieces, name=server.url)

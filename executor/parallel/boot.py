@@ -12,9 +12,7 @@ from quintet.executor.parallel.library import CRanksShape
 from quintet.executor.parallel.links import HEARER, TELLER, Links
 from quintet.executor.parallel.ranks import SPINS, Ranks, shape_of
 from quintet.executor.program.stage import most_outputs
-from quintet.wire.config import EngineConfig, ModelConfig
-
-DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+from quintet.wire.config import DTYPE_BYTES, EngineConfig, ModelConfig
 
 
 def share_of_rank(config: EngineConfig, rank: int) -> Share:

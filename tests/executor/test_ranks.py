@@ -15,13 +15,14 @@ from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.share import Kept, Share
 from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.parallel.boot import DTYPE_BYTES, spec_of
+from quintet.executor.parallel.boot import spec_of
 from quintet.executor.parallel.library import CRanksShape, OrderKind, RanksLibrary
 from quintet.executor.parallel.ranks import Ranks, shape_of
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.stage import most_outputs
 from quintet.executor.program.step import CStep, Step
 from quintet.executor.quant.part import Part
+from quintet.wire.config import DTYPE_BYTES
 
 DEPTH = 6
 DEADLINE_S = 60.0

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from quintet.frontend.beginnings import MAX_PIECES, PIECE_BYTES, PIECE_TOKENS, Beginnings, names_of
-from quintet.frontend.router import RUNNING_TOKENS, Engine, choose
+from quintet.frontend.router import RUNNING_TOKENS, Candidate, choose
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import Routing
 from quintet.wire.embeds import EmbedsPrompt
@@ -17,9 +17,9 @@ from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
 POLICIES: tuple[Routing, ...] = ("round-robin", "load", "prefix", "session")
 
 
-def some_engines(rng: random.Random, count: int) -> list[Engine]:
+def some_engines(rng: random.Random, count: int) -> list[Candidate]:
     return [
-        Engine(index, rng.randrange(1000), rng.randrange(8), rng.choice([0, 0, 64, 640]))
+        Candidate(index, rng.randrange(1000), rng.randrange(8), rng.choice([0, 0, 64, 640]))
         for index in rng.sample(range(100), count)
     ]
 
@@ -37,7 +37,7 @@ def test_the_choice_depends_on_nothing_else(policy: Routing) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_is_equal_takes_turns(policy: Routing) -> None:
-    engines = [Engine(index) for index in (3, 5, 9)]
+    engines = [Candidate(index) for index in (3, 5, 9)]
     chosen = Counter(choose(engines, policy, turn).index for turn in range(30))
     assert chosen == {3: 10, 5: 10, 9: 10}
 
@@ -50,26 +50,26 @@ def test_less_to_do_is_better_and_a_known_prompt_is_less_to_do() -> None:
         least = min(engine.num_queued + RUNNING_TOKENS * engine.num_open for engine in engines)
         by_index = {engine.index: engine for engine in engines}
         assert by_index[best].num_queued + RUNNING_TOKENS * by_index[best].num_open == least
-    idle, knows = Engine(0), Engine(1, num_queued=500, num_cached=640)
+    idle, knows = Candidate(0), Candidate(1, num_queued=500, num_cached=640)
     assert choose([idle, knows], "prefix", 0).index == 1
-    assert choose([idle, Engine(1, num_queued=700, num_cached=640)], "prefix", 0).index == 0
+    assert choose([idle, Candidate(1, num_queued=700, num_cached=640)], "prefix", 0).index == 0
     assert choose([idle, knows], "load", 0).index == 0
 
 
 def test_a_second_long_prompt_stands_behind_the_first_where_long_ones_are_rare() -> None:
     """Elsewhere it would block the last engine that the many short ones find idle."""
-    idle, busy = Engine(0, num_queued=64), Engine(1, num_queued=1900)
+    idle, busy = Candidate(0, num_queued=64), Candidate(1, num_queued=1900)
     for policy in ("load", "prefix"):
         for turn in (0, 1):
             assert choose([idle, busy], policy, turn, "", 1900, usual=78).index == 1
             assert choose([idle, busy], policy, turn, "", 1900, usual=200).index == 0, "they are common"
             assert choose([idle, busy], policy, turn, "", 64, usual=78).index == 0
-            assert choose([idle, busy, Engine(2)], policy, turn, "", 1900, usual=78).index in (0, 2)
-            assert choose([idle, Engine(1, num_queued=5000)], policy, turn, "", 1900, usual=78).index == 0
+            assert choose([idle, busy, Candidate(2)], policy, turn, "", 1900, usual=78).index in (0, 2)
+            assert choose([idle, Candidate(1, num_queued=5000)], policy, turn, "", 1900, usual=78).index == 0
 
 
 def test_a_session_stays_and_few_move_when_an_engine_leaves() -> None:
-    engines = [Engine(index, num_queued=100 * index) for index in range(5)]
+    engines = [Candidate(index, num_queued=100 * index) for index in range(5)]
     sessions = [f"user-{number}" for number in range(400)]
     before = {name: choose(engines, "session", turn, name).index for turn, name in enumerate(sessions)}
     assert min(Counter(before.values()).values()) > 40

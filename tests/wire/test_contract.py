@@ -114,9 +114,9 @@ def test_no_more_log_probabilities_than_the_model_has_tokens(field: str) -> None
     with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the tokens that"):
         SamplingParams(**{field: 9}).checked(max_logprobs=20, vocab_size=8)
     with pytest.raises(RequestError, match=f"{field} is 9; it must be between 0 and 8 .the tokens that"):
-        SamplingParams(**{field: 9}).checked(max_logprobs=-1, vocab_size=8)
+        SamplingParams(**{field: 9}).checked(max_logprobs=None, vocab_size=8)
     SamplingParams(**{field: 8}).checked(max_logprobs=20, vocab_size=8)
-    for most in (8, 20, -1):
+    for most in (8, 20, None):
         assert getattr(SamplingParams(**{field: -1}).checked(max_logprobs=most, vocab_size=8), field) == 8
     with pytest.raises(RequestError, match="between 0 and 7"):
         SamplingParams(**{field: -1}).checked(max_logprobs=7, vocab_size=8)
@@ -142,7 +142,7 @@ def test_the_normal_form_spells_greedy_one_way() -> None:
     assert SamplingParams(temperature=0.001).checked().temperature == 0.01
     assert SamplingParams(logit_bias={1: 500.0}).checked().logit_bias == {1: 100.0}
     assert SamplingParams(logprob_token_ids=[3]).checked().logprobs == 0
-    everything = SamplingParams(logprobs=-1, prompt_logprobs=-1).checked(max_logprobs=-1, vocab_size=8)
+    everything = SamplingParams(logprobs=-1, prompt_logprobs=-1).checked(max_logprobs=None, vocab_size=8)
     assert (everything.logprobs, everything.prompt_logprobs) == (8, 8)
     assert SamplingParams().output_kind is OutputKind.CUMULATIVE
 

@@ -50,6 +50,7 @@ def test_a_plan_that_admits_everybody_at_full_length_reaches_the_executor(config
 
 
 def test_log_probabilities_of_a_full_step_reach_core_and_detokenizer(config: EngineConfig) -> None:
+    assert config.frontend.max_logprobs is not None
     width = 1 + config.frontend.max_logprobs
     entries = config.scheduler.max_num_batched_tokens
     entry = s.PromptLogprobs(

@@ -224,7 +224,7 @@ def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
 
 
 def checked(
-    params: SamplingParams, max_logprobs: int, model: ModelConfig, names: Mapping[str, str]
+    params: SamplingParams, max_logprobs: int | None, model: ModelConfig, names: Mapping[str, str]
 ) -> SamplingParams:
     """Return the parameters' normal form; errors name a field as this body spells it (``names``: ours to theirs)."""
     try:
