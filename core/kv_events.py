@@ -19,14 +19,16 @@ class KvEvents:
     """Collects them, in order, until somebody takes them. Begins with `AllBlocksCleared`."""
 
     def __init__(self, groups: Groups) -> None:
+        """Some group must hold tokens."""
         full = [index for index in groups.tokens if groups.all[index].kind == "full"]
-        self.group = (full or list(groups.tokens) or [0])[0]
+        self.group = (full or groups.tokens)[0]
         self._block_size = groups.spec.block_size
         self._events: list[KvEvent] = [AllBlocksCleared()]
         self._told: set[bytes] = set()
 
     def stored(self, request: Request, first: int, end: int) -> None:
-        """Tell of a request's blocks from position ``first`` to before ``end``, which have just become findable."""
+        """Tell of a request's blocks from position ``first`` to before ``end``, which become findable if the request has them."""
+        first = max(first, request.held[self.group].begin)
         digests = request.digests[first:end]
         keys = [key_of(digest, self.group) for digest in digests]
         if not keys or self._told.issuperset(keys):

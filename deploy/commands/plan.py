@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import msgspec
 
 from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.build import Resolution, resolve
+from quintet.deploy.resolve.kv_disk import free_bytes
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.describe import describe
@@ -208,11 +208,9 @@ def _kv_disk(config: EngineConfig) -> KvDiskPlan | None:
     disk = config.cache.disk
     if disk is None:
         return None
-    folder = Path(disk.folder)
-    there = next(path for path in (folder, *folder.parents) if path.exists())
     num_blocks = config.model.kv.num_blocks(disk.size_bytes)
-    free_bytes = shutil.disk_usage(there).free
-    return KvDiskPlan(disk.folder, disk.size_bytes, num_blocks, disk.staging_bytes, free_bytes)
+    free = free_bytes(Path(disk.folder))
+    return KvDiskPlan(disk.folder, disk.size_bytes, num_blocks, disk.staging_bytes, free)
 
 
 def _disk_rows(plan: Plan) -> list[tuple[str, str]]:

@@ -202,7 +202,7 @@ def _cache_config(
             options.swap_space, device, kind, room_bytes * options.tensor_parallel_size
         )
         // options.tensor_parallel_size,
-        events=kv_events_config(options, shares_beginnings=shares_beginnings),
+        events=kv_events_config(options, kv, shares_beginnings=shares_beginnings),
         disk=kv_disk_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
     )
     return cache, fitted

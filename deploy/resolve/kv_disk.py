@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size, parse_size
+from quintet.process.own_files import complaint_about
 from quintet.wire.config import KvDiskConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
@@ -70,12 +72,32 @@ def _check_is_possible(options: Options, device: str, shares_beginnings: bool) -
         )
 
 
-def _check_folder(folder: Path) -> None:
+def free_bytes(folder: Path) -> int:
+    """Return what is free where the folder is, or would be. Raises `ConfigError`."""
+    there = _nearest(folder)
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
-    except PermissionError as error:
-        raise ConfigError(
-            f"{FLAG} {folder}: {error.filename} may not be entered: give a folder that the server may write"
-        ) from None
+        return shutil.disk_usage(there).free
+    except OSError as error:
+        raise _closed(folder, error) from None
+
+
+def _nearest(folder: Path) -> Path:
+    """Return the folder, or what is there of those that it would be in."""
+    try:
+        return next(path for path in (folder, *folder.parents) if path.exists())
+    except OSError as error:
+        raise _closed(folder, error) from None
+
+
+def _closed(folder: Path, error: OSError) -> ConfigError:
+    words = f"{error.filename} may not be entered ({error.strerror}): give a folder that the server may write"
+    return ConfigError(f"{FLAG} {folder}: {words}")
+
+
+def _check_folder(folder: Path) -> None:
+    there = _nearest(folder)
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         raise ConfigError(f"{FLAG} {folder}: {there} must be a folder that the server may write")
+    complaint = complaint_about(there.stat()) if there == folder else None
+    if complaint is not None:
+        raise ConfigError(f"{FLAG} {folder}: {complaint}")

@@ -149,8 +149,12 @@ def _response_store(path: str | None) -> str:
     if path is None:
         return ""
     file = Path(path).expanduser().absolute()
-    held = file if file.exists() else file.parent
-    if file.is_dir() or not held.exists() or not os.access(held, os.W_OK):
+    try:
+        held = file if file.exists() else file.parent
+        is_possible = not file.is_dir() and held.exists() and os.access(held, os.W_OK)
+    except OSError:
+        is_possible = False
+    if not is_possible:
         raise ConfigError(
             f"--response-store {path}: must be a file, or a new one in a folder, that the server may write"
         )

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from quintet.process.own_files import open_own
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 
@@ -39,7 +40,7 @@ def alone_with(path: str, flag: str, suffix: str = ".lock") -> Iterator[None]:
     lock = path + suffix
     try:
         Path(lock).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        file = open_own(lock, os.O_RDWR | os.O_CREAT)
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {lock} cannot be opened ({error.strerror})") from None
     try:

@@ -3,10 +3,10 @@
     blocks.kv         | block of place 0 | block of place 1 | …          as they lie in KV memory, layer by layer
     blocks.index      | head | entry of place 0 | entry of place 1 | …
 
-An entry has a block's key, when it was written, and the SHA-256 of *whose* the files are (`quintet.executor.disk.identity`), of
-the key and of the block's bytes. Nothing is believed that does not have this hash. So whatever became of the bytes (a writer was
-killed, the power went, the disk rotted, somebody cut the file), a read returns the block or nothing, and no order of writing
-has to be kept: nothing is flushed.
+An entry has a block's key, when it was written or last read, and the SHA-256 of *whose* the files are
+(`quintet.executor.disk.identity`), of the key and of the block's bytes. Nothing is believed that does not have this hash. So
+whatever became of the bytes (a writer was killed, the power went, the disk rotted, somebody cut the file), a read returns the
+block or nothing, and no order of writing has to be kept: nothing is flushed.
 
 Files of another model, layout or version are emptied when they are opened. A file is one process's at a time; who owns the folder
 is the supervisor's to say.
@@ -23,6 +23,7 @@ import time
 from pathlib import Path
 from zlib import crc32
 
+from quintet.process.own_files import open_own
 from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 MAGIC = b"quintet KV blocks 2\n"
 HEAD_BYTES = 4096
 ENTRY = struct.Struct("<B34sQ32sI")
-"""Length of the key, key, a number that grows with every write, hash of the block, CRC-32 of all these."""
+"""Length of the key, key, a number that grows with every write and read, hash of the block, CRC-32 of all these."""
 NOTHING = bytes(ENTRY.size)
 MAX_KEY_BYTES = 34
 SILENCE_S = 60.0
@@ -54,8 +55,7 @@ class BlockFile:
         head = (MAGIC + whose + block_bytes.to_bytes(8, "little")).ljust(HEAD_BYTES, b"\0")
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._index = _open(folder / "blocks.index")
-            self._blocks = _open(folder / "blocks.kv")
+            self._index, self._blocks = _open(folder, "blocks.index", "blocks.kv")
             if os.pread(self._index, HEAD_BYTES, 0) != head:
                 if os.fstat(self._index).st_size:
                     log.warning("%s is of another model or version: it begins anew, empty", folder)
@@ -70,7 +70,7 @@ class BlockFile:
         self._kept = self._read_index()
 
     def kept(self) -> list[tuple[int, bytes]]:
-        """Return place and key of everything there is, what was written longest ago first."""
+        """Return place and key of everything there is, what was written or read longest ago first."""
         return [(place, self._digests[place][0]) for place in self._kept if place in self._digests]
 
     def holds(self, place: int, key: bytes) -> bool:
@@ -80,14 +80,10 @@ class BlockFile:
     def write(self, place: int, key: bytes, block: memoryview) -> bool:
         """Have a place hold a block; return whether it does. Where it does not it holds nothing."""
         digest = self._digest(key, block)
-        self._newest += 1
-        entry = ENTRY.pack(len(key), key, self._newest, digest, 0)[:-4]
         try:
             self._forget(place)
             if _write_whole(self._blocks, block, place * self.block_bytes):
-                os.pwrite(self._index, entry + crc32(entry).to_bytes(4, "little"), self._entry_at(place))
-                self._digests[place] = key, digest
-                self._kept[place] = None
+                self._enter(place, key, digest)
                 return True
             why = "no more of it could be written"
         except OSError as error:
@@ -114,6 +110,8 @@ class BlockFile:
             log.warning("a block of KV could not be read from disk: %s", error.strerror)
             is_whole = False
         if is_whole and self._digest(key, into) == digest:
+            with contextlib.suppress(OSError):  # then a later start does not know of this use
+                self._enter(place, key, digest)
             return True
         log.warning("a block of KV on disk is not what was written: it is computed again")
         with contextlib.suppress(OSError):
@@ -124,6 +122,15 @@ class BlockFile:
         """Close the files."""
         os.close(self._index)
         os.close(self._blocks)
+
+    def _enter(self, place: int, key: bytes, digest: bytes) -> None:
+        """Note what a place holds, as what was used last."""
+        self._newest += 1
+        entry = ENTRY.pack(len(key), key, self._newest, digest, 0)[:-4]
+        os.pwrite(self._index, entry + crc32(entry).to_bytes(4, "little"), self._entry_at(place))
+        self._digests[place] = key, digest
+        self._kept.pop(place, None)
+        self._kept[place] = None
 
     def _forget(self, place: int) -> None:
         if self._digests.pop(place, None) is not None:
@@ -139,7 +146,7 @@ class BlockFile:
         return HEAD_BYTES + place * ENTRY.size
 
     def _read_index(self) -> dict[int, None]:
-        """Note what the entries say that are whole; return their places, what was written longest ago first."""
+        """Note what the entries say that are whole; return their places, what was used longest ago first."""
         found: list[tuple[int, int]] = []
         entries = _read_from(self._index, HEAD_BYTES)
         seen: set[bytes] = set()
@@ -155,8 +162,13 @@ class BlockFile:
         return {place: None for _, place in sorted(found)}
 
 
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _open(folder: Path, *names: str) -> list[int]:
+    """Open files of a folder, all of them ours: otherwise somebody else chose what we read, or what we write over."""
+    inside = open_own(str(folder), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        return [open_own(name, os.O_RDWR | os.O_CREAT, inside) for name in names]
+    finally:
+        os.close(inside)
 
 
 def _write_whole(file: int, block: memoryview, offset: int) -> bool:

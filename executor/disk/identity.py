@@ -1,7 +1,7 @@
 """Whose blocks of KV are: a hash of all that keys and values depend on beside the tokens.
 
-The checkpoint is told by its files' names, sizes and times, as packed weights are: reading all takes as long as loading.
-Copied, they are other ones.
+The checkpoint is told by its files' names, sizes and times, and by samples of their bytes: reading all takes as long as loading.
+Copied, they are other ones. Neither inode nor time of change is in it: who owns a volume is set anew wherever it is mounted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,10 @@ from quintet.wire.model_files import is_gguf, part_paths
 
 SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".py"}
 """Weights, and what a checkpoint of a model with code of its own computes with."""
+
+SAMPLE_BYTES = 4096
+MOST_SAMPLES, LEAST_SAMPLES = 256, 4
+"""Of all files together about so many samples, and of each at least so many: a hundredth of a second on a disk of today."""
 
 EXECUTOR = Path(__file__).parents[1]
 
@@ -56,8 +61,20 @@ def _weights_of(config: EngineConfig) -> object:
         return config.executor.seed
     path = Path(config.model.path)
     files = part_paths(path) if is_gguf(path) else sorted(path.iterdir())
-    stats = [(each.name, each.stat()) for each in files if each.suffix in SUFFIXES]
-    return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+    weights = [each for each in files if each.suffix in SUFFIXES]
+    num_samples = max(LEAST_SAMPLES, MOST_SAMPLES // max(1, len(weights)))
+    return [_told_of(each, num_samples) for each in weights]
+
+
+def _told_of(path: Path, num_samples: int) -> list[object]:
+    """Return a file's name, size, time, and a hash of samples at even distances, its beginning and its end among them."""
+    sampled = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        stat = os.fstat(file.fileno())
+        step = max(SAMPLE_BYTES, (stat.st_size - SAMPLE_BYTES) // (num_samples - 1))
+        for begin in range(0, max(1, stat.st_size), step):
+            sampled.update(os.pread(file.fileno(), SAMPLE_BYTES, begin))
+    return [path.name, stat.st_size, stat.st_mtime_ns, sampled.hexdigest()]
 
 
 def _sources_of(folder: Path) -> str:

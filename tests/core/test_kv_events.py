@@ -10,8 +10,12 @@ from quintet.core.kv.prefix import salt_digest
 from quintet.core.state import State
 from quintet.wire.config import KvEventsConfig
 from quintet.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
+from quintet.wire.kv_spec import KvGroup
 
 from .fake import World
+from .test_groups import SLIDING
+
+FULL = [KvGroup("full", [0])]
 
 
 def state_of(world: World) -> State:
@@ -24,11 +28,13 @@ def taken(world: World) -> list[KvEvent]:
     return [] if events is None else events.take()
 
 
+@pytest.mark.parametrize("groups", [FULL, SLIDING], ids=["full", "sliding"])
 @pytest.mark.parametrize("seed", range(6))
-def test_who_hears_all_knows_what_is_there(seed: int) -> None:
+def test_who_hears_all_knows_what_is_there(seed: int, groups: list[KvGroup]) -> None:
     """With few blocks, so that contents go and come back."""
     rng = random.Random(seed)
-    world = World(num_blocks=rng.choice([14, 30]), depth=rng.choice([1, 2]), events=KvEventsConfig())
+    num_blocks, depth = rng.choice([14, 30]), rng.choice([1, 2])
+    world = World(groups=groups, num_blocks=num_blocks, depth=depth, events=KvEventsConfig())
     stems = [[rng.randrange(3, 200) for _ in range(24)] for _ in range(3)]
     known: set[int] = set()
     num_removed = 0
@@ -48,7 +54,8 @@ def test_who_hears_all_knows_what_is_there(seed: int) -> None:
                     num_removed += 1
                 case BlockStored():
                     assert len(event.token_ids) == event.block_size * len(event.block_hashes)
-                    assert event.parent_block_hash is None or event.parent_block_hash in known
+                    if groups is FULL:
+                        assert event.parent_block_hash is None or event.parent_block_hash in known
                     known |= set(event.block_hashes)
         assert known == {int.from_bytes(key[-8:], "big") for key in state_of(world).pool.index.block_of}
     assert num_removed > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,22 @@ import pytest
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.kv_disk import free_bytes
 from quintet.deploy.supervisor.store_lock import alone
+from quintet.process import own_files
 from quintet.wire.config import EngineConfig, KvDiskConfig, KvEventsConfig
 from quintet.wire.errors import ConfigError
+
+from .model_folder import write_model
+
+MAMBA = {
+    "architectures": ["MambaForCausalLM"],
+    "state_size": 16,
+    "conv_kernel": 4,
+    "expand": 2,
+    "time_step_rank": 4,
+    "intermediate_size": 128,
+}
 
 
 def config_of(folder: Path, **options: object) -> EngineConfig:
@@ -75,6 +89,38 @@ def test_a_folder_that_may_not_be_entered_is_refused(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "exists", is_closed)
     with pytest.raises(ConfigError, match=r"--kv-disk .* may not be entered"):
         config_of(tmp_path)
+
+
+def test_a_folder_that_is_closed_meanwhile_ends_a_plan_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_closed(path: Path) -> object:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("shutil.disk_usage", is_closed)
+    with pytest.raises(ConfigError, match=r"--kv-disk .* may not be entered"):
+        free_bytes(tmp_path / "kv")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kv").mkdir()
+    monkeypatch.setattr(own_files, "ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"--kv-disk .* belongs to user"):
+        config_of(tmp_path)
+
+
+def test_models_that_keep_only_states_tell_no_events(tmp_path: Path) -> None:
+    model = write_model(tmp_path, **MAMBA)
+    with pytest.raises(ConfigError, match="this model's layers keep only states"):
+        config_of(tmp_path, model=str(model), kv_disk=None, kv_events_config=EVENTS % "")
+
+
+def test_engines_that_have_no_port_left_are_refused(tmp_path: Path) -> None:
+    asked = EVENTS % ', "endpoint": "tcp://*:65534"'
+    assert config_of(tmp_path, kv_disk=None, kv_events_config=asked, data_parallel_size=2).cache.events
+    with pytest.raises(ConfigError, match="the 3 engines have as many ports from there on"):
+        config_of(tmp_path, kv_disk=None, kv_events_config=asked, data_parallel_size=3)
 
 
 def test_events_are_told_if_asked_for(tmp_path: Path) -> None:

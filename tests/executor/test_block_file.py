@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from quintet.executor.disk.block_file import ENTRY, HEAD_BYTES, BlockFile
+from quintet.process import own_files
 from quintet.wire.errors import ConfigError
 
 BLOCK_BYTES = 1000
@@ -128,6 +129,36 @@ def test_a_disk_that_is_full_holds_nothing_of_it(tmp_path: Path, monkeypatch: py
         patch.setattr("quintet.executor.disk.block_file._write_whole", full)
         assert not file.write(0, KEYS[0], memoryview(block_of(KEYS[0])))
     assert found(file, 0, KEYS[0]) is None and found(opened(tmp_path), 0, KEYS[0]) is None
+
+
+def test_what_is_read_is_used_last(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    assert found(file, 3, KEYS[3]) and not found(file, 2, KEYS[3])
+    assert [place for place, _ in file.kept()] == [2, 1, 0, 3]
+    assert opened(tmp_path).kept() == file.kept()
+
+
+def test_links_and_what_belongs_to_others_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else would choose what is written over, or read as ours."""
+    written(tmp_path).close()
+    folder, secret = tmp_path / "engine-0", tmp_path / "secret"
+    secret.write_bytes(b"not to be cut")
+    (folder / "blocks.kv").unlink()
+    (folder / "blocks.kv").symlink_to(secret)
+    with pytest.raises(ConfigError, match=r"--kv-disk .*: is a link"):
+        opened(tmp_path)
+    assert secret.read_bytes() == b"not to be cut"
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"--kv-disk .*: is a link"):
+        opened(tmp_path)
+    folder.unlink()
+    monkeypatch.setattr(own_files, "ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"--kv-disk .* belongs to user \d+, and the server is user \d+"):
+        opened(tmp_path)
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path: Path) -> None:

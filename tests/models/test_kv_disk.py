@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,20 @@ def test_what_other_code_computed_is_not_believed(
     assert answer(config) == (without[0], whole_blocks(config))
     (code / "rope.py").write_text("BASE = 1000\n")
     assert answer(config) == without == (without[0], 0)
+
+
+def test_weights_swapped_in_place_are_others(serve: Callable[..., Any], tmp_path: Path) -> None:
+    """With the same name, size and time."""
+    config = serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config
+    before = identity.identity_of(config, "runner")
+    weights = next(Path(config.model.path).glob("*.safetensors"))
+    status, content = weights.stat(), weights.read_bytes()
+    weights.write_bytes(content[:-100] + bytes(100))
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert identity.identity_of(config, "runner") != before
+    weights.write_bytes(content)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert identity.identity_of(config, "runner") == before
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
