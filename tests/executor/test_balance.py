@@ -47,12 +47,14 @@ def test_linear_layers_keep_64_threads_busy(worker: Worker, step: str) -> None:
     for threads in (1, 2, 64, 300):
         operations = runner.balance([before] * rows, [new] * rows, threads)
         layers = [each for each in operations if each.name.startswith("linear") and each.bytes]
-        layers.pop()  # logits of fewer words than any model has
+        logits = layers.pop()  # of fewer words than any model has
         assert len(layers) == 4
         costs.append(sum(each.cost for each in layers))
         assert all(each.takes <= each.pieces and each.busiest * threads >= each.cost for each in layers)
         if threads <= 64:
             assert share(layers, threads) >= 0.92
+            # With the output layers that such models have, 0.92 and more: `bench.balance`.
+            assert share([each for each in operations if each.name != logits.name], threads) >= 0.91
     # Threads change how work is cut, not how much there is; but a panel of few rows costs as much as reading the weight.
     assert max(costs) <= 1.01 * min(costs)
 
