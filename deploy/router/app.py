@@ -74,7 +74,7 @@ class App:
         """Tell a client of an error: as a response, or as the last event of a stream."""
         if not exchange.started:
             await exchange.respond_error(error)
-            self._figures.answered("", exchange.status)
+            self._figures.answered(None, exchange.status)
             return
         body = exchange.errors.body(error, exchange.request_id)
         is_messages = exchange.errors is anthropic_errors.ERRORS

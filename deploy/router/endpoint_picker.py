@@ -197,7 +197,7 @@ class Talk:
     def _refusal(self, error: RequestError) -> ProcessingResponse:
         self.is_over = True
         status = status_of(error)
-        self._picker.figures.answered("", status)
+        self._picker.figures.answered(None, status)
         headers = [(b"content-type", b"application/json"), *headers_of(error)]
         return ProcessingResponse(
             immediate_response=ImmediateResponse(

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from quintet.deploy.router.servers import Servers
+from quintet.deploy.router.servers import Server, Servers
 from quintet.frontend.metrics import Series, add_samples, family_of
-from quintet.wire.metrics import CounterSeries, Metrics, decode_snapshot
+from quintet.wire.metrics import Metrics, decode_snapshot
 
 _LINE = re.compile(
     r"\nvllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total)"
@@ -23,6 +25,8 @@ _LINE = re.compile(
 _CACHE = re.compile(r"\nvllm:cache_config_info\{([^}]*)\}")
 _SIZE = re.compile(r'\b(num_gpu_blocks|block_size)="(\d{1,12})"')
 _WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
+STATUSES = frozenset(HTTPStatus)
+"""A server may answer with any other number: those are counted as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,8 @@ class Figures(Collector):
     def __init__(self, servers: Servers) -> None:
         self._servers = servers
         self._metrics = Metrics()
-        self._answers: dict[tuple[str, int], CounterSeries] = {}
+        self._own: Counter[str] = Counter()
+        """The router's own answers, by status."""
         self.first_byte = self._metrics.histogram(
             "time_to_first_byte_seconds", "From a request's arrival to the first of its answer."
         )
@@ -91,14 +96,10 @@ class Figures(Collector):
             "limited_requests", "Requests refused by the limit of their key."
         )
 
-    def answered(self, server: str, status: int) -> None:
-        """Count an answer of a server, or of the router's own (named "")."""
-        series = self._answers.get((server, status))
-        if series is None:
-            series = self._answers[server, status] = self._metrics.counter(
-                "requests", "Answers, by server and status.", server=server, status=str(status)
-            )
-        series.inc()
+    def answered(self, server: Server | None, status: int) -> None:
+        """Count an answer of a server, which takes its counts along when it leaves; of the router's own for None."""
+        counts = self._own if server is None else server.answers
+        counts[str(status) if status in STATUSES else "other"] += 1
 
     def collect(self) -> Iterable[Metric]:
         """Return all families: what was counted, and how each server is."""
@@ -114,6 +115,10 @@ class Figures(Collector):
             now.gauge("server_other_requests", "Requests of others there.", server=server.url).set(
                 server.num_others
             )
+        for url, counts in [("", self._own), *((server.url, server.answers) for server in self._servers)]:
+            for status, num in counts.items():
+                of = {"server": url, "status": status}
+                now.counter("requests", "Answers, by server and status.", **of).inc(num)
         families: dict[str, Metric] = {}
         for metrics in (self._metrics, now):
             snapshot = decode_snapshot(metrics.encoded())

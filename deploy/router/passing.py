@@ -135,7 +135,7 @@ class Passing:
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
-        is_hedged = bool(self._patience.hedging.after_s and outgoing.path in HEDGED and not is_kept)
+        may_copy = bool(self._patience.hedging.after_s and outgoing.path in HEDGED and not is_kept)
         while True:
             if self._is_gone:
                 raise ClientGone
@@ -150,10 +150,10 @@ class Passing:
             tried.add(held.server)
             if len(tried) > 1:
                 self._figures.retries.inc()
-            elif is_hedged:
+            elif may_copy:
                 self._patience.hedging.earn()
             try:
-                if is_hedged:
+                if may_copy and not self._num_lost:  # two at once might be two that are lost of it
                     flow, held = await self._send_twice(held, outgoing, asked)
                 else:
                     flow = await self._send(held, outgoing, is_once)
@@ -165,7 +165,7 @@ class Passing:
                 self._let_go()
                 if self._is_gone:
                     raise ClientGone from None
-                _log.info("%s: %s; it had request %s", held.server.url, error, outgoing.request_id)
+                _tell_loss(held.server, error, outgoing)
                 self._note_loss(0)
                 if is_once:
                     raise RequestError(
@@ -174,7 +174,7 @@ class Passing:
                     ) from None
                 continue
             status = flow.status
-            self._figures.answered(held.server.url, status)
+            self._figures.answered(held.server, status)
             if is_kept and status == 404:
                 refused[:] = [flow]
             elif status in ELSEWHERE:
@@ -211,6 +211,10 @@ class Passing:
             raise
         finally:
             self._copy = None
+        if not self._is_gone:  # who leaves ends both connections
+            for server, error in race.lost:
+                _tell_loss(server, error, outgoing)
+            self._num_lost += len(race.lost)
         return task.result(), won.held
 
     def _let_go(self) -> None:
@@ -348,6 +352,10 @@ class Passing:
             self._let_go()
             later[server] = time.monotonic() + pause_s * random.uniform(1.0, 1.5)
         return None
+
+
+def _tell_loss(server: Server, error: Exception, outgoing: Outgoing) -> None:
+    _log.info("%s: %s; it had request %s", server.url, error, outgoing.request_id)
 
 
 def _says_its_end(flow: Flow) -> bool:

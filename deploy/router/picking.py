@@ -123,7 +123,7 @@ class Visit:
     def answered(self, status: int) -> None:
         """The head of the answer has come."""
         if self._held is not None:
-            self._picker.figures.answered(self._held.server.url, status)
+            self._picker.figures.answered(self._held.server, status)
 
     def begin(self) -> None:
         """The first of the answer has come."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from quintet.deploy.router.lines import Flow, Unreachable
-from quintet.deploy.router.servers import Held
+from quintet.deploy.router.servers import Held, Server
 from quintet.deploy.router.upstream import Outgoing
 
 MAX_HEDGED = 0.05
@@ -90,6 +90,8 @@ class Race:
     def __init__(self, first: Sending, outgoing: Outgoing, is_refusal: Callable[[Flow], bool]) -> None:
         self._outgoing, self._is_refusal = outgoing, is_refusal
         self._tasks: dict[asyncio.Task[Flow], Sending] = {}
+        self.lost: list[tuple[Server, Exception]] = []
+        """Of who did not win: servers that were lost while they had the request, and how."""
         self._enter(first)
 
     def _enter(self, sending: Sending) -> None:
@@ -122,9 +124,13 @@ class Race:
         return not self._is_refusal(flow) if is_first else flow.status < MIN_ERROR
 
     def _retire(self, task: asyncio.Task[Flow], sending: Sending) -> None:
-        """Let go of who lost, and remember a server at which nobody listens."""
-        if task.done() and isinstance(error := task.exception(), Unreachable):
-            sending.held.server.note(str(error))
+        """Let go of who did not win, and remember a server that was lost, or at which nobody listens."""
+        server = sending.held.server
+        match task.exception() if task.done() else None:
+            case Unreachable() as error:
+                server.note(str(error))
+            case Exception() as error:
+                self.lost.append((server, error))
         task.cancel()
         sending.let_go()
 

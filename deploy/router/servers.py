@@ -7,6 +7,7 @@ what came of it, and the beginnings of prompts. What others send to a server is 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -50,6 +51,8 @@ class Server:
     """Requests of ours that it answers."""
     num_others: int = 0
     """Requests that it had from others when it was last asked."""
+    answers: Counter[str] = field(default_factory=Counter)
+    """How often it answered, by status."""
     beginnings: Beginnings = field(default_factory=Beginnings)
     max_names: int = MAX_NAMES
     """That there is room for."""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
+
+import pytest
 
 from quintet.deploy.router.sending import Hedging
 from tests.deploy.test_router import (
@@ -184,5 +187,61 @@ def test_a_client_that_leaves_takes_both_along() -> None:
             await other.was_left.wait()
             await asyncio.wait([asking])
             assert accounts_are_clear(w)
+
+    run(story())
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_request_that_kills_servers_reaches_two_with_copies_too(
+    num_before: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``num_before``: servers that it kills before it could have a copy."""
+
+    async def story() -> None:
+        num_asked = 0
+        has_copy = asyncio.Event()
+
+        async def dies(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            if num_asked == num_before + 2:
+                has_copy.set()
+            if num_asked > num_before:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(has_copy.wait(), 0.3)
+            writer.transport.abort()
+
+        async with world(dies, dies, dies, dies, hedge_after_s=0.02) as w:
+            prefer_first(w)
+            told = await w.ask(C, STREAM)
+            assert told.status == 503 and "2 servers were lost" in told.body.decode()
+            assert [len(up.asked) for up in w.ups] == [1, 1, 0, 0]
+            assert await counted(w) == 1 - num_before and accounts_are_clear(w)
+
+    with caplog.at_level("INFO", "quintet"):
+        run(story())
+    assert len([line for line in caplog.messages if "it had request" in line]) == 2
+
+
+def test_a_copy_that_its_server_was_lost_of_counts_where_the_first_answers() -> None:
+    async def story() -> None:
+        slow = Slow()
+
+        async def dies(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            slow.may_answer.set()
+            writer.transport.abort()
+
+        async def begins_and_dies(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            await slow.may_answer.wait()
+            while copied.lines._open:
+                await asyncio.sleep(0.005)
+            await says(head(200), b": keep-alive\n", cut=True)(up, asked, writer)
+
+        async with world(begins_and_dies, dies, whole, hedge_after_s=0.02) as w:
+            copied = list(w.servers)[1]
+            prefer_first(w)
+            told = await w.ask(C, STREAM)
+            assert "2 servers were lost" in told.body.decode()
+            assert [len(up.asked) for up in w.ups] == [1, 1, 0]
 
     run(story())

@@ -1,0 +1,49 @@
+"""What the router counts, and what it reads: of requests, and of the figures of its servers."""
+
+from __future__ import annotations
+
+from quintet.deploy.router.asked import read
+from quintet.deploy.router.figures import Figures, read_figures
+from quintet.deploy.router.servers import Servers
+
+
+def test_figures_of_servers_are_read() -> None:
+    text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_running{engine="1"} 1.0\n'
+    text += "vllm:num_requests_waiting 4\nvllm:prompt_tokens_total 10\nvllm:generation_tokens_total 5\n"
+    reading = read_figures(text)
+    assert (reading.num_running, reading.num_waiting, reading.num_tokens) == (3, 4, 15)
+    assert read_figures("").num_tokens == 0
+    for word in ("NaN", "+Inf", "-Inf", "many", "-3"):
+        odd = read_figures(f"vllm:num_requests_running {word}\nvllm:prompt_tokens_total {word}\n")
+        assert (odd.num_running, odd.num_tokens) == (0, 0)
+
+
+def test_what_servers_answer_is_counted_in_a_bounded_number_of_series() -> None:
+    servers = Servers("load")
+    figures = Figures(servers)
+    for generation in range(20):
+        servers.become([f"http://10.0.{generation}.{number}:8000" for number in range(5)], 1.0)
+        servers.part()
+        for server in servers:
+            for status in range(100, 1000):
+                figures.answered(server, status)
+    figures.answered(None, 503)
+    lines = [
+        line
+        for line in figures.text().decode().splitlines()
+        if line.startswith("quintet_route:requests_total")
+    ]
+    assert len(lines) < 5 * 70 and all("10.0.19." in line for line in lines if 'server=""' not in line)
+    assert 'quintet_route:requests_total{server="",status="503"} 1.0' in lines
+    others = sum(float(line.split()[1]) for line in lines if 'status="other"' in line)
+    assert sum(float(line.split()[1]) for line in lines) == 5 * 900 + 1 and others > 4000
+
+
+def test_what_is_no_text_is_a_servers_to_refuse() -> None:
+    for body in (
+        b'{"user": "\xff"}',
+        b'{"prompt": "x", "cache_salt": "\xff"}',
+        b'{"prompt_cache_key": "\xff"}',
+    ):
+        assert read(body, "s").session == "s"
+    assert read(b'{"prompt": "x", "user": "u"}', "").session == "u"
