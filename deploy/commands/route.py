@@ -171,7 +171,11 @@ def _add_waiting(waiting: argparse._ArgumentGroup) -> None:
         ("resume-timeout", 30.0, "for a server to go on with a stream whose server is lost"),
         ("connect-timeout", 2.0, "for a connection"),
         ("poll-interval", 1.0, "between two questions how a server is"),
-        ("silent-timeout", 5.0, "for any sign of a server, before its streams go on elsewhere"),
+        (
+            "silent-timeout",
+            5.0,
+            "for any sign of a server, before its streams go on elsewhere; or of a gateway",
+        ),
         ("stall-timeout", 60.0, "for progress of a server that has work, before it gets nothing new"),
         ("drain-timeout", 60.0, "for what is open, after SIGTERM"),
     ):
@@ -301,7 +305,7 @@ async def _open_to_gateways(picker: Picker, arguments: argparse.Namespace) -> gr
     from quintet.deploy.router.endpoint_picker import listen  # its packages are an extra
 
     port, tls = arguments.endpoint_picker, arguments.endpoint_picker_tls
-    server, bound = await listen(picker, arguments.host, port, tls)
+    server, bound = await listen(picker, arguments.host, port, tls, arguments.silent_timeout)
     _log.info("endpoint picker on %s port %d", arguments.host, bound)
     return server
 

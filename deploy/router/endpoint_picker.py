@@ -42,6 +42,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 
 from quintet.deploy.router.picking import Head, Picker, Visit
+from quintet.deploy.router.upstream import RELAY
 from quintet.frontend.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
@@ -50,6 +51,10 @@ ENDPOINT = "x-gateway-destination-endpoint"
 NAMESPACE = "envoy.lb"
 SUBSET = "x-gateway-destination-endpoint-subset"
 SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+MAX_TALKS = 1024
+"""Requests that one gateway's connection may tell of at once; more wait there, or come over another connection."""
+MIN_PING_S = 1.0
+"""Gateways may ask so often whether the picker is there; gRPC by itself hangs up on whoever asks twice in five minutes."""
 MAX_CHUNK = 62_000
 """Bytes of a body in one message: Envoy takes no message over 64 KiB there."""
 MAX_HEAD = 1 << 20
@@ -59,6 +64,8 @@ READY = frozenset({"", "readiness", "envoy.service.ext_proc.v3.ExternalProcessor
 """What is asked for how it is, by the protocol's names."""
 _DUPLEX = ProcessingMode.FULL_DUPLEX_STREAMED
 _WHOLE = frozenset({ProcessingMode.BUFFERED, ProcessingMode.BUFFERED_PARTIAL})
+_OURS = [RELAY.decode()]
+"""Headers that only a router sends to servers."""
 _log = logging.getLogger("quintet")
 
 
@@ -119,6 +126,9 @@ class Talk:
             case "request_body":
                 yield from self._on_body(visit, said.request_body)
             case "request_trailers":
+                if self._request_mode in _WHOLE and not self._is_picked:  # it has no body
+                    yield self._picked(visit.pick(), "request_trailers")
+                    return
                 if not self._is_picked:
                     yield from self._on_end(visit, has_trailers=True)
                 yield ProcessingResponse(request_trailers=TrailersResponse())
@@ -137,7 +147,9 @@ class Talk:
 
     def _on_head(self, head: HttpHeaders) -> Iterator[ProcessingResponse]:
         if self._request_mode in _WHOLE and not head.end_of_stream:
-            yield ProcessingResponse(request_headers=HeadersResponse())
+            # What a gateway says next may be trailers, behind which a head cannot be changed any more.
+            common = CommonResponse(header_mutation=HeaderMutation(remove_headers=[ENDPOINT, *_OURS]))
+            yield ProcessingResponse(request_headers=HeadersResponse(response=common))
         elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body comes in time
             yield self._picked(self._visit_now().pick(), "request_headers")
 
@@ -181,15 +193,17 @@ class Talk:
         )
 
     def _picked(self, endpoint: str, where: str) -> ProcessingResponse:
-        """Make the answer that names the endpoint, to the request's head or to its body."""
+        """Make the answer that names the endpoint: to the request's head or body in its head, to trailers as metadata alone."""
         self._is_picked = True
-        mutation = HeaderMutation(set_headers=[_set(ENDPOINT, endpoint.encode())])
+        mutation = HeaderMutation(set_headers=[_set(ENDPOINT, endpoint.encode())], remove_headers=_OURS)
         if key := self._picker.door.servers_key:
             mutation.set_headers.append(_set("authorization", f"Bearer {key}".encode("latin-1")))
             mutation.remove_headers.append("x-api-key")
         common = CommonResponse(header_mutation=mutation, clear_route_cache=True)
         metadata = Struct()
         metadata.update({NAMESPACE: {ENDPOINT: endpoint}})
+        if where == "request_trailers":
+            return ProcessingResponse(request_trailers=TrailersResponse(), dynamic_metadata=metadata)
         if where == "request_body":
             return ProcessingResponse(request_body=BodyResponse(response=common), dynamic_metadata=metadata)
         return ProcessingResponse(request_headers=HeadersResponse(response=common), dynamic_metadata=metadata)
@@ -276,15 +290,25 @@ class Health(HealthServicer):
         return HealthCheckResponse(status=status)
 
 
-async def listen(picker: Picker, host: str, port: int, tls: Path | None) -> tuple[grpc.aio.Server, int]:
+async def listen(
+    picker: Picker, host: str, port: int, tls: Path | None, silent_s: float
+) -> tuple[grpc.aio.Server, int]:
     """Serve gateways at this address; return the server and its port. ``tls``: the folder of ``tls.crt`` and ``tls.key``.
 
-    Raises `ConfigError`.
+    A gateway without a sign for ``silent_s`` is gone, and so are its requests. Raises `ConfigError`.
     """
+    half_ms = max(1, round(500 * silent_s))
     server = grpc.aio.server(
         options=[
             ("grpc.so_reuseport", 0),  # a port that is taken is refused, not shared
             ("grpc.max_receive_message_length", picker.door.bodies.max_bytes + MAX_HEAD),
+            ("grpc.max_concurrent_streams", MAX_TALKS),
+            ("grpc.keepalive_time_ms", half_ms),
+            ("grpc.keepalive_timeout_ms", half_ms),
+            ("grpc.http2.ping_timeout_ms", half_ms),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", round(1000 * MIN_PING_S)),
         ]
     )
     add_ExternalProcessorServicer_to_server(Processor(picker), server)

@@ -6,6 +6,7 @@ import contextlib
 import json
 import queue
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -79,7 +80,7 @@ def endpoint_in(answer: ProcessingResponse, field: str = "request_headers") -> s
     assert options[ENDPOINT].append_action == HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
     endpoint = options[ENDPOINT].header.raw_value.decode()
     assert answer.dynamic_metadata["envoy.lb"][ENDPOINT] == endpoint
-    assert common.clear_route_cache
+    assert common.clear_route_cache and "x-quintet-relay" in common.header_mutation.remove_headers
     return endpoint
 
 
@@ -171,10 +172,22 @@ def check_other_modes(channel: grpc.Channel, server: str) -> None:
     gateway = Gateway(channel, ProcessingMode.BUFFERED)
     gateway.head()
     assert gateway.answer().WhichOneof("response") == "request_headers"
-    gateway.body(b'{"prompt":"x"}')
+    gateway.body(b'{"prompt":"x"}', is_last=False)
     answer = gateway.answer()
     assert endpoint_in(answer, "request_body") == expected
     assert not answer.request_body.response.HasField("body_mutation")
+    gateway.says(request_trailers=HttpTrailers())
+    assert gateway.answer().HasField("request_trailers")
+    gateway.end()
+
+    gateway = Gateway(channel, ProcessingMode.BUFFERED)
+    gateway.head()
+    mutation = gateway.answer().request_headers.response.header_mutation
+    assert list(mutation.remove_headers) == [ENDPOINT, "x-quintet-relay"], "a client could choose"
+    gateway.says(request_trailers=HttpTrailers())
+    answer = gateway.answer()
+    assert answer.HasField("request_trailers")
+    assert answer.dynamic_metadata["envoy.lb"][ENDPOINT] == expected
     gateway.end()
 
     gateway = Gateway(channel, ProcessingMode.STREAMED)
@@ -231,6 +244,93 @@ def check_tls(server: str) -> None:
             gateway.end()
 
 
+@contextlib.contextmanager
+def wire_to(address: str) -> Iterator[tuple[str, threading.Event]]:
+    """Pass bytes on between a client and this address until the event is set: then nothing comes through, and nothing closes."""
+    is_cut = threading.Event()
+    host, _, port = address.rpartition(":")
+
+    def pass_on(source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while (piece := source.recv(65536)) and not is_cut.is_set():
+                sink.sendall(piece)
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        threads: list[threading.Thread] = []
+        ends: list[socket.socket] = []
+
+        def accept() -> None:
+            near, _ = door.accept()
+            ends.extend((near, socket.create_connection((host, int(port)))))
+            for pair in (ends, ends[::-1]):
+                threads.append(threading.Thread(target=pass_on, args=pair))
+                threads[-1].start()
+
+        accepting = threading.Thread(target=accept)
+        accepting.start()
+        yield f"127.0.0.1:{door.getsockname()[1]}", is_cut
+        accepting.join()
+        for end in ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        for thread in threads:
+            thread.join()
+        for end in ends:
+            end.close()
+
+
+def check_vanishing(server: str) -> None:
+    """A gateway whose machine is gone closes nothing; its requests must not count for ever."""
+    with (
+        routing(server, "--silent-timeout", "1") as (router, address),
+        wire_to(address) as (door, is_cut),
+        grpc.insecure_channel(door) as channel,
+    ):
+        gateway = Gateway(channel)
+        gateway.head(is_all=True)
+        gateway.answer()
+        assert num_open(router) == 1
+        time.sleep(2)  # a gateway that is there, and says nothing, stays
+        assert num_open(router) == 1
+        is_cut.set()
+        until_s = time.monotonic() + 30
+        while num_open(router):
+            assert time.monotonic() < until_s, "it counts for ever"
+            time.sleep(0.1)
+
+
+def frame(kind: int, payload: bytes = b"") -> bytes:
+    """Make a frame of HTTP/2 that is of no stream."""
+    return len(payload).to_bytes(3, "big") + bytes([kind, 0, 0, 0, 0, 0]) + payload
+
+
+SETTINGS, PING, GOAWAY = 4, 6, 7
+MAX_CONCURRENT_STREAMS = 3
+
+
+def check_connection(address: str) -> None:
+    """What gRPC's own client does not show: how many requests a connection may have, and that it may be asked for a sign."""
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=30) as wire, wire.makefile("rb") as heard:
+        wire.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(SETTINGS))
+        told: dict[int, int] = {}
+        for number in range(5):
+            wire.sendall(frame(PING, number.to_bytes(8, "big")))
+            while True:
+                head = heard.read(9)
+                payload = heard.read(int.from_bytes(head[:3], "big"))
+                assert head[3] != GOAWAY, payload
+                if head[3] == SETTINGS:
+                    for at in range(0, len(payload), 6):
+                        told[int.from_bytes(payload[at : at + 2], "big")] = int.from_bytes(
+                            payload[at + 2 : at + 6], "big"
+                        )
+                if head[3] == PING and head[4]:
+                    break
+            time.sleep(1.1)  # sooner would be too often
+    assert told[MAX_CONCURRENT_STREAMS] == 1024
+
+
 def main(server: str, model: str) -> None:
     with routing(server) as (router, address), grpc.insecure_channel(address) as channel:
         health = HealthStub(channel)
@@ -239,9 +339,11 @@ def main(server: str, model: str) -> None:
             assert told.status == HealthCheckResponse.SERVING, name
         check_streamed(router, channel, server, model)
         check_other_modes(channel, server)
+        check_connection(address)
         gateway = Gateway(channel, among=["10.9.9.9:1"])
         gateway.head(is_all=True)
         assert refused(gateway, 503, "None of the 1 endpoints")["retry-after"] == b"1"
+    check_vanishing(server)
     check_tls(server)
     keyed = (
         "--api-key",
@@ -261,7 +363,7 @@ def main(server: str, model: str) -> None:
         first.head(is_all=True, authorization="Bearer k")
         mutation = first.answer().request_headers.response.header_mutation
         assert mutation.set_headers[1].header.raw_value == b"Bearer inner"
-        assert list(mutation.remove_headers) == ["x-api-key"]
+        assert list(mutation.remove_headers) == ["x-quintet-relay", "x-api-key"]
         second = Gateway(channel)
         second.head(x_api_key="k")
         assert refused(second, 429, "1 may be at once")["retry-after"] == b"1"
