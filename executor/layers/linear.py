@@ -73,31 +73,40 @@ class Linear:
 
 
 class Embedding:
-    """Rows by token id: of a table of its own, or of the output layer it is tied to."""
+    """Rows by token id: of a table of its own, or of a linear layer's weight, mostly the output layer's it is tied to."""
 
-    __slots__ = ("_plan", "_shared", "_table", "width")
+    __slots__ = ("_method", "_plan", "_table", "width")
 
     def __init__(
-        self, plan: WeightPlan, name: str, rows: int, width: int, tied_to: Linear | None = None
+        self,
+        setting: LinearSetting,
+        plan: WeightPlan,
+        name: str,
+        rows: int,
+        width: int,
+        tied_to: Linear | None = None,
     ) -> None:
         """Expect ``name`` (without ``.weight``), unless ``tied_to`` holds the same numbers already."""
         self._plan = plan
-        self._shared = tied_to.method if tied_to is not None and not tied_to.method.is_quantized else None
+        if tied_to is not None and not tied_to.method.is_quantized:
+            self._method: LinearMethod | None = tied_to.method
+        else:
+            self._method = setting.quantization.embedding(LinearShape((Part(name, rows),), width), plan)
         self._table: torch.Tensor | None = None
         self.width = width
-        if self._shared is None:
+        if self._method is None:
             size = rows * width * plan.dtype.itemsize
             plan.expect(f"{name}.weight", (rows, width), self._keep, num_bytes=size)
 
     @property
     def packed(self) -> PackedWeight | None:
-        """The output layer's weight, whose columns are the rows; None where there is a table."""
-        return None if self._shared is None else self._shared.packed
+        """A weight whose columns are the rows; None where there is a table."""
+        return None if self._method is None else self._method.packed
 
     @property
     def table(self) -> torch.Tensor | None:
         """``[rows, width]`` in the model's number format, row-major; None where there is a packed weight."""
-        return self._table if self._shared is None else self._shared.table
+        return self._table if self._method is None else self._method.table
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Return the rows of ``token_ids [num_tokens]``: ``[num_tokens, width]``."""

@@ -82,7 +82,9 @@ class Decoder:
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
         is_shared = spec.tied and not spec.normalised_head and scope.share.is_all and self._is_last
         shared = self._head if is_shared else None
-        self._embedding = Embedding(self.weights, names.embedding, spec.vocab_size, width, shared)
+        self._embedding = Embedding(
+            scope.setting, self.weights, names.embedding, spec.vocab_size, width, shared
+        )
         self._project_in: Linear | None = None
         if spec.embedding_width is not None:
             self._project_in = scope.linear([scope.part(names.project_in, hidden)], width)

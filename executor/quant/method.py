@@ -112,5 +112,8 @@ class Quantization(Protocol):
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """Return the owner of one matrix of all experts of a layer, likewise."""
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """Return the owner of a table whose rows are chosen by token id; None where its numbers are kept unpacked."""
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """Whether one layer can hold gates beside their ups; where not, they are two."""

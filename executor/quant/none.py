@@ -27,6 +27,10 @@ class Unquantized:
             return RowMajorLinear(shape, plan)
         return PackedLinear(library, shape, plan, Numbers(FLOAT_FORMATS[plan.dtype]))
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """See `Quantization.pairs`."""
         return True

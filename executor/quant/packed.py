@@ -44,6 +44,10 @@ class PackedQuantization:
             numbers = Numbers(FLOAT_FORMATS[plan.dtype])
         return PackedLinear(self._library, shape, plan, numbers)
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """See `Quantization.pairs`."""
         return True

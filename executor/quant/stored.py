@@ -77,6 +77,10 @@ class StoredQuantization:
             return packed_by_part(library, shape, plan, by_part, sources)
         return PackedLinear(library, shape, plan, numbers, sources)
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """See `Quantization.pairs`."""
         return True

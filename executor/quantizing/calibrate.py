@@ -48,6 +48,10 @@ class _Calibrating:
             return RowMajorLinear(shape, plan)
         return _CalibratingLinear(shape, plan, self._round)
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """See `Quantization.pairs`."""
         return True

@@ -48,6 +48,10 @@ class _Noting:
         self.linears.append(shape)
         return RowMajorLinear(shape, plan)
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         """See `Quantization.pairs`."""
         return True

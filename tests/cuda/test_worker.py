@@ -83,6 +83,9 @@ class RowMajor:
     def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
         return RowMajorLinear(shape, plan)
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        return None
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         return True
 

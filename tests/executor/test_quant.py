@@ -161,7 +161,7 @@ def test_a_tied_embedding_is_never_quantized(name: str) -> None:
     plan = WeightPlan(torch.bfloat16, torch.device("cpu"))
     setting = Setting(open_quantization(name))
     head = Linear(setting, plan, (Part("embedding", 150),), DEPTH, is_output_layer=True)
-    embedding = Embedding(plan, "embedding", 150, DEPTH, tied_to=head)
+    embedding = Embedding(setting, plan, "embedding", 150, DEPTH, tied_to=head)
     table = deliver(plan)["embedding.weight"]
     ids = torch.tensor([149, 0, 77, 0, 64], dtype=torch.int32)
     assert torch.equal(embedding(ids), table[ids])

@@ -72,6 +72,9 @@ class Unlike:
         ]
         return packed_by_part(library, shape, plan, numbers, shape.sources)
 
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        return None
+
     def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
         return True
 

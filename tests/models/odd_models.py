@@ -39,7 +39,7 @@ class OddModel:
         self.attentions: list[AttentionLayer] = []
         self.weights = WeightPlan(setting.dtype, setting.device)
         self._setting = setting
-        self._embedding = Embedding(self.weights, "embedding", VOCAB, HIDDEN)
+        self._embedding = Embedding(setting, self.weights, "embedding", VOCAB, HIDDEN)
         self._head = self._linear("head", VOCAB, HIDDEN, is_output_layer=True)
         self._last = self._norm("last")
         self._layers = [KINDS[kind](self, index) for index in range(LAYERS)]
