@@ -49,9 +49,8 @@ def make_requests(
     outputs = list(unpack_i32(spec.output_ids))
     tokens = prompt + outputs
     check_fits(len(prompt), limits)
-    stops = _stops_of(params, eos_token_ids)
+    stops, start = _stops_of(params, eos_token_ids), _chain_start(admit)
     seed = admit.request_id if params.seed is None else params.seed
-    start = _chain_start(admit)
     limit = length_limit(len(prompt), params.max_tokens, limits)
     taken, watched = limits.taken_by(limit), params.repetition_detection
     requests: list[Request] = []
@@ -84,6 +83,7 @@ def make_requests(
                 deadline_ns=spec.deadline_ns,
                 origin=None if spec.claim is None else admit,
                 reading=spec.reading,
+                handover=spec.handover,
                 repetition=None if watched is None else Repetition(watched),
                 length=len(prompt) + len(outputs),
             )

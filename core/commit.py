@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quintet.core.handover import offer
 from quintet.core.outbox import Effects, Ending, TokensBuilders
 from quintet.core.request import Request
 from quintet.core.state import Flight, State
@@ -37,6 +38,8 @@ def commit(state: State, result: StepResult, now_ns: int) -> Effects:
         _forward_logprobs(flight, result, outbox, now_ns)
     for request in ended:
         state.retire(request)
+        if request.handover is not None:
+            offer(state, request)
     if state.limits.groups.states:
         for request in flight.rows:
             if request.is_yielding and request.length == len(request.tokens):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from quintet.core.hooks import Found
+from quintet.core.kv.fetches import Fetches
+from quintet.core.kv.held import Held
 from quintet.core.kv.prefix import digest_behind, extend_chain, key_of
-from quintet.core.request import Request
+from quintet.core.request import Request, Status
 from quintet.core.state import State
 
 
@@ -41,3 +44,33 @@ def digests_of(state: State, request: Request, num_blocks: int) -> list[bytes]:
     """Return the digests of a request's first full blocks."""
     extend_chain(request.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
     return request.digests[:num_blocks]
+
+
+def found_behind(state: State, request: Request, fetches: Fetches) -> Found | None:
+    """Find what is on the device, and behind it what was fetched for a request."""
+    limits, index = state.limits, state.pool.index
+    wish = fetches.wishes.get(request.request_id)
+    if wish is None or not wish.num_tokens or request.status is Status.RUNNING:
+        return None
+    shared: list[Held] = []
+    restored: list[list[int]] = []
+    num_tokens = wish.num_tokens
+    for group, spec in enumerate(limits.groups.all):
+        keys = keys_behind(state, request, group, num_tokens)
+        blocks = run_of(keys, index.block_of)
+        fetched = fetches.fetch(request.request_id, keys[len(blocks) :])
+        if fetched is None:
+            return None
+        if limits.groups.is_plain:
+            num_tokens = (len(blocks) + len(fetched)) * limits.block_size
+        elif len(blocks) + len(fetched) < len(keys):
+            return None
+        begin = 0 if spec.is_state else limits.groups.first_block(group, num_tokens)
+        shared.append(Held(begin, blocks))
+        restored.append(fetched)
+    if not any(restored):
+        return None
+    num_cached = min(num_tokens, request.num_prompt)
+    return Found(
+        num_tokens, shared, num_cached=num_cached, num_queried=len(request.tokens), restored=restored
+    )

@@ -30,6 +30,12 @@ class Counters:
     """Blocks that should have been on disk, and were not, or not whole."""
     disk_stored_bytes: int = 0
     disk_fetched_bytes: int = 0
+    peer_offered_blocks: int = 0
+    """Blocks copied out of the device for other servers."""
+    peer_fetched_blocks: int = 0
+    peer_missed_blocks: int = 0
+    """Blocks that another server should have had, and that did not come, or not whole."""
+    peer_fetched_bytes: int = 0
     executor_losses: int = 0
     convictions: int = 0
     refusals: int = 0

@@ -415,7 +415,7 @@ class Engine:
         return plan
 
     def kv_orders(self, now_ns: int) -> KvOrders | None:
-        """Return what the executor is to do with its disk, if anything. Asked before each plan, and behind the last one."""
+        """Return what the executor is to store, fetch and offer, if anything. Asked before each plan, and behind the last one."""
         return self.disk.orders(self.state, self._tables, now_ns)
 
     def kv_answers(self, message: KvAnswers) -> None:
@@ -441,8 +441,7 @@ class Engine:
         state = self.state
         if state is None:
             return Effects()
-        if state.pool.tiers.disk is not None:
-            state.pool.tiers.disk.expire(now_ns)
+        state.pool.tiers.expire(now_ns)
         effects = self._tell_untold(now_ns)
         if not due:
             return effects

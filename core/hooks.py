@@ -98,6 +98,7 @@ FEATURES: dict[str, str] = {
     "fork": "quintet.core.features.fork",
     "prefix_cache": "quintet.core.features.prefix_cache",
     "kv_offload": "quintet.core.features.kv_offload",
+    "kv_peer": "quintet.core.features.kv_peer",
     "kv_disk": "quintet.core.features.kv_disk",
     "just_in_time": "quintet.core.features.just_in_time",
     "step_time": "quintet.core.features.step_time",

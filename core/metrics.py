@@ -24,6 +24,19 @@ def _disk_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
         yield f"disk_{name}_bytes", metrics.counter("kv_disk_bytes", "Bytes of these blocks.", event=name)
 
 
+def _peer_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
+    """Yield what is counted of blocks of other servers, likewise."""
+    for name, what in (
+        ("offered", "copied for other servers to fetch"),
+        ("fetched", "come from another server"),
+        ("missed", "asked of another server, and not come, or not whole"),
+    ):
+        help = f"KV blocks between servers, by what became of them; {name}: {what}."
+        yield f"peer_{name}_blocks", metrics.counter("kv_peer_blocks", help, event=name)
+    bytes_fetched = metrics.counter("kv_peer_bytes", "Bytes of these blocks.", event="fetched")
+    yield "peer_fetched_bytes", bytes_fetched
+
+
 class CoreMetrics:
     """Every series of the process, made once at boot."""
 
@@ -37,6 +50,7 @@ class CoreMetrics:
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
             *_disk_counters(metrics),
+            *_peer_counters(metrics),
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
             (
                 "swap_out_blocks",

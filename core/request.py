@@ -21,7 +21,7 @@ from quintet.core.repetition import Repetition
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Echo, Reading
+from quintet.wire.request import Echo, Handover, Reading
 
 
 class Status(IntEnum):
@@ -70,6 +70,8 @@ class Request:
     """When it must have ended; 0 for never."""
     reading: Reading | None = None
     """Which parsers read its text: only its detokenizer looks inside."""
+    handover: Handover | None = None
+    """What it has to do with KV of other servers."""
     repetition: Repetition | None = None
     """Set where it is to end when its outputs repeat themselves."""
     is_yielding: bool = False

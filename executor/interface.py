@@ -78,6 +78,29 @@ class KvDisk(Protocol):
         """Write what was ordered, as far as that takes no longer than anybody waits, and close the files."""
 
 
+class KvPeers(Protocol):
+    """Blocks of KV memory of other servers, and for them. Used from the loop only; talks with them beside it."""
+
+    @property
+    def num_staging_blocks(self) -> int:
+        """Host blocks that theirs are fetched into, numbered behind all others."""
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """Begin to talk. ring: tells the loop, from another thread, that there are answers."""
+
+    def order(self, orders: KvOrders) -> None:
+        """Copy what is offered out of KV memory, as it is now; ask others for what is to be fetched."""
+
+    def take_answers(self) -> KvAnswers | None:
+        """See `KvDisk.take_answers`."""
+
+    def reset(self) -> None:
+        """Forget what was to be fetched: the tables were emptied."""
+
+    def close(self) -> None:
+        """Close the sockets."""
+
+
 class StepWorker(Protocol):
     """Executes plans in the order of the core that made them."""
 
@@ -96,6 +119,10 @@ class StepWorker(Protocol):
     @property
     def kv_disk(self) -> KvDisk | None:
         """Where blocks outlive this process; None where they do not."""
+
+    @property
+    def kv_peers(self) -> KvPeers | None:
+        """The servers that share requests with this one; None where there are none."""
 
     @property
     def facts(self) -> Mapping[str, str]:

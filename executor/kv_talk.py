@@ -1,4 +1,7 @@
-"""The executor's part in the talk with its core about blocks on disk. What is done with them is the worker's (`KvDisk`)."""
+"""The executor's part in the talk with its core about blocks on disk, and of other servers.
+
+What is done with them is the worker's (`KvDisk`, `KvPeers`).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.executor.interface import KvDisk
+from quintet.executor.interface import KvDisk, KvPeers, StepWorker
 from quintet.process.bell import Bell
+from quintet.process.kv_publisher import address_for
 from quintet.process.runtime import Process
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
@@ -16,28 +20,48 @@ from quintet.wire.kv_disk import MAX_KEPT, DiskRang, KvKept, KvOrders
 from quintet.wire.step import Capacity, StepPlan
 
 
-def own_disk(index: int, config: EngineConfig) -> EngineConfig:
-    """Return the configuration with the folder that is this engine's alone."""
-    disk = config.cache.disk
-    if disk is None:
-        return config
-    disk = msgspec.structs.replace(disk, folder=str(Path(disk.folder) / f"engine-{index}"))
-    return msgspec.structs.replace(config, cache=msgspec.structs.replace(config.cache, disk=disk))
+def own_places(index: int, config: EngineConfig) -> EngineConfig:
+    """Return the configuration with the folder, and the port, that are this engine's alone."""
+    disk, peers = config.cache.disk, config.cache.peers
+    if disk is not None:
+        disk = msgspec.structs.replace(disk, folder=str(Path(disk.folder) / f"engine-{index}"))
+    if peers is not None and peers.listen:
+        peers = msgspec.structs.replace(peers, listen=address_for(peers.listen, index))
+    return msgspec.structs.replace(
+        config, cache=msgspec.structs.replace(config.cache, disk=disk, peers=peers)
+    )
+
+
+def kv_talk(process: Process[StepPlan | KvOrders], worker: StepWorker) -> KvTalk | None:
+    """Return the talk of a worker that keeps blocks elsewhere; None of one that does not."""
+    if worker.kv_disk is None and worker.kv_peers is None:
+        return None
+    return KvTalk(process, worker.kv_disk, worker.kv_peers)
 
 
 class KvTalk:
     """Passes orders on, and answers back."""
 
-    def __init__(self, process: Process[StepPlan | KvOrders], disk: KvDisk) -> None:
+    def __init__(
+        self, process: Process[StepPlan | KvOrders], disk: KvDisk | None, peers: KvPeers | None
+    ) -> None:
         self._process = process
         self._disk = disk
+        self._peers = peers
+        self._both: tuple[KvDisk | KvPeers, ...] = tuple(each for each in (disk, peers) if each is not None)
         self._bell = Bell(DiskRang)
         process.inbox.hang(self._bell)
-        disk.begin(self._bell.ring)
+        for each in self._both:
+            each.begin(self._bell.ring)
 
     def introduce(self, capacity: Capacity) -> None:
         """Tell the core what there is, and have the capacity say how much there may be."""
-        disk = self._disk
+        if self._peers is not None:
+            capacity.num_peer_blocks = self._peers.num_staging_blocks
+        if self._disk is not None:
+            self._tell_kept(self._disk, capacity)
+
+    def _tell_kept(self, disk: KvDisk, capacity: Capacity) -> None:
         capacity.num_disk_blocks, capacity.num_staging_blocks = disk.num_places, disk.num_staging_blocks
         kept = disk.kept()
         for begin in range(0, len(kept), MAX_KEPT):
@@ -48,19 +72,25 @@ class KvTalk:
 
     def order(self, orders: KvOrders) -> None:
         """Have orders done."""
-        self._disk.order(orders)
+        if self._disk is not None and (orders.store_keys or orders.fetch_keys):
+            self._disk.order(orders)
+        if self._peers is not None and (orders.offer_keys or orders.pulls):
+            self._peers.order(orders)
 
     def answer(self) -> None:
         """Tell the core what became of them."""
-        answers = self._disk.take_answers()
-        if answers is not None:
-            answers.executor_epoch = self._process.me.epoch
-            self._process.peers.send(Role.CORE, self._process.me.index, answers)
+        for each in self._both:
+            answers = each.take_answers()
+            if answers is not None:
+                answers.executor_epoch = self._process.me.epoch
+                self._process.peers.send(Role.CORE, self._process.me.index, answers)
 
     def reset(self) -> None:
         """Forget orders: the tables were emptied."""
-        self._disk.reset()
+        for each in self._both:
+            each.reset()
 
     def close(self) -> None:
-        """Let what was ordered be written, for a moment."""
-        self._disk.close()
+        """Let what was ordered be written, for a moment; talk to nobody any more."""
+        for each in self._both:
+            each.close()

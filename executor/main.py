@@ -18,7 +18,7 @@ from collections.abc import Callable
 from quintet.executor.cards.share import share_of
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
-from quintet.executor.kv_talk import KvTalk, own_disk
+from quintet.executor.kv_talk import kv_talk, own_places
 from quintet.executor.parallel.followers import Followers
 from quintet.executor.platforms.shares import take_share
 from quintet.executor.weights.read_ahead import read_ahead
@@ -102,7 +102,7 @@ class Executor:
         self._worker = worker
         self._span = process.span
         self._in_flight = InFlight(process.inbox)
-        self._disk = None if worker.kv_disk is None else KvTalk(process, worker.kv_disk)
+        self._kv_talk = kv_talk(process, worker)
         self._core_epoch: int | None = None
         self._last_step: int | None = None
         """The newest plan that came from this core, or was dropped."""
@@ -162,8 +162,8 @@ class Executor:
                 self._last_step = message.step
             elif isinstance(message, KvOrders):
                 plans.append(message)
-            elif isinstance(message, DiskRang) and self._disk is not None:
-                self._disk.answer()
+            elif isinstance(message, DiskRang) and self._kv_talk is not None:
+                self._kv_talk.answer()
             elif isinstance(message, StepsEnded):
                 for begun in self._in_flight.ended(message.count):
                     self._end(begun)
@@ -173,8 +173,8 @@ class Executor:
         self._process.pending += sum(not isinstance(plan, KvOrders) for plan in plans)
         for plan in plans:
             if isinstance(plan, KvOrders):
-                if self._disk is not None and plan.tables == self._num_emptied:
-                    self._disk.order(plan)
+                if self._kv_talk is not None and plan.tables == self._num_emptied:
+                    self._kv_talk.order(plan)
             elif plan.tables != self._num_emptied:
                 self._process.pending -= 1
             elif isinstance(plan, Dropped):
@@ -197,10 +197,10 @@ class Executor:
             self._process.pending -= 1
 
     def close(self) -> None:
-        """Stop waiting for the device, and for the disk."""
+        """Stop waiting for the device, the disk, and other servers."""
         self._in_flight.close()
-        if self._disk is not None:
-            self._disk.close()
+        if self._kv_talk is not None:
+            self._kv_talk.close()
 
     def _begin(self, plan: StepPlan) -> None:
         """Have a plan computed. A step that is over at once is settled at once, unless others are before it."""
@@ -294,8 +294,8 @@ class Executor:
         self._worker.reset()
         self._process.pending -= 1
         self._num_emptied += 1
-        if self._disk is not None:
-            self._disk.reset()
+        if self._kv_talk is not None:
+            self._kv_talk.reset()
 
     def _follow_core(self) -> bool:
         """Introduce ourselves to a core we have not met. Return whether there is a new one."""
@@ -322,8 +322,8 @@ class Executor:
             num_host_blocks=self._worker.num_host_blocks,
             swap_bytes_per_s=self._worker.swap_bytes_per_s,
         )
-        if self._disk is not None:
-            self._disk.introduce(capacity)
+        if self._kv_talk is not None:
+            self._kv_talk.introduce(capacity)
         self._process.peers.send(Role.CORE, self._process.me.index, capacity)
 
 
@@ -342,7 +342,7 @@ def serve(process: Process[Message]) -> None:
         if process.config.executor.num_ranks > 1:
             _set_environment()  # they inherit it
             followers = Followers(process.me, process.config)  # first: they load while this one does
-        config = own_disk(process.me.index, take_share(process.me.index, process.config))
+        config = own_places(process.me.index, take_share(process.me.index, process.config))
         worker = make_worker(config, process.span, followers)
         executor = Executor(process, worker)
         process.account = executor.account

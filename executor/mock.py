@@ -31,7 +31,7 @@ class MockWorker:
 
     num_split = num_host_blocks = swap_bytes_per_s = 0
     has_chores = False
-    kv_disk = None
+    kv_disk = kv_peers = None
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
 from quintet.executor.parallel.library import Note
 from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.peers.boot import open_kv_peers
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.kv import allocate_kv, takes_layer
 from quintet.executor.program.library import program_library
@@ -86,6 +87,10 @@ class Worker:
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
         self.kv_disk = open_kv_disk(runner, config, self.num_host_blocks)
+        self._first_of_peers = self.num_host_blocks
+        if self.kv_disk is not None:
+            self._first_of_peers += self.kv_disk.num_staging_blocks
+        self.kv_peers = open_kv_peers(runner, config, self._first_of_peers)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(
@@ -164,15 +169,20 @@ class Worker:
         return self._smaller_steps.compute(plan, self._compute)
 
     def _copy_in(self, swaps: bytes) -> None:
-        """Copy from host blocks; those behind the last one are what was read from disk."""
-        if self.kv_disk is None:
+        """Copy from host blocks; those behind the last one are what was read from disk, and behind these what peers gave."""
+        if self.kv_disk is None and self.kv_peers is None:
             self._host_blocks.copy_in(swaps)
             return
         pairs = np.frombuffer(swaps, np.int32).reshape(-1, 2)
-        is_read = pairs[:, 1] >= self.num_host_blocks
-        if not is_read.all():
-            self._host_blocks.copy_in(pairs[~is_read].tobytes())
-        self.kv_disk.copy_in(pairs[is_read, 0], pairs[is_read, 1])
+        host = pairs[:, 1]
+        from_host, from_peers = host < self.num_host_blocks, host >= self._first_of_peers
+        from_disk = ~(from_host | from_peers)
+        if from_host.any():
+            self._host_blocks.copy_in(pairs[from_host].tobytes())
+        if self.kv_disk is not None and from_disk.any():
+            self.kv_disk.copy_in(pairs[from_disk, 0], host[from_disk])
+        if self.kv_peers is not None and from_peers.any():
+            self.kv_peers.copy_in(pairs[from_peers, 0], host[from_peers])
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""

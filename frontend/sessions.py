@@ -42,7 +42,7 @@ from quintet.wire.messages import (
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import Claim, Echo, Reading, RequestSpec
+from quintet.wire.request import Claim, Echo, Handover, Reading, RequestSpec
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
@@ -115,6 +115,7 @@ class Sessions:
         told: bytes = b"",
         session: str = "",
         begun: Sequence[Told] = (),
+        handover: Handover | None = None,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
@@ -123,7 +124,7 @@ class Sessions:
         ``final_only`` it wakes only when the request has ended, else for the first token of a choice, every ``interval`` tokens
         after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for never) fails then. ``limit_gives_way``:
         see `Submit`. ``reading``: which parsers read the output. ``told``: outputs (int32) to be told. ``session``: `Submit`'s.
-        ``begun``: what was told of each choice elsewhere.
+        ``begun``: what was told of each choice elsewhere. ``handover``: what other servers have to do with it.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -133,7 +134,7 @@ class Sessions:
             prompt=prompt,
             spec=RequestSpec(
                 params=_seeded(params),
-                arrival_ns=arrival_ns if arrival_ns is not None else time.monotonic_ns(),
+                arrival_ns=time.monotonic_ns() if arrival_ns is None else arrival_ns,
                 detokenizer=0,
                 priority=priority,
                 cache_salt=cache_salt,
@@ -144,6 +145,7 @@ class Sessions:
                 reading=reading,
                 output_ids=told,
                 tells=bool(told),
+                handover=handover,
             ),
             sent_ns=0,
             core=0,
@@ -151,14 +153,14 @@ class Sessions:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        go_on_behind(stream, begun)
-        self._enter(stream)
-        return stream
+        return self._enter(stream, begun)
 
-    def _enter(self, stream: Stream) -> None:
+    def _enter(self, stream: Stream, begun: Sequence[Told]) -> Stream:
+        go_on_behind(stream, begun)
         if stream.num_open:  # else everything was told elsewhere
             self._begin(stream)
             self.metrics.submitted(stream.submit.spec.params)
+        return stream
 
     def take_ids(self, count: int) -> int:
         """Reserve consecutive ids for requests that will be adopted; return the first."""

@@ -52,8 +52,9 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     s.TokenLogprobs: {"token_ids": "i", "logprobs": "f"},
     s.PromptLogprobs: {"ranks": "i", "token_ids": "i", "logprobs": "f"},
     s.StepResult: {"token_ids": "i"},
-    d.KvOrders: {"stores": "i", "fetches": "i"},
-    d.KvAnswers: {"fetched": "i", "missed": "i"},
+    d.KvOrders: {"stores": "i", "fetches": "i", "offers": "i"},
+    d.Pull: {"host_blocks": "i"},
+    d.KvAnswers: {"fetched": "i", "missed": "i", "pulled": "i", "lacking": "i"},
     d.KvKept: {"places": "i"},
 }
 """Struct, field, and the code of its numbers in `array`."""

@@ -129,6 +129,26 @@ class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory that blocks are read into, of each engine."""
 
 
+Role = Literal["prefill", "decode", "both"]
+"""What a server does of requests that two servers compute: ``docs/apart.md``."""
+
+
+class KvPeersConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of KV memory that go to other servers, and come from there."""
+
+    role: Role
+    listen: str = ""
+    """``host:port`` where engine 0 offers blocks, and each further one at the next port; "" where none are offered."""
+    allowed: list[str] = []
+    """Hosts, and networks, that blocks are fetched from."""
+    key_file: str = ""
+    """Shared by all servers; "" for none, on one machine."""
+    offered_bytes: int = 0
+    """Host memory for blocks that are offered, of each engine."""
+    staging_bytes: int = 0
+    """Host memory that blocks are fetched into, of each engine."""
+
+
 class KvEventsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Where outside routers hear which blocks there are (`quintet.wire.kv_events`)."""
 
@@ -157,6 +177,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for KV of preempted requests, of each rank; 0: they are computed again."""
     disk: KvDiskConfig | None = None
     """Where KV outlives the server; None: nowhere."""
+    peers: KvPeersConfig | None = None
+    """Which servers share requests with this one; None: none."""
     events: KvEventsConfig | None = None
     """Who hears of blocks; None: nobody."""
 

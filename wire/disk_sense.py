@@ -1,4 +1,4 @@
-"""Which messages about blocks in host memory and on disk make sense: a part of `quintet.wire.sense`."""
+"""Which messages about blocks in host memory, on disk and of other servers make sense: a part of `quintet.wire.sense`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from quintet.wire.columns import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_disk import KEY_BYTES, MAX_KEPT, KvAnswers, KvKept, KvOrders
 from quintet.wire.params import MAX_COUNT
+from quintet.wire.request import MAX_PEER_CHARS, Handover
 from quintet.wire.step import Capacity
 
 MAX_NS = 1 << 63
@@ -20,6 +21,8 @@ def blocks_elsewhere(config: EngineConfig) -> tuple[int, int]:
     """Return how many blocks there may be in host memory, and on disk."""
     num_blocks, cache = config.model.kv.num_blocks, config.cache
     num_host_blocks = num_blocks(cache.swap_bytes)
+    if cache.peers is not None:
+        num_host_blocks += num_blocks(cache.peers.staging_bytes)
     if cache.disk is None:
         return num_host_blocks, 0
     return num_host_blocks + num_blocks(cache.disk.staging_bytes), num_blocks(cache.disk.size_bytes)
@@ -37,9 +40,11 @@ def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
 
 def fits_elsewhere(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
     """Whether an executor has no more blocks in host memory and on disk than it may."""
+    num_staging_blocks = (capacity.num_staging_blocks, capacity.num_peer_blocks or 0)
     return (
         capacity.num_host_blocks >= 0
-        and 0 <= capacity.num_staging_blocks <= num_host_blocks - capacity.num_host_blocks
+        and min(num_staging_blocks) >= 0
+        and sum(num_staging_blocks) <= num_host_blocks - capacity.num_host_blocks
         and 0 <= capacity.num_disk_blocks <= num_places
     )
 
@@ -58,6 +63,9 @@ def disk_checks(
         pairs = memoryview(column).cast("i")
         return are_below(pairs[0::2].tobytes(), first) and are_below(pairs[1::2].tobytes(), second)
 
+    def are_named(column: bytes, limit: int, keys: list[bytes]) -> bool:
+        return len(column) == ID_BYTES * len(keys) and are_keys(keys) and are_below(column, limit)
+
     def are_kept(message: KvKept) -> bool:
         return (
             _is_about_tables(message)
@@ -72,6 +80,8 @@ def disk_checks(
             0 <= message.tables <= MAX_COUNT
             and are_pairs(message.stores, num_blocks, num_places, message.store_keys)
             and are_pairs(message.fetches, num_places, num_host_blocks, message.fetch_keys)
+            and are_named(message.offers, num_blocks, message.offer_keys)
+            and all(are_named(pull.host_blocks, num_host_blocks, pull.keys) for pull in message.pulls)
         ),
         KvAnswers: lambda message: (
             _is_about_tables(message)
@@ -80,9 +90,18 @@ def disk_checks(
             and are_keys(message.unstored)
             and are_below(message.fetched, num_host_blocks)
             and are_below(message.missed, num_host_blocks)
+            and are_below(message.pulled, num_host_blocks)
+            and are_below(message.lacking, num_host_blocks)
         ),
         KvKept: are_kept,
     }
+
+
+def can_be_handed_over(handover: Handover | None) -> bool:
+    """Whether what a request says of other servers is of bounded size; whether one is there, who asks it knows."""
+    return handover is None or (
+        len(handover.peer) <= MAX_PEER_CHARS and 0 <= handover.num_blocks <= MAX_COUNT
+    )
 
 
 def are_keys(keys: list[bytes]) -> bool:

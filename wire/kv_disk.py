@@ -1,4 +1,5 @@
-"""What core and executor tell each other of blocks that are kept on disk (`quintet.core.kv.disk_pool`).
+"""What core and executor tell each other of blocks that are kept on disk, and of those that go to other servers and come from
+there (`quintet.core.kv.disk_pool`, `quintet.core.kv.peer_pool`).
 
 A *place* is room for one block on disk, a number below `quintet.wire.step.Capacity.num_disk_blocks`. A block's *key* names its
 content: the chained hash of its tokens and all before them, and its group of layers. Every message names the tables that it is
@@ -16,8 +17,21 @@ MAX_KEPT = 1 << 15
 """Places that one `KvKept` tells of at most."""
 
 
+class Pull(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvOrders`: contents to fetch from one peer."""
+
+    peer: str
+    """``host:port``"""
+    host_blocks: bytes
+    """int32"""
+    keys: list[bytes]
+
+
 class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
-    """Core to executor: store these, and fetch those. Takes its turn among the plans: blocks hold what those before it wrote."""
+    """Core to executor: store these, offer those, and fetch others.
+
+    Takes its turn among the plans: blocks hold what those before it wrote.
+    """
 
     tables: int
     """`quintet.wire.step.Capacity.tables`"""
@@ -27,6 +41,15 @@ class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
     fetches: bytes = b""
     """int32 pairs ``place, host block``"""
     fetch_keys: list[bytes] = []
+    offers: bytes = b""
+    """int32: device blocks whose contents peers may have."""
+    offer_keys: list[bytes] = []
+    pulls: list[Pull] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.store_keys or self.fetch_keys or self.offer_keys or self.pulls)
 
 
 class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
@@ -44,6 +67,10 @@ class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
     """int32: host blocks that do not: it was not there any more, or not whole."""
     fetch_ns: int = 0
     """How long reading took, of all of these."""
+    pulled: bytes = b""
+    """int32: host blocks that hold what was to come from peers."""
+    lacking: bytes = b""
+    """int32: host blocks that do not: no peer that computes the same bits had it, or none answered."""
 
 
 class KvKept(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
@@ -57,6 +84,6 @@ class KvKept(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
 
 
 class DiskRang(msgspec.Struct, array_like=True, tag="disk_rang", gc=False):
-    """The thread that reads and writes has answers: it tells the executor's loop. Never sent."""
+    """A thread that reads and writes, or talks with peers, has answers: it tells the executor's loop. Never sent."""
 
     count: int

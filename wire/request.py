@@ -47,6 +47,21 @@ class Echo(IntEnum):
     """With all of them: they are the client's own."""
 
 
+MAX_PEER_CHARS = 300
+"""Of `Handover.peer`."""
+
+
+class Handover(msgspec.Struct, array_like=True):
+    """What a request has to do with KV of other servers (``docs/apart.md``)."""
+
+    offers: bool = False
+    """Whether its prompt's blocks are offered to other servers when it has ended."""
+    peer: str = ""
+    """``host:port`` where its prompt's blocks are fetched from; "" for nowhere."""
+    num_blocks: int = 0
+    """So many of the prompt's blocks, from the first on, are offered there."""
+
+
 class RequestSpec(msgspec.Struct, array_like=True):
     """Inside `Submit` and `Admit`: all of a request but its prompt and its way, from the frontend to the core unchanged.
 
@@ -81,6 +96,8 @@ class RequestSpec(msgspec.Struct, array_like=True):
     """How the output is read; None where it is all plain text."""
     tells: bool = False
     """Nobody has ``output_ids`` as text yet: they are told as if they had just been drawn."""
+    handover: Handover | None = None
+    """None where its KV is this server's own affair."""
 
 
 def room_for_output(max_tokens: int | None, limit_gives_way: bool, max_model_len: int) -> int:

@@ -18,7 +18,13 @@ from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import UNREADABLE, unpack_i32
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
-from quintet.wire.disk_sense import are_swaps, blocks_elsewhere, disk_checks, fits_elsewhere
+from quintet.wire.disk_sense import (
+    are_swaps,
+    blocks_elsewhere,
+    can_be_handed_over,
+    disk_checks,
+    fits_elsewhere,
+)
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
@@ -157,6 +163,7 @@ class Sense:
             and self._are_tokens(spec.output_ids)
             and len(spec.output_ids) <= ID_BYTES * self._max_len
             and _can_be_read(spec.reading)
+            and can_be_handed_over(spec.handover)
         )
 
     def _submit(self, msg: m.Submit) -> bool:

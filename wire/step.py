@@ -152,3 +152,5 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     """Blocks there is room for on disk (`quintet.wire.kv_disk`)."""
     num_staging_blocks: int = 0
     """Host blocks that they are read into; their numbers follow those of `num_host_blocks`."""
+    num_peer_blocks: int | None = None
+    """Host blocks that those of other servers are fetched into, numbered behind all others; None where there are no peers."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections import ChainMap
 
-from quintet.core.contents import keys_behind, run_of
+from quintet.core.contents import found_behind, keys_behind, run_of
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.disk_pool import DiskPool, Wish
-from quintet.core.kv.held import Held
+from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.prefix import extend_chain, reach
-from quintet.core.request import Request, Status
+from quintet.core.request import Request
 from quintet.core.state import State
 
 
@@ -28,10 +27,10 @@ def gate(state: State, request: Request) -> bool:
     disk = state.pool.tiers.disk
     if disk is None or state.trial is not None:
         return True
-    wish = disk.wishes.get(request.request_id)
+    wish = disk.fetches.wishes.get(request.request_id)
     if wish is None:
         _ask(state, disk, request)
-        wish = disk.wishes.get(request.request_id)
+        wish = disk.fetches.wishes.get(request.request_id)
     return wish is None or not wish.pending
 
 
@@ -40,7 +39,7 @@ def _ask(state: State, disk: DiskPool, request: Request) -> None:
     limits, index = state.limits, state.pool.index
     max_blocks = (len(request.tokens) - 1) // limits.block_size
     if not request.params.reads_prefix_cache or not disk.place_of or not max_blocks:
-        disk.wishes[request.request_id] = Wish()
+        disk.fetches.wish_nothing(request.request_id)
         return
     digests, groups, size = request.digests, limits.groups.all, limits.block_size
     extend_chain(digests, request.salt_digest, request.tokens, size, max_blocks)
@@ -54,36 +53,12 @@ def _ask(state: State, disk: DiskPool, request: Request) -> None:
     is_there = all(map(disk.place_of.__contains__, missing))
     computing_ns = state.pace.time_of((there - here) * size)
     if there <= here or not is_there or not disk.is_cheaper(len(missing), computing_ns):
-        disk.wishes[request.request_id] = Wish()
+        disk.fetches.wish_nothing(request.request_id)
         return
     disk.ask(request.request_id, missing, there * size, whole=not limits.groups.is_plain)
 
 
 def source(state: State, request: Request) -> Found | None:
     """Find what is on the device, and behind it what was fetched."""
-    disk, limits, index = state.pool.tiers.disk, state.limits, state.pool.index
-    wish = None if disk is None else disk.wishes.get(request.request_id)
-    if disk is None or wish is None or not wish.num_tokens or request.status is Status.RUNNING:
-        return None
-    shared: list[Held] = []
-    restored: list[list[int]] = []
-    num_tokens = wish.num_tokens
-    for group, spec in enumerate(limits.groups.all):
-        keys = keys_behind(state, request, group, num_tokens)
-        blocks = run_of(keys, index.block_of)
-        fetched = disk.fetch(request.request_id, keys[len(blocks) :])
-        if fetched is None:
-            return None
-        if limits.groups.is_plain:
-            num_tokens = (len(blocks) + len(fetched)) * limits.block_size
-        elif len(blocks) + len(fetched) < len(keys):
-            return None
-        begin = 0 if spec.is_state else limits.groups.first_block(group, num_tokens)
-        shared.append(Held(begin, blocks))
-        restored.append(fetched)
-    if not any(restored):
-        return None
-    num_cached = min(num_tokens, request.num_prompt)
-    return Found(
-        num_tokens, shared, num_cached=num_cached, num_queried=len(request.tokens), restored=restored
-    )
+    disk = state.pool.tiers.disk
+    return None if disk is None else found_behind(state, request, disk.fetches)

@@ -7,9 +7,7 @@ A place is always in exactly one of three states:
        └────────────────────────┴──────────────────────────────┘
 
 Every full block that becomes findable on the device is stored, unless it is there already; what was used longest ago gives
-way. What a waiting request wants is fetched into host blocks, and is *pending* until the executor has answered; the plan that
-lets the request enter copies it to the device. A host block that is being written gets no other content before the answer is
-here, whoever wanted it.
+way. What a waiting request wants is fetched into host blocks (`quintet.core.kv.fetches`).
 
 Never wrong: a key names the content, and the executor reads nothing else under it (`quintet.executor.disk.block_file`). What is
 believed to be there and is not is a miss: the request computes it.
@@ -18,52 +16,30 @@ believed to be there and is not is a miss: the request computes it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
 
-from quintet.core.kv.host_pool import HostPool
+from quintet.core.kv.fetches import Fetches
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 
-PATIENCE_NS = 10_000_000_000
-"""A fetch of which, and of those before it, nothing is heard for so long is given up: the disk hangs, or an answer was lost."""
 MOST_SURPRISE = 8
 """A fetch counts as no more than so many times the mean: one that was stopped says nothing of the next."""
 TRY_EVERY = 32
 """After so many requests for which computing looked cheaper, what was measured is forgotten: the disk may be faster now."""
 
 
-@dataclass(slots=True)
-class Wish:
-    """What a waiting request has asked for, once it was looked up: perhaps nothing."""
-
-    num_tokens: int = 0
-    """Behind so many it can begin when all has come."""
-    pending: set[bytes] = field(default_factory=set)
-    last: int = 0
-    """The number of the newest fetch among these."""
-    deadline_ns: int = 0
-    """When it is given up; 0: soon known."""
-
-
 class DiskPool:
     """Which place holds what, and what is on its way to and fro: a `quintet.core.kv.tiers.Tier`."""
 
     __slots__ = (
-        "_awaited",
         "_due",
-        "_fetches",
-        "_num_asked",
         "_num_refused",
-        "_number_of",
-        "_untimed",
+        "_ordered",
         "copy_ns",
+        "fetches",
         "free",
         "num_places",
         "place_of",
-        "room",
         "storing",
-        "wishes",
     )
 
     def __init__(self, num_places: int, first_host_block: int, num_host_blocks: int) -> None:
@@ -74,22 +50,13 @@ class DiskPool:
         """Content -> where it is, used longest ago first."""
         self.storing: dict[bytes, int] = {}
         """Content -> the place that it is being written to."""
-        self.room = HostPool(num_host_blocks, first_host_block)
-        self.wishes: dict[int, Wish] = {}
-        """By request."""
+        self.fetches = Fetches(first_host_block, num_host_blocks)
         self.copy_ns: float | None = None
         """How long fetching a block takes, as measured; None before any was."""
         self._due: dict[bytes, int] = {}
         """Content -> the device block to store it from, of what was not ordered yet."""
-        self._fetches: list[tuple[int, int, bytes]] = []
-        """Place, host block and content, of what was not ordered yet."""
-        self._awaited: dict[int, bytes] = {}
-        """Host block -> the content that is being read into it."""
-        self._num_asked = 0
-        self._number_of: dict[int, int] = {}
-        """Host block -> the number of the fetch that it is for; fetches are answered in this order."""
-        self._untimed: list[Wish] = []
-        """Whose patience begins with the next orders."""
+        self._ordered: list[tuple[int, int, bytes]] = []
+        """Place, host block and content to fetch, of what was not ordered yet."""
         self._num_refused = 0
 
     # --- keeping ---
@@ -126,24 +93,11 @@ class DiskPool:
     # --- fetching ---
 
     def ask(self, request_id: int, keys: Sequence[bytes], num_tokens: int, *, whole: bool) -> bool:
-        """Fetch these contents, which are on disk, for a request: as many of the first as there is room for; ``whole``: or none.
-
-        Return whether any is fetched.
-        """
-        wanted = self.room.want(request_id, keys, whole=whole)
-        if not wanted:
+        """Fetch these contents, which are on disk, for a request: see `Fetches.ask`. Return whether any is fetched."""
+        new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
+        if new is None:
             return False
-        for key in wanted:
-            if key not in self.room.block_of:
-                block = self.room.place(key)
-                self._awaited[block] = key
-                self._num_asked += 1
-                self._number_of[block] = self._num_asked
-                self._fetches.append((self.place_of[key], block, key))
-        pending = {key for key in wanted if self.room.block_of[key] in self._awaited}
-        last = max((self._number_of[self.room.block_of[key]] for key in pending), default=0)
-        self.wishes[request_id] = wish = Wish(num_tokens, pending, last)
-        self._untimed.append(wish)
+        self._ordered += ((self.place_of[key], block, key) for block, key in new)
         return True
 
     def is_cheaper(self, num_blocks: int, computing_ns: int | None) -> bool:
@@ -157,25 +111,15 @@ class DiskPool:
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
         """See `Tier.fetch`."""
-        wish = self.wishes.get(request_id)
-        if wish is None:
-            return []
-        if wish.pending:
-            return None
-        blocks = self.room.fetch(request_id, keys)
-        return list(takewhile(lambda block: block not in self._awaited, blocks))
+        return self.fetches.fetch(request_id, keys)
 
     def forget(self, request_id: int) -> None:
         """See `Tier.forget`."""
-        self.wishes.pop(request_id, None)
-        self.room.forget(request_id)
+        self.fetches.forget(request_id)
 
     def expire(self, now_ns: int) -> None:
-        """Give up what was fetched for too long: who waits for it computes."""
-        for request_id, wish in self.wishes.items():
-            if wish.pending and wish.deadline_ns and now_ns > wish.deadline_ns:
-                wish.pending.clear()
-                self.room.forget(request_id)
+        """Give up what was fetched for too long."""
+        self.fetches.expire(now_ns)
 
     # --- orders and answers ---
 
@@ -184,14 +128,10 @@ class DiskPool:
         """Contents that are to be stored and were not ordered yet, and the device blocks that hold them."""
         return self._due
 
-    def take_orders(self, tables: int, now_ns: int) -> KvOrders | None:
-        """Return what is to be done, if anything: before the next plan is made."""
-        for wish in self._untimed:
-            wish.deadline_ns = now_ns + PATIENCE_NS
-        self._untimed.clear()
-        if not self._due and not self._fetches:
-            return None
-        orders, stores = KvOrders(tables), list[int]()
+    def add_orders(self, orders: KvOrders, now_ns: int) -> None:
+        """Add what is to be done: before the next plan is made."""
+        self.fetches.begin_orders(now_ns)
+        stores = list[int]()
         for key, block in self._due.items():
             place = self._take_place()
             if place is None:
@@ -200,11 +140,10 @@ class DiskPool:
             stores += (block, place)
             orders.store_keys.append(key)
         orders.stores = pack_i32(stores)
-        orders.fetches = pack_i32([number for place, block, _ in self._fetches for number in (place, block)])
-        orders.fetch_keys += (key for _, _, key in self._fetches)
+        orders.fetches = pack_i32([number for place, block, _ in self._ordered for number in (place, block)])
+        orders.fetch_keys += (key for _, _, key in self._ordered)
         self._due.clear()
-        self._fetches.clear()
-        return orders
+        self._ordered.clear()
 
     def answer(self, answers: KvAnswers) -> None:
         """Apply what became of orders."""
@@ -217,39 +156,19 @@ class DiskPool:
             if place is not None:
                 self.free[place] = None
         fetched = unpack_i32(answers.fetched)
-        self._settle(fetched, missed=False)
-        self._settle(unpack_i32(answers.missed), missed=True)
+        self.fetches.settle(fetched, missed=False)
+        for key in self.fetches.settle(unpack_i32(answers.missed), missed=True):
+            place = self.place_of.pop(key, None)
+            if place is not None:
+                self.free[place] = None
         if fetched:
             copy_ns = answers.fetch_ns / len(fetched)
             old_ns = copy_ns if self.copy_ns is None else self.copy_ns
             self.copy_ns = (3 * old_ns + min(copy_ns, MOST_SURPRISE * old_ns)) / 4
 
-    def _settle(self, blocks: Sequence[int], *, missed: bool) -> None:
-        newest = max((self._number_of.get(block, 0) for block in blocks), default=0)
-        if newest:
-            behind = [wish for wish in self.wishes.values() if wish.pending and wish.last >= newest]
-            for wish in behind:
-                wish.deadline_ns = 0
-            self._untimed += behind
-        for block in blocks:
-            key = self._awaited.pop(block, None)
-            if key is None:
-                continue
-            del self._number_of[block]
-            if missed and key in self.place_of:
-                self.free[self.place_of.pop(key)] = None
-            if self.room.block_of.get(key) != block:
-                continue  # nobody wants it any more, or it was ordered anew
-            if missed:
-                self.room.lose(key)
-            for wish in self.wishes.values():
-                wish.pending.discard(key)
-
     def take_copies(self) -> list[int]:
         """See `Tier.take_copies`: nothing is copied this way. What that plan has read, and nobody writes, is free again."""
-        leaving = self.room.leaving
-        self.room.free += (block for block in leaving if block not in self._awaited)
-        self.room.leaving = [block for block in leaving if block in self._awaited]
+        self.fetches.free_left()
         return []
 
     def check(self, waiting: set[int]) -> None:
@@ -257,9 +176,4 @@ class DiskPool:
         places = [*self.free, *self.place_of.values(), *self.storing.values()]
         assert sorted(places) == list(range(self.num_places)), len(places)
         assert self.place_of.keys().isdisjoint(self.storing), "stored twice"
-        self.room.check(waiting)
-        assert self._awaited.keys() == self._number_of.keys(), (self._awaited, self._number_of)
-        assert self._awaited.keys() <= {*self.room.block_of.values(), *self.room.leaving}, self._awaited
-        assert waiting.issuperset(self.wishes), (waiting, list(self.wishes))
-        for wish in self.wishes.values():
-            assert wish.pending <= self.room.block_of.keys(), "waits for what nobody brings"
+        self.fetches.check(waiting)

@@ -4,8 +4,8 @@ Every tier hands contents back by way of host memory, from where a plan copies t
 
       device block ── leaving, findable ──▶ tier ── fetch ──▶ pending ──▶ fetched: host block ── a plan ──▶ device block
 
-A fetch that takes no time is fetched at once (host memory); of another (disk) the answer is that it is pending, until
-it is not. A request that waits for one waits in the queue, and others pass it.
+A fetch that takes no time is fetched at once (host memory); of another (disk, another server) the answer is that it is pending,
+until it is not. A request that waits for one waits in the queue, and others pass it.
 
 Contents are named by keys as the prefix cache has them (`quintet.core.kv.prefix`): the chained hash of all tokens up to there,
 and the group of layers. What model and layout they are of is the same for all contents of a tier: the executor sees to it.
@@ -18,6 +18,7 @@ from typing import Protocol
 
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.host_pool import HostPool
+from quintet.core.kv.peer_pool import PeerPool
 
 
 class Tier(Protocol):
@@ -43,14 +44,17 @@ class Tier(Protocol):
 class Tiers:
     """All tiers there are; of some the features ask by name, everybody else tells and asks all."""
 
-    __slots__ = ("_all", "disk", "host", "on_leave")
+    __slots__ = ("_all", "disk", "host", "on_leave", "peers")
 
-    def __init__(self, num_host_blocks: int = 0, disk: DiskPool | None = None) -> None:
+    def __init__(
+        self, num_host_blocks: int = 0, disk: DiskPool | None = None, peers: PeerPool | None = None
+    ) -> None:
         self.host = HostPool(num_host_blocks)
         self.disk = disk
+        self.peers = peers
         self.on_leave: Callable[[bytes], None] | None = None
         """Who else hears of contents that the device gives away."""
-        tiers: tuple[Tier | None, ...] = (self.host if num_host_blocks else None, disk)
+        tiers: tuple[Tier | None, ...] = (self.host if num_host_blocks else None, disk, peers)
         self._all: tuple[Tier, ...] = tuple(tier for tier in tiers if tier is not None)
 
     def leave(self, key: bytes, block: int) -> None:
@@ -64,6 +68,12 @@ class Tiers:
         """See `Tier.forget`."""
         for tier in self._all:
             tier.forget(request_id)
+
+    def expire(self, now_ns: int) -> None:
+        """Give up what was fetched for too long."""
+        for tier in (self.disk, self.peers):
+            if tier is not None:
+                tier.expire(now_ns)
 
     def take_copies(self) -> list[int]:
         """See `Tier.take_copies`."""

@@ -14,6 +14,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.implementation import check_transformers_flags, note_of
 from quintet.deploy.resolve.kv_disk import kv_disk_config
 from quintet.deploy.resolve.kv_events import kv_events_config
+from quintet.deploy.resolve.kv_peers import kv_peers_config
 from quintet.deploy.resolve.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -203,6 +204,7 @@ def _cache_config(
         )
         // options.tensor_parallel_size,
         events=kv_events_config(options, kv, shares_beginnings=shares_beginnings),
+        peers=kv_peers_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
         disk=kv_disk_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
     )
     return cache, fitted

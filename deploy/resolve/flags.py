@@ -361,6 +361,48 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "nobody is told",
         ),
     ] = None
+    role: Annotated[
+        Literal["alone", "prefill", "decode", "both"],
+        Flag(
+            MEMORY,
+            "of requests that two servers compute, one the prompt and one the answer (docs/apart.md): prefill computes prompts"
+            " and offers their KV, decode fetches it; both do both. On a CPU",
+        ),
+    ] = "alone"
+    kv_peer_listen: Annotated[
+        str | None,
+        Flag(
+            MEMORY,
+            "where KV is offered to other servers: the address by which they reach this one; each further engine has the next"
+            " port. Beyond this machine it wants --kv-peer-key",
+            "HOST:PORT",
+            "127.0.0.1:5600",
+        ),
+    ] = None
+    kv_peers: Annotated[
+        list[str],
+        Flag(
+            MEMORY,
+            "host or network, such as 10.0.0.0/24, that KV may be fetched from; repeat for more",
+            "HOST",
+            "this machine",
+        ),
+    ] = []
+    kv_peer_key: Annotated[
+        str | None,
+        Flag(
+            MEMORY,
+            "file with a secret of 32 bytes or more that all servers have: they talk encrypted, and to nobody else",
+            "FILE",
+            "none",
+        ),
+    ] = None
+    kv_peer_memory: Annotated[
+        int | str | None,
+        Flag(
+            MEMORY, "most of what is offered, for each engine; what was used longest ago goes", "SIZE", "1GiB"
+        ),
+    ] = None
     block_size: Annotated[
         int | None,
         Flag(

@@ -15,7 +15,6 @@ is the supervisor's to say.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import os
 import struct
@@ -23,6 +22,7 @@ import time
 from pathlib import Path
 from zlib import crc32
 
+from quintet.executor.disk.identity import digest_of
 from quintet.process.own_files import open_own
 from quintet.wire.errors import ConfigError
 
@@ -79,7 +79,7 @@ class BlockFile:
 
     def write(self, place: int, key: bytes, block: memoryview) -> bool:
         """Have a place hold a block; return whether it does. Where it does not it holds nothing."""
-        digest = self._digest(key, block)
+        digest = digest_of(self._whose, key, block)
         try:
             self._forget(place)
             if _write_whole(self._blocks, block, place * self.block_bytes):
@@ -109,7 +109,7 @@ class BlockFile:
         except OSError as error:
             log.warning("a block of KV could not be read from disk: %s", error.strerror)
             is_whole = False
-        if is_whole and self._digest(key, into) == digest:
+        if is_whole and digest_of(self._whose, key, into) == digest:
             with contextlib.suppress(OSError):  # then a later start does not know of this use
                 self._enter(place, key, digest)
             return True
@@ -136,11 +136,6 @@ class BlockFile:
         if self._digests.pop(place, None) is not None:
             del self._kept[place]
             os.pwrite(self._index, NOTHING, self._entry_at(place))
-
-    def _digest(self, key: bytes, block: memoryview) -> bytes:
-        digest = hashlib.sha256(self._whose + len(key).to_bytes(1, "little") + key)
-        digest.update(block)
-        return digest.digest()
 
     def _entry_at(self, place: int) -> int:
         return HEAD_BYTES + place * ENTRY.size

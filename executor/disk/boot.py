@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.disk.block_file import BlockFile
 from quintet.executor.disk.identity import identity_of
 from quintet.executor.features.kv_disk import DiskBlocks
@@ -22,7 +23,7 @@ def open_kv_disk(runner: Runner, config: EngineConfig, first_host_block: int) ->
     disk = config.cache.disk
     if disk is None:
         return None
-    block_bytes = sum(layer[0].numel() * layer.element_size() for layer in runner.blocks)
+    block_bytes = BlockBytes(runner.blocks).block_bytes
     num_blocks = config.model.kv.num_blocks
     folder = Path(disk.folder)
     file = BlockFile(

@@ -10,6 +10,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -27,6 +28,8 @@ MOST_SAMPLES, LEAST_SAMPLES = 256, 4
 """Of all files together about so many samples, and of each at least so many: a hundredth of a second on a disk of today."""
 
 EXECUTOR = Path(__file__).parents[1]
+SAMPLED_EVERY = 1 << 20
+"""Bytes, where times tell nothing, since they are other ones on every machine."""
 
 
 def identity_of(config: EngineConfig, runner: str) -> bytes:
@@ -34,9 +37,38 @@ def identity_of(config: EngineConfig, runner: str) -> bytes:
 
     runner: who computes. Whatever else could matter and is not known to matter is in it too, such as the longest context.
     """
+    return hashlib.sha256(json.dumps(_content_of(config, runner), sort_keys=True).encode()).digest()
+
+
+def parts_of(config: EngineConfig, runner: str) -> dict[str, str]:
+    """Return the same by name, as hashes that servers on other machines can compare: of weights, what is in their files.
+
+    Every tensor of more than `SAMPLED_EVERY` bytes is looked into.
+    """
+    content = _content_of(config, runner) | {"weights": _samples_of(config)}
+    return {name: _short(json.dumps(part, sort_keys=True).encode()) for name, part in content.items()}
+
+
+def whole_of(parts: Mapping[str, str]) -> bytes:
+    """Return 32 bytes that differ where any of these parts do."""
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def digest_of(whose: bytes, key: bytes, block: memoryview) -> bytes:
+    """Return the hash of a block that is *whose*, of this key: what is not this one has another."""
+    digest = hashlib.sha256(whose + len(key).to_bytes(1, "little") + key)
+    digest.update(block)
+    return digest.digest()
+
+
+def _short(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
     model = config.model
     library = open_library()
-    content = {
+    return {
         "card": hashlib.sha256(model.card.encode()).hexdigest(),
         "architecture": model.architecture,
         "implementation": model.implementation,
@@ -53,28 +85,40 @@ def identity_of(config: EngineConfig, runner: str) -> bytes:
         "transformers": importlib.metadata.version("transformers"),
         "executor": _sources_of(EXECUTOR),
     }
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()
+
+
+def _files_of(config: EngineConfig) -> list[Path]:
+    path = Path(config.model.path)
+    files = part_paths(path) if is_gguf(path) else sorted(path.iterdir())
+    return [each for each in files if each.suffix in SUFFIXES]
 
 
 def _weights_of(config: EngineConfig) -> object:
     if config.executor.load_format == "dummy":
         return config.executor.seed
-    path = Path(config.model.path)
-    files = part_paths(path) if is_gguf(path) else sorted(path.iterdir())
-    weights = [each for each in files if each.suffix in SUFFIXES]
+    weights = _files_of(config)
     num_samples = max(LEAST_SAMPLES, MOST_SAMPLES // max(1, len(weights)))
-    return [_told_of(each, num_samples) for each in weights]
+    return [[each.stat().st_mtime_ns, *_told_of(each, num_samples)] for each in weights]
 
 
 def _told_of(path: Path, num_samples: int) -> list[object]:
-    """Return a file's name, size, time, and a hash of samples at even distances, its beginning and its end among them."""
+    """Return a file's name, size, and a hash of samples at even distances, its beginning and its end among them."""
     sampled = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        stat = os.fstat(file.fileno())
-        step = max(SAMPLE_BYTES, (stat.st_size - SAMPLE_BYTES) // (num_samples - 1))
-        for begin in range(0, max(1, stat.st_size), step):
+        size = os.fstat(file.fileno()).st_size
+        step = max(SAMPLE_BYTES, (size - SAMPLE_BYTES) // (num_samples - 1))
+        for begin in range(0, max(1, size), step):
             sampled.update(os.pread(file.fileno(), SAMPLE_BYTES, begin))
-    return [path.name, stat.st_size, stat.st_mtime_ns, sampled.hexdigest()]
+    return [path.name, size, sampled.hexdigest()]
+
+
+def _samples_of(config: EngineConfig) -> object:
+    """Return the same of every piece of the files, and nothing of their times."""
+    if config.executor.load_format == "dummy":
+        return config.executor.seed
+    return [
+        _told_of(each, max(LEAST_SAMPLES, each.stat().st_size // SAMPLED_EVERY)) for each in _files_of(config)
+    ]
 
 
 def _sources_of(folder: Path) -> str:

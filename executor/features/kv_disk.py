@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from quintet.executor.block_bytes import BlockBytes, Bytes, Int
 from quintet.executor.disk.block_file import BlockFile
 from quintet.executor.memory import lazy_zeros
 from quintet.process.batch_class import let_others_finish
@@ -34,8 +34,6 @@ MAX_FETCHES_UNTOLD = 16
 TELL_AFTER_NS = 50_000_000
 """Blocks read, and time spent on them, before the core hears of them while more are to be: who waits for the first begins."""
 FAREWELL_S = 2.0
-
-Bytes = NDArray[np.uint8]
 
 
 @dataclass(slots=True, frozen=True)
@@ -65,9 +63,7 @@ class DiskBlocks:
         first_host_block: int,
     ) -> None:
         """layers: KV memory on the CPU, ``[blocks, ...]`` each. first_host_block: the number of the first one of staging."""
-        self._layers: list[Bytes] = [layer.view(torch.uint8).view(len(layer), -1).numpy() for layer in layers]
-        ends = np.cumsum([layer.shape[1] for layer in self._layers]).tolist()
-        self._columns = [slice(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+        self._blocks = BlockBytes(layers)
         self._file = file
         self.num_places = file.num_places
         self.num_staging_blocks = num_staging_blocks
@@ -101,7 +97,7 @@ class DiskBlocks:
         tables = orders.tables
         stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
         room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
-        taken = self._take(stores[: max(0, room), 0])
+        taken = self._blocks.take(stores[: max(0, room), 0])
         fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
         with self._changed:
             if tables != self._tables:
@@ -116,18 +112,9 @@ class DiskBlocks:
                 self._fetches.append(_Fetch(tables, place, key, block))
             self._changed.notify()
 
-    def _take(self, blocks: NDArray[np.int32]) -> Bytes:
-        """Return copies of blocks: ``[blocks, bytes]``."""
-        taken: Bytes = np.empty((len(blocks), self._file.block_bytes), np.uint8)
-        for layer, columns in zip(self._layers, self._columns, strict=True):
-            taken[:, columns] = layer[blocks]
-        return taken
-
-    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
+    def copy_in(self, blocks: Int, host_blocks: Int) -> None:
         """Copy what was fetched into blocks of KV memory."""
-        fetched = self._staging[host_blocks - self._first]
-        for layer, columns in zip(self._layers, self._columns, strict=True):
-            layer[blocks] = fetched[:, columns]
+        self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
     def take_answers(self) -> KvAnswers | None:
         """See `KvDisk.take_answers`."""

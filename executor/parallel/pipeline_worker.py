@@ -115,7 +115,7 @@ class PipelineWorker:
         tellers = [links.behind] if group is None else [group, links.behind]
         self._host_blocks = HostBlocksOfAllRanks(own, tellers)
         self.num_host_blocks = own.num_blocks
-        self.kv_disk = None  # the blocks lie in several processes
+        self.kv_disk = self.kv_peers = None  # the blocks lie in several processes
         self.swap_bytes_per_s = own.measure()
 
     @property

@@ -24,7 +24,7 @@ from quintet.wire.channels import Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Prompt
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Claim, Reading
+from quintet.wire.request import Claim, Handover, Reading
 
 
 class AnswerWriter(Protocol):
@@ -120,6 +120,7 @@ def submit_all(
     session: str = "",
     begun: Sequence[Sequence[Told]] = (),
     seeds: Sequence[int] = (),
+    handover: Handover | None = None,
 ) -> Submissions:
     """Let a request in and send its prompts on their way, all with these checked parameters.
 
@@ -149,6 +150,7 @@ def submit_all(
                     reading=reading,
                     session=session,
                     begun=begun[index] if begun else (),
+                    handover=handover,
                 )
             )
     except BaseException:

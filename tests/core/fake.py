@@ -31,6 +31,7 @@ from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
 from tests.wire.respec import changed
 
 from .fake_disk import FakeDisk
+from .fake_peers import FakePeers
 
 EOS = 2
 VOCAB = 200
@@ -126,6 +127,7 @@ class FakeExecutor:
         assert all(0 <= block < self.capacity.num_blocks for block in (out + back)[::2])
         assert all(0 <= block < self.capacity.num_host_blocks for block in out[1::2])
         num_blocks = self.capacity.num_host_blocks + self.capacity.num_staging_blocks
+        num_blocks += self.capacity.num_peer_blocks or 0
         assert all(0 <= block < num_blocks for block in back[1::2])
         for column in (out[1::2], back[::2]):
             assert len(set(column)) == len(column), ("written twice", column)
@@ -278,6 +280,7 @@ class World:
         max_model_len = options.pop("max_model_len", 256)
         features = options.pop("features", FEATURES)
         self.disk: FakeDisk | None = options.pop("disk", None)  # type: ignore[assignment]
+        self.peers: FakePeers | None = options.pop("peers", None)  # type: ignore[assignment]
         self.fault: Fault = options.pop("fault", no_fault)  # type: ignore[assignment]
         self.failure: ExecutorFails | None = None
         """Of a step that failed and of which the core will hear when it has heard of all before."""
@@ -293,6 +296,7 @@ class World:
                 enable_prefix_caching=bool(caching),
                 swap_bytes=64 * self.num_host_blocks,
                 disk=None if self.disk is None else self.disk.config,
+                peers=None if self.peers is None else self.peers.config,
                 events=options.pop("events", None),  # type: ignore[arg-type]
             ),
             msgspec.convert(settings | options, SchedulerConfig),
@@ -333,6 +337,7 @@ class World:
                 swap_bytes_per_s=self.swap_bytes_per_s,
                 num_disk_blocks=0 if self.disk is None else self.disk.num_places,
                 num_staging_blocks=0 if self.disk is None else self.disk.num_staging_blocks,
+                num_peer_blocks=None if self.peers is None else self.peers.num_staging_blocks,
             )
         )
 
@@ -416,8 +421,11 @@ class World:
 
     def _order(self) -> None:
         orders = self.engine.kv_orders(self.now)
-        if orders is not None and self.disk is not None and self.failure is None:
-            self.disk.obey(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
+        if orders is None or self.failure is not None:
+            return
+        for place in (self.disk, self.peers):
+            if place is not None:
+                place.obey(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
 
     def _execute(self, plan: StepPlan) -> None:
         try:
@@ -433,7 +441,8 @@ class World:
             if self.failure is not None:
                 self.lose_executor()
                 return True
-            return self.disk is not None and self.disk.answer(self.engine)
+            places = (self.disk, self.peers)
+            return any(place.answer(self.engine) for place in places if place is not None)
         result = self.executor.results.popleft()
         flights = self.engine.state.in_flight if self.engine.state is not None else ()
         if flights and flights[0].step == result.step:
@@ -460,7 +469,8 @@ class World:
             pass
 
     def _account(self) -> tuple[int, ...]:
-        num_answers = 0 if self.disk is None else self.disk.num_answers
+        places = (self.disk, self.peers)
+        num_answers = sum(place.num_answers for place in places if place is not None)
         return len(self.plans), len(self.executor.results), self.num_losses, num_answers
 
     def apply(self, effects: Effects) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.kv.disk_pool import MOST_SURPRISE, PATIENCE_NS, TRY_EVERY, DiskPool
+from quintet.core.kv.disk_pool import MOST_SURPRISE, TRY_EVERY, DiskPool
+from quintet.core.kv.fetches import PATIENCE_NS
 from quintet.core.state import State
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvAnswers
+from quintet.wire.kv_disk import KvAnswers, KvOrders
 
 from .fake import World, expected
 from .fake_disk import FakeDisk
@@ -175,12 +176,16 @@ def test_such_traces_fetch() -> None:
 # --- the pool ---
 
 
+def orders_of(pool: DiskPool, now_ns: int = 0) -> KvOrders:
+    orders = KvOrders(0)
+    pool.add_orders(orders, now_ns)
+    return orders
+
+
 def store(pool: DiskPool, *keys: bytes) -> None:
     for block, key in enumerate(keys):
         pool.stand(key, block)
-    orders = pool.take_orders(0, 0)
-    assert orders is not None
-    pool.answer(KvAnswers(1, 0, stored=orders.store_keys))
+    pool.answer(KvAnswers(1, 0, stored=orders_of(pool).store_keys))
     pool.check(set())
 
 
@@ -197,14 +202,14 @@ def test_progress_renews_patience_of_those_behind_it_alone() -> None:
     store(pool, A, B, C)
     for request_id, key in enumerate((A, B, C)):
         assert pool.ask(request_id, [key], 4, whole=False)
-        pool.take_orders(0, 0)
-    pool.answer(KvAnswers(1, 0, fetched=pack_i32([pool.room.block_of[B]]), fetch_ns=8))
-    pool.take_orders(0, PATIENCE_NS)
+        orders_of(pool)
+    pool.answer(KvAnswers(1, 0, fetched=pack_i32([pool.fetches.room.block_of[B]]), fetch_ns=8))
+    orders_of(pool, PATIENCE_NS)
     pool.expire(PATIENCE_NS + 1)
-    waits = {request_id for request_id, wish in pool.wishes.items() if wish.pending}
+    waits = {request_id for request_id, wish in pool.fetches.wishes.items() if wish.pending}
     assert waits == {2}, "the answer about the first one was lost, since those come in order"
     pool.expire(2 * PATIENCE_NS + 1)
-    assert not pool.wishes[2].pending
+    assert not pool.fetches.wishes[2].pending
 
 
 def test_one_slow_read_is_not_the_last() -> None:
@@ -222,7 +227,7 @@ def test_one_slow_read_is_not_the_last() -> None:
 def test_what_the_disk_does_not_take_is_not_there() -> None:
     pool = DiskPool(2, 0, 2)
     pool.stand(A, 0)
-    pool.take_orders(0, 0)
+    orders_of(pool)
     pool.answer(KvAnswers(1, 0, unstored=[A]))
     pool.check(set())
     assert not pool.place_of and len(pool.free) == 2
@@ -233,17 +238,17 @@ def test_a_block_that_is_written_gets_no_other_content() -> None:
     pool = DiskPool(2, 5, 2)
     store(pool, A)
     assert pool.ask(1, [A], 4, whole=False)
-    orders = pool.take_orders(0, 0)
-    assert orders is not None and list(unpack_i32(orders.fetches)) == [pool.place_of[A], 5]
+    orders = orders_of(pool)
+    assert list(unpack_i32(orders.fetches)) == [pool.place_of[A], 5]
     pool.forget(1)
     pool.take_copies()
     assert pool.ask(2, [A], 4, whole=False)
-    again = pool.take_orders(0, 0)
-    assert again is not None and list(unpack_i32(again.fetches)) == [pool.place_of[A], 6]
+    again = orders_of(pool)
+    assert list(unpack_i32(again.fetches)) == [pool.place_of[A], 6]
     pool.answer(KvAnswers(1, 0, fetched=pack_i32([5]), fetch_ns=8))
     assert pool.fetch(2, [A]) is None
     pool.answer(KvAnswers(1, 0, fetched=pack_i32([6]), fetch_ns=8))
     assert pool.fetch(2, [A]) == [6] and pool.copy_ns == 8
     pool.take_copies()
-    assert pool.room.free == [5]
+    assert pool.fetches.room.free == [5]
     pool.check({2})

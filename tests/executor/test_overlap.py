@@ -67,6 +67,7 @@ class Device:
     num_blocks: int = 12
     num_host_blocks: int = 0
     kv_disk: None = None
+    kv_peers: None = None
     swap_bytes_per_s: int = 0
     num_split: int = 0
     num_tenants: int = 0

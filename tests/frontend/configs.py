@@ -9,6 +9,7 @@ from quintet.wire.config import (
     EngineConfig,
     ExecutorConfig,
     FrontendConfig,
+    KvPeersConfig,
     ModelConfig,
     ParsersConfig,
     ProcessesConfig,
@@ -25,6 +26,7 @@ def make_config(
     policy: Policy = "fcfs",
     resume_grace_s: float = 30.0,
     parsers: ParsersConfig | None = None,
+    peers: KvPeersConfig | None = None,
     **frontend: Any,
 ) -> EngineConfig:
     """Return a toy model's configuration with the given frontend settings."""
@@ -43,7 +45,7 @@ def make_config(
             chat_templates={"default": "{{ messages }}", "tool_use": "{{ tools }}"},
             parsers=parsers or ParsersConfig(),
         ),
-        cache=CacheConfig(memory_bytes=1 << 20),
+        cache=CacheConfig(memory_bytes=1 << 20, peers=peers),
         scheduler=SchedulerConfig(
             max_num_seqs=16, max_num_batched_tokens=256, policy=policy, resume_grace_s=resume_grace_s
         ),

@@ -72,6 +72,12 @@ class Server:
         values = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)$", text, re.MULTILINE)
         return sum(map(float, values)) if values else math.nan
 
+    def gauge_of(self, name: str, event: str) -> float:
+        """Return one Prometheus series: that of an event."""
+        _, text = self.get("/metrics")
+        values = re.findall(rf'^{re.escape(name)}{{[^}}]*event="{event}"[^}}]*}} (\S+)$', text, re.MULTILINE)
+        return sum(map(float, values)) if values else math.nan
+
     def await_figures(self) -> None:
         """Return once all figures are newer than this call: whoever counts tells them once a second, in a heartbeat."""
         began_s = time.monotonic()

@@ -24,6 +24,7 @@ from quintet.frontend.dialects.openai.answer import (
     usage_of,
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.dialects.openai.handover import take_handover, transfer_params
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.relay import behind, relaying
@@ -93,6 +94,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
+    handover = take_handover(body, 1, config)
     refuse_missing(body)
     session = session_of(exchange, body.user)
     if body.use_beam_search:
@@ -123,6 +125,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         session=session,
         begun=begun,
         seeds=seeds,
+        handover=handover,
     )
     if exchange.begun is not None and options.include_usage:
         await recall(service, submissions)
@@ -131,7 +134,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
     else:
         outputs = best(await whole_answer(exchange, submissions), body)
-        await exchange.respond_json(_whole(outputs, submissions, answer))
+        transfer = {"kv_transfer_params": transfer_params(submissions.streams, config)}
+        await exchange.respond_json(_whole(outputs, submissions, answer) | transfer)
 
 
 def checked_chat(body: ChatBody, config: EngineConfig) -> tuple[Conversation, SamplingParams, Reading | None]:

@@ -23,6 +23,7 @@ from quintet.frontend.dialects.openai.answer import (
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
 from quintet.frontend.dialects.openai.embeds import embeds_prompts
+from quintet.frontend.dialects.openai.handover import take_handover, transfer_params
 from quintet.frontend.dialects.openai.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -64,6 +65,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     answer = CompletionAnswer(len(prompts), params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
+    handover = take_handover(body, len(prompts), config)
     parse.refuse_missing(body)
     session = session_of(exchange, body.user)
     if body.use_beam_search:
@@ -91,6 +93,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         session=session,
         begun=begun,
         seeds=seeds,
+        handover=handover,
     )
     if exchange.begun is not None and options.include_usage:
         await recall(service, submissions)
@@ -102,7 +105,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []
-        await exchange.respond_json(_whole(outputs, submissions, options))
+        transfer = {"kv_transfer_params": transfer_params(submissions.streams, config)}
+        await exchange.respond_json(_whole(outputs, submissions, options) | transfer)
 
 
 async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:

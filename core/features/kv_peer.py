@@ -1,0 +1,58 @@
+"""KV of other servers: a request begins behind what another server has computed of its prompt.
+
+A waiting request that names a peer is looked up once, before it runs for the first time. What the device lacks of the blocks that
+are offered there is fetched, and until it is here the request is passed over by others; then it enters behind it, as behind a hit
+in the prefix cache. It waits for room, too: computing what another has computed is what it was sent on for. What does not come is
+computed. The other direction is `quintet.core.handover`.
+"""
+
+from __future__ import annotations
+
+from quintet.core.contents import digests_of, found_behind, keys_behind, run_of
+from quintet.core.hooks import Feature, Found, Setup
+from quintet.core.kv.peer_pool import PeerPool
+from quintet.core.kv.prefix import reach
+from quintet.core.request import Request
+from quintet.core.state import State
+from quintet.wire.request import Handover
+
+
+def build(setup: Setup) -> Feature | None:
+    """On if there are to be other servers."""
+    return None if setup.cache.peers is None else Feature("kv_peer", gate=gate, source=source)
+
+
+def gate(state: State, request: Request) -> bool:
+    """Hold a request back while what it can begin behind is on its way. In a trial nobody waits for anything."""
+    peers, handover = state.pool.tiers.peers, request.handover
+    if peers is None or handover is None or not handover.peer or state.trial is not None:
+        return True
+    wish = peers.fetches.wishes.get(request.request_id)
+    if wish is None and request.scheduled_ns is None and request.parent is None:
+        if not _ask(state, peers, request, handover):
+            return not peers.fetches.frees_room
+        wish = peers.fetches.wishes.get(request.request_id)
+    return wish is None or not wish.pending
+
+
+def _ask(state: State, peers: PeerPool, request: Request, handover: Handover) -> bool:
+    """Have what a peer can give a request fetched. Return whether there was room for what it wants, perhaps nothing."""
+    limits, index = state.limits, state.pool.index
+    groups, size = limits.groups.all, limits.block_size
+    there = min((len(request.tokens) - 1) // size, handover.num_blocks)
+    here = reach(index.block_of, digests_of(state, request, there), there, groups, size)
+    if there <= here or not request.params.reads_prefix_cache:
+        peers.fetches.wish_nothing(request.request_id)
+        return True
+    missing: list[bytes] = []
+    for group in range(len(groups)):
+        keys = keys_behind(state, request, group, there * size)
+        missing += keys[len(run_of(keys, index.block_of)) :]
+    whole = not limits.groups.is_plain or peers.fetches.frees_room
+    return peers.ask(request.request_id, handover.peer, missing, there * size, whole=whole)
+
+
+def source(state: State, request: Request) -> Found | None:
+    """Find what is on the device, and behind it what was fetched."""
+    peers = state.pool.tiers.peers
+    return None if peers is None else found_behind(state, request, peers.fetches)

@@ -1,0 +1,22 @@
+"""What a request leaves to other servers when it has ended: the full blocks of its prompt, for who goes on with it there."""
+
+from __future__ import annotations
+
+from quintet.core.contents import digests_of, keys_behind, run_of
+from quintet.core.kv.prefix import reach
+from quintet.core.request import Request
+from quintet.core.state import State
+
+
+def offer(state: State, request: Request) -> None:
+    """Offer other servers the full blocks of a prompt, of a request that has just ended: the device has them still."""
+    peers, handover = state.pool.tiers.peers, request.handover
+    if peers is None or handover is None or not handover.offers:
+        return
+    limits, index = state.limits, state.pool.index
+    groups, size = limits.groups.all, limits.block_size
+    most = request.num_prompt // size
+    num_blocks = reach(index.block_of, digests_of(state, request, most), most, groups, size)
+    for group in range(len(groups)):
+        keys = keys_behind(state, request, group, num_blocks * size)
+        peers.offer(dict(zip(keys, run_of(keys, index.block_of), strict=True)))

@@ -1,0 +1,159 @@
+"""What a server does of requests that several servers compute (``--role``), and with whom."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from pathlib import Path
+
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.memory import format_size, parse_size
+from quintet.wire.config import KvPeersConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+
+DEFAULT_ADDRESS = "127.0.0.1:5600"
+DEFAULT_MEMORY = "1GiB"
+MAX_STAGING_BYTES = 512 << 20
+"""What is fetched at once, for all waiting requests, lies in memory."""
+THIS_MACHINE = ["127.0.0.0/8", "::1/128", "localhost"]
+LEAST_KEY_BYTES = 32
+
+
+def kv_peers_config(
+    options: Options,
+    device: str,
+    kv: KvSpec,
+    max_model_len: int,
+    step_tokens: int,
+    *,
+    shares_beginnings: bool,
+) -> KvPeersConfig | None:
+    """Return the section, or None; reject what cannot be. shares_beginnings: whether there is a prefix cache."""
+    role = options.role
+    if role == "alone":
+        _check_nothing_is_said(options)
+        return None
+    _check_is_possible(options, device, kv, shares_beginnings)
+    offers, fetches = role != "decode", role != "prefill"
+    if not offers and (options.kv_peer_listen is not None or options.kv_peer_memory is not None):
+        raise ConfigError(
+            "--kv-peer-listen and --kv-peer-memory are of a server that offers KV, and --role decode offers none: drop them, or"
+            " give --role both"
+        )
+    if not fetches and options.kv_peers:
+        raise ConfigError("--kv-peers: --role prefill fetches nothing: drop it, or give --role both")
+    key_file = _key_file(options.kv_peer_key)
+    request_bytes = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
+    offered_bytes = 0
+    if offers:
+        offered_bytes = parse_size(options.kv_peer_memory or DEFAULT_MEMORY, "--kv-peer-memory")
+        if offered_bytes < request_bytes:
+            raise ConfigError(
+                f"--kv-peer-memory is {format_size(offered_bytes)}, and one request of {max_model_len} tokens takes"
+                f" {format_size(request_bytes)}: give as much, or lower --max-model-len"
+            )
+    return KvPeersConfig(
+        role=role,
+        listen=_address(options, key_file) if offers else "",
+        allowed=[_host(host) for host in options.kv_peers] or THIS_MACHINE if fetches else [],
+        key_file=key_file,
+        offered_bytes=offered_bytes,
+        staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES, request_bytes)) if fetches else 0,
+    )
+
+
+def _check_nothing_is_said(options: Options) -> None:
+    for flag, value in (
+        ("--kv-peer-listen", options.kv_peer_listen),
+        ("--kv-peers", options.kv_peers),
+        ("--kv-peer-key", options.kv_peer_key),
+        ("--kv-peer-memory", options.kv_peer_memory),
+    ):
+        if value:
+            raise ConfigError(f"{flag} says how, not what for: give --role prefill, decode or both too")
+
+
+def _check_is_possible(options: Options, device: str, kv: KvSpec, shares_beginnings: bool) -> None:
+    role = f"--role {options.role}"
+    if options.executor == "mock":
+        raise ConfigError(f"{role} is for a model's KV, and the mock executor has none: drop it")
+    if device != "cpu":
+        raise ConfigError(
+            f"{role}: KV goes from server to server from host memory so far, not from a GPU: drop it, or give --device cpu"
+        )
+    for flag, size in (
+        ("--tensor-parallel-size", options.tensor_parallel_size),
+        ("--pipeline-parallel-size", options.pipeline_parallel_size),
+    ):
+        if size > 1:
+            raise ConfigError(
+                f"{role}: the blocks of {flag} {size} lie in several processes, and one of them would send: drop one of the two"
+            )
+    if kv.has_states:
+        raise ConfigError(
+            f"{role}: this model keeps a state beside its keys and values, which is not handed over yet: drop it"
+        )
+    if not shares_beginnings:
+        raise ConfigError(
+            f"{role}: blocks are named by the prefix cache's keys, and prefix caching is off (--no-enable-prefix-caching, or a"
+            " model that rotates long sequences otherwise): drop one of the two"
+        )
+
+
+def _address(options: Options, key_file: str) -> str:
+    """Return where KV is offered, ``host:port``."""
+    flag, given = "--kv-peer-listen", options.kv_peer_listen or DEFAULT_ADDRESS
+    host, _, port = given.removeprefix("tcp://").rpartition(":")
+    last = int(port) + options.data_parallel_size - 1 if port.isascii() and port.isdecimal() else 0
+    if not host or not 0 < last < 1 << 16 or int(port) < 1:
+        raise ConfigError(
+            f"{flag} {given}: write HOST:PORT, with a port from 1 to 65535 for every engine, such as 10.0.0.5:5600"
+        )
+    try:
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host.strip("[]"))
+    except ValueError:
+        raise ConfigError(
+            f"{flag} {given}: {host} is no address; write the one by which other servers reach this machine, such as"
+            " 10.0.0.5:5600"
+        ) from None
+    if address.is_unspecified:
+        raise ConfigError(
+            f"{flag} {given}: other servers are told this address, and {host} is none of a machine's: write the one by which they"
+            " reach it"
+        )
+    if not address.is_loopback and not key_file:
+        raise ConfigError(
+            f"{flag} {given} is open to other machines, and KV is as private as prompts are: give --kv-peer-key FILE too, the"
+            " same secret to every server (head -c 32 /dev/urandom > FILE)"
+        )
+    return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
+
+
+def _host(given: str) -> str:
+    """Return a network as it is usually written, or a name."""
+    try:
+        return str(ipaddress.ip_network(given.strip("[]")))
+    except ValueError:
+        if "/" in given or ":" in given or not given:
+            raise ConfigError(
+                f"--kv-peers {given}: write a host or a network, such as 10.0.0.7, prefill-0.quintet or 10.0.0.0/24; ports come"
+                " with requests"
+            ) from None
+        return given.lower()
+
+
+def _key_file(given: str | None) -> str:
+    if given is None:
+        return ""
+    path = Path(given).expanduser().absolute()
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ConfigError(f"--kv-peer-key {given}: {error.strerror}") from None
+    if not os.access(path, os.R_OK) or size < LEAST_KEY_BYTES:
+        raise ConfigError(
+            f"--kv-peer-key {given}: must be a file that the server may read, with {LEAST_KEY_BYTES} bytes or more that nobody"
+            f" can guess: head -c 32 /dev/urandom > {given}"
+        )
+    return str(path)

@@ -1,0 +1,93 @@
+"""Where other servers ask for blocks: answers a question at a time, in the thread that has the sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import msgspec
+import zmq
+
+from quintet.executor.disk.identity import digest_of
+from quintet.executor.peers.keys import Context, PeerKey
+from quintet.executor.peers.offered import Offered
+from quintet.executor.peers.talk import MAX_HEAD_BYTES, MAX_KEYS, VERSION, Ask, Foreign, Given, Lacking
+from quintet.wire.codec import UNREADABLE, encode
+from quintet.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+MAX_UNREAD = 4 * MAX_KEYS
+"""Answers that wait for one who asks and does not listen; more are lost."""
+BIND_S = 5.0
+"""So long the address may still be the one's who had it before."""
+_decoder = msgspec.msgpack.Decoder(Ask)
+
+
+class Door:
+    """The socket that answers."""
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        key: PeerKey | None,
+        offered: Offered,
+        whose: bytes,
+        parts: Mapping[str, str],
+    ) -> None:
+        """address: ``host:port``. whose, parts: see `quintet.executor.disk.identity`. Raises `ConfigError`."""
+        self._offered = offered
+        self._whose = whose
+        self._parts = dict(parts)
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
+        if address.startswith("["):
+            self.socket.setsockopt(zmq.IPV6, 1)
+        if key is not None:
+            key.protect(self.socket, listens=True)
+        try:
+            _bind(self.socket, address)
+        except ConfigError:
+            self.socket.close()
+            raise
+
+    def answer(self) -> None:
+        """Answer one question, which is there. What makes no sense is not answered."""
+        who, *frames = self.socket.recv_multipart()
+        try:
+            ask = _decoder.decode(frames[0]) if len(frames) == 1 else None
+        except UNREADABLE:
+            ask = None
+        if ask is None or not ask.makes_sense:
+            log.warning("somebody who is no server of ours asks for blocks")
+            return
+        if ask.whose != self._whose or ask.version != VERSION:
+            self.socket.send_multipart((who, encode(Foreign(ask.number, self._parts))))
+            return
+        lacking: list[int] = []
+        for index, key in enumerate(ask.keys):
+            block = self._offered.get(key)
+            if block is None:
+                lacking.append(index)
+                continue
+            head = encode(Given(ask.number, index, digest_of(self._whose, key, memoryview(block))))
+            self.socket.send_multipart((who, head, block), copy=False)
+        self.socket.send_multipart((who, encode(Lacking(ask.number, lacking))))
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> None:
+    until_s = time.monotonic() + BIND_S
+    while True:
+        try:
+            socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE and time.monotonic() < until_s:
+                time.sleep(0.05)
+                continue
+            words = "is somebody else's" if error.errno == zmq.EADDRINUSE else error.strerror
+            raise ConfigError(f"--kv-peer-listen {address}: {words}; give one of this machine's") from None
+        return

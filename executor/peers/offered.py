@@ -1,0 +1,59 @@
+"""What this server offers others: copies of blocks in host memory, by their keys.
+
+What was asked for, or offered, longest ago gives way.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from quintet.executor.block_bytes import BlockBytes, Bytes, Int
+from quintet.executor.memory import lazy_zeros
+
+
+class Offered:
+    """Used by the executor's loop, which copies, and by the thread that gives."""
+
+    def __init__(self, blocks: BlockBytes, num_rows: int) -> None:
+        self._blocks = blocks
+        shape = (num_rows, blocks.block_bytes)
+        self._memory: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
+        self._lock = threading.Lock()
+        """Guards all below, and the memory."""
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._row_of: dict[bytes, int] = {}
+        """Used longest ago first."""
+
+    def put(self, keys: Sequence[bytes], blocks: Int) -> None:
+        """Copy these blocks of KV memory, but for those that are here. Of more than there is room for, the first."""
+        with self._lock:
+            new, rows = list[int](), list[int]()
+            num_rows = len(self._memory)
+            for index in range(min(len(keys), num_rows) - 1, -1, -1):  # the beginning goes last
+                key = keys[index]
+                row = self._row_of.pop(key, None)
+                if row is None:
+                    row = self._take_row()
+                    new.append(index)
+                    rows.append(row)
+                self._row_of[key] = row
+            if new:
+                self._blocks.take_into(blocks[new], self._memory, np.array(rows, np.int32))
+
+    def _take_row(self) -> int:
+        if self._free:
+            return self._free.pop()
+        return self._row_of.pop(next(iter(self._row_of)))
+
+    def get(self, key: bytes) -> bytes | None:
+        """Return the block of this key, if it is here."""
+        with self._lock:
+            row = self._row_of.pop(key, None)
+            if row is None:
+                return None
+            self._row_of[key] = row
+            return bytes(self._memory[row].data)

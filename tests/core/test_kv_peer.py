@@ -1,0 +1,149 @@
+"""KV of other servers, the core's half: what one core offers, another begins behind; what does not come is computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from quintet.core.kv.fetches import PATIENCE_NS
+from quintet.core.state import State
+from quintet.wire.kv_spec import KvGroup
+from quintet.wire.request import Handover
+
+from .fake import World, expected
+from .fake_disk import FakeDisk
+from .fake_peers import PEER, FakePeers
+
+PROMPT = list(range(10, 31))
+"""21 tokens: five full blocks of four, and a token to compute."""
+OFFERS = Handover(offers=True)
+
+
+def state_of(world: World) -> State:
+    assert world.engine.state is not None
+    return world.engine.state
+
+
+def compute(world: World, request_id: int = 1, prompt: list[int] | None = None) -> None:
+    """Be the server that computes a prompt; then another one, which has nothing of it."""
+    world.admit(request_id, prompt or PROMPT, max_tokens=1, ignore_eos=True, handover=OFFERS)
+    world.run()
+    assert world.plan() is None, "but orders"
+    world.new_core()
+
+
+def admit(world: World, request_id: int, num_blocks: int = 5, prompt: list[int] | None = None) -> None:
+    handover = Handover(peer=PEER, num_blocks=num_blocks)
+    world.admit(request_id, prompt or PROMPT, max_tokens=5, ignore_eos=True, handover=handover)
+
+
+def go_on(world: World, request_id: int = 2, num_blocks: int = 5, prompt: list[int] | None = None) -> int:
+    """Be the server that computes an answer; return how many of the prompt's tokens were cached."""
+    admit(world, request_id, num_blocks, prompt)
+    world.run()
+    outcome = world.outcomes[request_id]
+    assert outcome.tokens == expected(prompt or PROMPT, request_id, 5, stops=())
+    world.assert_idle()
+    assert outcome.num_cached is not None
+    return outcome.num_cached
+
+
+def test_a_prompt_that_another_computed_is_begun_behind() -> None:
+    world = World(peers=FakePeers())
+    compute(world)
+    assert go_on(world) == 20
+    counters = state_of(world).counters
+    assert (counters.peer_fetched_blocks, counters.peer_missed_blocks) == (5, 0)
+    assert go_on(world, 3) == 20, "on the device now"
+    assert state_of(world).counters.peer_fetched_blocks == 5
+
+
+def test_only_requests_that_say_so_offer_or_fetch() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    world.admit(1, PROMPT, max_tokens=5, ignore_eos=True)
+    world.run()
+    assert not peers.offered
+    compute(world, 2)
+    assert len(peers.offered) == 5
+    world.admit(3, PROMPT, max_tokens=5, ignore_eos=True)
+    world.run()
+    assert world.outcomes[3].num_cached == 0
+
+
+def test_windows_are_handed_over_too() -> None:
+    groups = [KvGroup("full", [0]), KvGroup("sliding", [1], 8)]
+    world = World(peers=FakePeers(20), groups=groups)
+    compute(world)
+    assert go_on(world) == 20
+
+
+@pytest.mark.parametrize("num_blocks", [0, 3])
+def test_no_more_is_asked_for_than_is_offered(num_blocks: int) -> None:
+    world = World(peers=FakePeers())
+    compute(world)
+    assert go_on(world, num_blocks=num_blocks) == 4 * num_blocks
+
+
+def test_what_does_not_come_is_computed() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    compute(world)
+    peers.is_losing = True
+    assert go_on(world) == 0
+    assert state_of(world).counters.peer_missed_blocks == 5
+
+
+def test_of_what_comes_the_beginning_is_used() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    compute(world)
+    del peers.offered[[*peers.offered][2]]
+    assert go_on(world) == 8
+
+
+def test_a_peer_that_hangs_keeps_nobody_and_others_pass() -> None:
+    peers = FakePeers()
+    world = World(peers=peers)
+    compute(world)
+    admit(world, 2)
+    world.admit(3, [7, 8, 9], max_tokens=5, ignore_eos=True)
+    world.plan()
+    assert [request.request_id for request in state_of(world).running] == [3]
+    late = peers.answers.popleft()
+    world.now += PATIENCE_NS + 1
+    world.apply(world.engine.expire(world.now))
+    world.run()
+    assert world.outcomes[2].num_cached == 0
+    world.engine.kv_answers(late)
+    world.assert_idle()
+
+
+def test_who_finds_no_room_waits_for_it() -> None:
+    peers = FakePeers(num_staging_blocks=5)
+    world = World(peers=peers)
+    other = list(range(50, 71))
+    compute(world)
+    compute(world, 2, other)
+    admit(world, 3)
+    admit(world, 4, prompt=other)
+    world.run()
+    assert [world.outcomes[request_id].num_cached for request_id in (3, 4)] == [20, 20]
+
+
+def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
+    world = World(peers=FakePeers(num_staging_blocks=10))
+    compute(world)
+    admit(world, 2)
+    assert world.plan() is None
+    world.cancel(2)
+    assert go_on(world, 3) == 20
+
+
+def test_a_disk_is_asked_for_what_no_peer_has() -> None:
+    peers = FakePeers()
+    world = World(peers=peers, disk=FakeDisk(20))
+    compute(world)
+    peers.is_losing = True
+    assert go_on(world) == 20
+    counters = state_of(world).counters
+    assert (counters.peer_missed_blocks, counters.disk_fetched_blocks) == (5, 5)

@@ -1,0 +1,76 @@
+"""Which servers share requests: what is asked for is either possible or refused, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.kv_peers import THIS_MACHINE
+from quintet.wire.config import EngineConfig, KvPeersConfig
+from quintet.wire.errors import ConfigError
+
+
+def config_of(folder: Path, **options: object) -> EngineConfig:
+    asked: dict[str, object] = {"device": "cpu", "load_format": "dummy", "role": "both"}
+    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+
+
+def key_in(folder: Path) -> str:
+    path = folder / "key"
+    path.write_bytes(b"k" * 32)
+    return str(path)
+
+
+def test_what_a_role_does_and_needs(tmp_path: Path) -> None:
+    assert config_of(tmp_path, role="alone").cache.peers is None
+    both = config_of(tmp_path)
+    request_bytes = both.model.kv.bytes_per_block * both.model.max_model_len // both.model.kv.block_size
+    whole = KvPeersConfig(
+        role="both",
+        listen="127.0.0.1:5600",
+        allowed=THIS_MACHINE,
+        offered_bytes=1 << 30,
+        staging_bytes=request_bytes,
+    )
+    assert both.cache.peers == whole
+    prefill = config_of(tmp_path, role="prefill", kv_peer_listen="tcp://[::1]:7", kv_peer_memory="2GiB")
+    assert prefill.cache.peers == KvPeersConfig(role="prefill", listen="[::1]:7", offered_bytes=2 << 30)
+    decode = config_of(
+        tmp_path, role="decode", kv_peers=["10.0.0.0/24", "Prefill-0"], kv_peer_key=key_in(tmp_path)
+    )
+    assert decode.cache.peers == KvPeersConfig(
+        role="decode",
+        allowed=["10.0.0.0/24", "prefill-0"],
+        key_file=str(tmp_path / "key"),
+        staging_bytes=request_bytes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"role": "alone", "kv_peer_memory": "1GiB"}, "--kv-peer-memory says how, not what for"),
+        ({"role": "decode", "kv_peer_listen": "127.0.0.1:7"}, "--role decode offers none"),
+        ({"role": "prefill", "kv_peers": ["10.0.0.7"]}, "--role prefill fetches nothing"),
+        ({"executor": "mock"}, "mock executor has none"),
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 lie in several processes"),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 lie in several processes"),
+        ({"kv_peer_memory": "1MiB"}, "one request of 2048 tokens takes 4.0 MiB"),
+        ({"kv_peer_listen": "5600"}, "write HOST:PORT"),
+        ({"kv_peer_listen": "127.0.0.1:65535", "data_parallel_size": 2}, "a port from 1 to 65535 for every"),
+        ({"kv_peer_listen": "*:5600"}, "* is no address"),
+        ({"kv_peer_listen": "0.0.0.0:5600"}, "0.0.0.0 is none of a machine's"),
+        ({"kv_peer_listen": "10.0.0.5:5600"}, "give --kv-peer-key FILE too"),
+        ({"kv_peers": ["10.0.0.7:5600"]}, "ports come with requests"),
+        ({"kv_peer_key": "/nowhere/key"}, "--kv-peer-key /nowhere/key: No such file"),
+        ({"kv_peer_key": "/dev/null"}, "32 bytes or more that nobody can guess"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(tmp_path, **options)
+    assert words in str(refused.value)
