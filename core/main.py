@@ -42,7 +42,8 @@ class Core:
         config = process.config
         self.process = process
         self.engine = Engine(config.model, config.cache, config.scheduler)
-        self.metrics = CoreMetrics(self.process.metrics)
+        peers = config.cache.peers
+        self.metrics = CoreMetrics(self.process.metrics, "" if peers is None else peers.role)
         self._span = self.process.span
         self._auditors = Auditors()
         self._paths = Auditors()

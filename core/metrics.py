@@ -40,8 +40,12 @@ def _peer_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
 class CoreMetrics:
     """Every series of the process, made once at boot."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, role: str = "") -> None:
+        """role: what the server does of requests that two servers compute; "" for nothing."""
         gauge, counter, histogram = metrics.gauge, metrics.counter, metrics.histogram
+        if role:
+            help = "What this server does of requests that two servers compute; always 1."
+            gauge("kv_peers_info", help, role=role).set(1)
         self.running = gauge("num_requests_running", "Requests that hold a slot.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a slot, blocks or budget.")
         help = "Waiting requests, by what they wait for: room (capacity), or something else while others pass (deferred)."

@@ -107,6 +107,14 @@ def _add_servers(servers: argparse._ArgumentGroup) -> None:
         help="who gets the next request: see docs/replicas.md (default: %(default)s)",
     )
     servers.add_argument(
+        "--apart-from",
+        type=int,
+        default=256,
+        metavar="N",
+        help="where servers have roles (docs/apart.md), prompts with N tokens to compute, or more, are computed by another server"
+        " than answers, if that one answers others; 0: never (default: %(default)s)",
+    )
+    servers.add_argument(
         "--engine-api-key",
         default="",
         metavar="KEY",
@@ -226,6 +234,8 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value:g}; it must be above 0 and at most 86400 seconds"
             )
+    if arguments.apart_from < 0:
+        raise ConfigError(f"--apart-from is {arguments.apart_from}; it must be 0 (never) or more tokens")
     for name in ("max_open_per_key", "max_per_minute_per_key"):
         limit, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
         if limit < 0:
@@ -255,7 +265,7 @@ def _check_picker(arguments: argparse.Namespace) -> None:
 
 
 async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None:
-    servers = Servers(arguments.routing)
+    servers = Servers(arguments.routing, apart_from=arguments.apart_from)
     pulse = Pulse(
         arguments.poll_interval,
         arguments.silent_timeout,

@@ -160,4 +160,5 @@ def _told(server: Server) -> dict[str, object]:
         "num_open": server.num_open,
         "num_queued": server.num_queued,
         "num_others": server.num_others,
+        "role": server.role,
     }

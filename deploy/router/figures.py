@@ -24,6 +24,7 @@ _LINE = re.compile(
 """It begins with what it can be looked for by, not with ``^``: a thousand servers are read every second."""
 _CACHE = re.compile(r"\nvllm:cache_config_info\{([^}]*)\}")
 _SIZE = re.compile(r'\b(num_gpu_blocks|block_size)="(\d{1,12})"')
+_ROLE = re.compile(r'\nquintet:kv_peers_info\{[^}]*\brole="(\w{1,16})"')
 _WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
 STATUSES = frozenset(HTTPStatus)
 """A server may answer with any other number: those are counted as one."""
@@ -39,6 +40,8 @@ class Reading:
     """Computed so far, of prompts and outputs."""
     kv_tokens: int
     """That its KV memory holds; 0 where it does not tell."""
+    role: str = ""
+    """What it does of requests that two servers compute; "" for nothing."""
 
 
 def read_figures(text: str) -> Reading:
@@ -49,7 +52,9 @@ def read_figures(text: str) -> Reading:
         key = "tokens" if name in _WORK else name
         sums[key] += _number(value)
     running, waiting = int(sums["num_requests_running"]), int(sums["num_requests_waiting"])
-    return Reading(running, waiting, sums["tokens"], sum(map(_kv_tokens, _CACHE.findall(text))))
+    role = _ROLE.search(text)
+    kv_tokens = sum(map(_kv_tokens, _CACHE.findall(text)))
+    return Reading(running, waiting, sums["tokens"], kv_tokens, role[1] if role is not None else "")
 
 
 def _kv_tokens(labels: str) -> int:
@@ -89,12 +94,21 @@ class Figures(Collector):
         self.broken = self._metrics.counter(
             "broken_streams", "Streams that ended because nobody could go on with them."
         )
+        help = "Requests whose prompt another server than answers was to compute, by whether it did."
+        self._apart = {
+            is_computed: self._metrics.counter("apart", help, computed=str(is_computed).lower())
+            for is_computed in (False, True)
+        }
         self.held_bodies = self._metrics.gauge(
             "held_body_bytes", "Of request bodies: those that come, and those of requests that are open."
         )
         self.limited = self._metrics.counter(
             "limited_requests", "Requests refused by the limit of their key."
         )
+
+    def apart(self, *, is_computed: bool) -> None:
+        """Count a request whose prompt another server was to compute."""
+        self._apart[is_computed].inc()
 
     def answered(self, server: Server | None, status: int) -> None:
         """Count an answer of a server, which takes its counts along when it leaves; of the router's own for None."""

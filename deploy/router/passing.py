@@ -14,6 +14,7 @@ import random
 import time
 from dataclasses import dataclass, field
 
+from quintet.deploy.router.apart import computed_apart
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.figures import Figures
@@ -135,6 +136,7 @@ class Passing:
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
+        ready: Outgoing | None = None
         may_copy = bool(self._patience.hedging.after_s and outgoing.path in HEDGED and not is_kept)
         while True:
             if self._is_gone:
@@ -152,11 +154,13 @@ class Passing:
                 self._figures.retries.inc()
             elif may_copy:
                 self._patience.hedging.earn()
+            if ready is None:
+                ready = await self._ready_for(held, outgoing, asked)
             try:
                 if may_copy and not self._num_lost:  # two at once might be two that are lost of it
-                    flow, held = await self._send_twice(held, outgoing, asked)
+                    flow, held = await self._send_twice(held, ready, asked)
                 else:
-                    flow = await self._send(held, outgoing, is_once)
+                    flow = await self._send(held, ready, is_once)
             except Unreachable as error:
                 held.server.note(str(error))
                 self._let_go()
@@ -173,16 +177,32 @@ class Passing:
                         "The server was lost while it answered; it may have done what was asked.",
                     ) from None
                 continue
-            status = flow.status
-            self._figures.answered(held.server, status)
+            self._figures.answered(held.server, status := flow.status)
             if is_kept and status == 404:
                 refused[:] = [flow]
+            elif status == 400 and ready is not outgoing:  # what another computed is not wanted there
+                ready = outgoing
+                tried.discard(held.server)
             elif status in ELSEWHERE:
                 refused.append(flow)
             else:
                 self._figures.first_byte.observe((time.monotonic_ns() - self._exchange.arrival_ns) * 1e-9)
                 return flow
             self._let_go()
+
+    async def _ready_for(self, held: Held, outgoing: Outgoing, asked: Asked) -> Outgoing:
+        """Return what a server is sent for a request, its prompt computed by another where that is worth it."""
+        self._sending = Sending(held)
+
+        def enter(sending: Sending | None) -> None:
+            self._copy = sending
+
+        ready = await computed_apart(
+            self._servers, self._figures, outgoing, asked, held, enter, lambda: self._note_loss(0)
+        )
+        if self._is_gone:
+            raise ClientGone
+        return ready
 
     async def _send(self, held: Held, outgoing: Outgoing, is_fresh: bool = False) -> Flow:
         """Send to a server and wait for the head of its answer. Raises `ConnectionError`."""

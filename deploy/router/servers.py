@@ -29,6 +29,10 @@ LOOK_EVERY = 64
 """Choices between two looks at whether others send to the servers."""
 OTHERS_SHARE = 3
 """From a third of our requests on, those of others count as that."""
+FETCHES, OFFERS = frozenset({"decode", "both"}), frozenset({"prefill", "both"})
+"""Roles of servers that begin behind what others have computed of a prompt, and of those that compute it for others."""
+TIMES_LONGER = 4
+"""A prompt is computed apart unless it waits there for so many of its kind more than where it is answered."""
 _log = logging.getLogger("quintet")
 
 
@@ -58,6 +62,8 @@ class Server:
     """That there is room for."""
     kv_tokens: int = 0
     """That its KV memory holds; 0 where it does not tell."""
+    role: str = ""
+    """What it says that it does of requests that two servers compute; "" for nothing."""
     changed: Callable[[int], None] = lambda index: None
     """Told its index whenever what it has to do, or whether it gets requests, has changed."""
     holds: set[Held] = field(default_factory=set)
@@ -123,9 +129,17 @@ class Held:
 class Servers:
     """All of them."""
 
-    def __init__(self, policy: Routing, rng: Random | None = None) -> None:
-        """``rng`` draws servers where others send there too."""
+    def __init__(self, policy: Routing, rng: Random | None = None, apart_from: int = 0) -> None:
+        """``rng`` draws servers where others send there too.
+
+        ``apart_from``: prompts with so many tokens to compute, or more, may be computed by another server than answers; 0: none.
+        """
         self._policy = policy
+        self._apart_from = apart_from
+        self._with_role: dict[int, Server] = {}
+        """Who computes prompts for others."""
+        self._prompts_only: frozenset[int] = frozenset()
+        """Of these, who gets other requests only where nobody else is left."""
         self._all: list[Server] = []
         self._by_index: dict[int, Server] = {}
         self._holders = Holders()
@@ -175,8 +189,19 @@ class Servers:
             server.beginnings.clear()
             del self._by_index[server.index]
             self._shortlist.change(server.index)
+            self.note_role(server, "")
         self._all = [server for server in self._all if server not in gone]
         return gone
+
+    def note_role(self, server: Server, role: str) -> None:
+        """Note what a server says that it does."""
+        if role == server.role:
+            return
+        server.role = role
+        self._with_role.pop(server.index, None)
+        if role in OFFERS:
+            self._with_role[server.index] = server
+        self._prompts_only = frozenset(i for i, each in self._with_role.items() if each.role == "prefill")
 
     def _load_of(self, index: int) -> float | None:
         """Return what a server has to do; None where it gets nothing new."""
@@ -189,7 +214,10 @@ class Servers:
         """Choose who answers a request, and count it there; None where nobody is left."""
         turn = self._num_chosen + 1
         session = asked.session or (str(asked.names[0]) if asked.names else "")
-        pieces = self._candidates(asked, {server.index for server in without}, turn, session)
+        left_out = {server.index for server in without}
+        pieces = self._candidates(asked, left_out | self._prompts_only, turn, session)
+        if not pieces and self._prompts_only:
+            pieces = self._candidates(asked, left_out, turn, session)
         if not pieces:
             return None
         self._num_chosen = turn
@@ -205,6 +233,32 @@ class Servers:
         server = self._by_index[choice.index]
         server.beginnings.note(asked.names)
         return self.hold(server, choice, num_queued)
+
+    def choose_for_prompt(self, asked: Asked, held: Held) -> Held | None:
+        """Choose who computes the prompt of a request that was given to a server, and count it there; None where that does it.
+
+        It does where there is little to compute, where nobody else is answered whom that would stop, and where the prompt would
+        wait for much longer elsewhere.
+        """
+        server, num_new = held.server, asked.num_tokens - held.choice.num_cached
+        is_alone = server.num_open + server.num_others < 2
+        if not self._apart_from or num_new < self._apart_from or is_alone or server.role not in FETCHES:
+            return None
+        most = server.num_queued - held.num_queued + TIMES_LONGER * num_new
+        others = {
+            index: other
+            for index, other in self._with_role.items()
+            if other is not server and not (other.trouble or other.is_leaving) and other.num_queued <= most
+        }
+        if not others:
+            return None
+        known = self._holders.of(asked.names)
+        pieces = {index: next((n for n, have in known if index in have), 0) for index in others}
+        engines = [_engine(other, pieces[index]) for index, other in others.items()]
+        choice = choose(engines, "prefix", self._num_chosen, "", asked.num_tokens)
+        held.begin()  # nothing of its prompt waits there
+        others[choice.index].beginnings.note(asked.names)
+        return self.hold(others[choice.index], choice, max(0, asked.num_tokens - choice.num_cached))
 
     def _are_others_there(self) -> bool:
         """Whether others send enough to these servers for what is known of them to be old."""

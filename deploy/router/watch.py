@@ -145,6 +145,7 @@ class Watch:
                     trouble = trouble or f"has work, and computed nothing for {self._pulse.stall_s:g} s"
                 if reading is not None:
                     num_tokens = reading.num_tokens
+                    self._servers.note_role(server, reading.role)
                     server.hear(reading.num_running, reading.num_waiting, before, reading.kv_tokens)
                 else:
                     server.hear(0, 0)

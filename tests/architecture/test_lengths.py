@@ -43,7 +43,7 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "deploy/resolve/build.py: resolve": (131, "fills the whole configuration, a section after the other"),
-    "core/metrics.py: __init__": (86, "the table of the core's figures"),
+    "core/metrics.py: __init__": (92, "the table of the core's figures"),
     "process/runtime.py: child_main": (70, "a process from its first line to its last, in order"),
     "bench/kernels/linear.py: measure": (70, "one measurement, from its arrays to its figures"),
     "core/engine.py: admit": (70, "every reason to refuse a request, in the order in which they are tried"),

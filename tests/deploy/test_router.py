@@ -167,6 +167,7 @@ async def world(
     keys: tuple[str, ...] = (),
     servers_key: str = "",
     hedge_after_s: float = 0.0,
+    apart_from: int = 0,
 ) -> AsyncIterator[World]:
     """Run servers with these answers, and a router before them that believes all of them to be well."""
     loop = asyncio.get_running_loop()
@@ -174,7 +175,7 @@ async def world(
     for up in ups:
         listening.append(await asyncio.start_server(up.take, "127.0.0.1", 0))
         up.url = f"http://127.0.0.1:{listening[-1].sockets[0].getsockname()[1]}"
-    servers = Servers("prefix")
+    servers = Servers("prefix", apart_from=apart_from)
     servers.become([up.url for up in ups], 2.0)
     for server in servers:
         server.note("")
