@@ -41,7 +41,7 @@ def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
     few = server.ask("POST", C, {"prompt": "w w", "max_tokens": 1, "kv_transfer_params": DECODE})
     assert few.json["kv_transfer_params"] is None, "no block is full"
     plain = server.ask("POST", C, {"prompt": WORDS, "max_tokens": 1})
-    assert plain.json["kv_transfer_params"] is None
+    assert "kv_transfer_params" not in plain.json
     assert server.engine.wait_for(Submit)[2].spec.handover is None
 
 

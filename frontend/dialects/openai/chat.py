@@ -24,7 +24,7 @@ from quintet.frontend.dialects.openai.answer import (
     usage_of,
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
-from quintet.frontend.dialects.openai.handover import take_handover, transfer_params
+from quintet.frontend.dialects.openai.handover import take_handover, with_params
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.relay import behind, relaying
@@ -134,8 +134,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
     else:
         outputs = best(await whole_answer(exchange, submissions), body)
-        transfer = {"kv_transfer_params": transfer_params(submissions.streams, config)}
-        await exchange.respond_json(_whole(outputs, submissions, answer) | transfer)
+        whole = _whole(outputs, submissions, answer)
+        await exchange.respond_json(with_params(whole, submissions.streams, config))
 
 
 def checked_chat(body: ChatBody, config: EngineConfig) -> tuple[Conversation, SamplingParams, Reading | None]:

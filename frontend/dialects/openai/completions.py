@@ -23,7 +23,7 @@ from quintet.frontend.dialects.openai.answer import (
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
 from quintet.frontend.dialects.openai.embeds import embeds_prompts
-from quintet.frontend.dialects.openai.handover import take_handover, transfer_params
+from quintet.frontend.dialects.openai.handover import take_handover, with_params
 from quintet.frontend.dialects.openai.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -105,8 +105,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []
-        transfer = {"kv_transfer_params": transfer_params(submissions.streams, config)}
-        await exchange.respond_json(_whole(outputs, submissions, options) | transfer)
+        whole = _whole(outputs, submissions, options)
+        await exchange.respond_json(with_params(whole, submissions.streams, config))
 
 
 async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:

@@ -129,14 +129,23 @@ def _role_missing(sent: str, what: str, role: str, peers: KvPeersConfig | None) 
     )
 
 
-def transfer_params(streams: Sequence[Stream], config: EngineConfig) -> dict[str, object] | None:
-    """Return what the server is to be sent that goes on with a request whose KV is offered here; None where nothing is."""
-    stream, peers = streams[0], config.cache.peers
-    handover, started = stream.submit.spec.handover, stream.started
-    if peers is None or handover is None or not handover.offers or started is None:
+def with_params(
+    answer: dict[str, object], streams: Sequence[Stream], config: EngineConfig
+) -> dict[str, object]:
+    """Return a whole answer with what the server is to be sent that goes on, where the request asks for that."""
+    handover, peers = streams[0].submit.spec.handover, config.cache.peers
+    if peers is None or handover is None or not handover.offers:
+        return answer
+    return answer | {FIELD: _params_of(streams[0], peers, config.model.kv.block_size)}
+
+
+def _params_of(stream: Stream, peers: KvPeersConfig, block_size: int) -> dict[str, object] | None:
+    """Return the params; None where no block is offered."""
+    started = stream.started
+    if started is None:
         return None
     finish = stream.choices[0].finish
-    num_blocks = started.num_prompt_tokens // config.model.kv.block_size
+    num_blocks = started.num_prompt_tokens // block_size
     if not num_blocks or finish is None or finish.reason not in _COMPLETE:
         return None
     address = address_for(peers.listen, stream.submit.core)
