@@ -77,7 +77,7 @@ $(BIN)/uv: | $(STAMP)
 	@touch $@
 
 # Quintet runs inside of these: what they lack of its packages, they find where it is installed.
-HOSTS := $(patsubst %,.venv/clients/%/installed,gateway kserve ray)
+HOSTS := $(patsubst %,.venv/clients/%/installed,fastchat gateway kserve ray)
 $(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<

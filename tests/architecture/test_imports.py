@@ -58,6 +58,10 @@ def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
 
 INNER = {
     "core/kv": {"core.kv", "wire.codec", "wire.kv_disk", "wire.kv_spec"},
+    "deploy/fastchat": {
+        f"deploy.{room}" for room in ("fastchat", "load_client", "router.lines", "supervisor.listener")
+    }
+    | {"frontend", "process.log", "wire"},
     "deploy/load_client": {"deploy.load_client"},
     "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
     | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
