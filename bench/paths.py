@@ -1,6 +1,6 @@
 """The paths of docs/deploy.md, walked: each is started by its command, asked, disturbed, and left as its users would.
 
-    python -m bench.paths [one-box two-engines gpus replicas]
+    python -m bench.paths [one-box two-engines gpus replicas apart]
 
 A line for each: what was checked, and how long the worst client waited. A path that this machine cannot walk says so. Exit
 status 1 when something was not as promised.
@@ -23,6 +23,7 @@ from pathlib import Path
 import yaml
 from tests.chaos.test_route import route
 from tests.processes.server import Server, serve, wait_until
+from tests.processes.test_apart import free_port
 
 from bench.chaos.streams import Heard, crowd, differences, listen, play
 from quintet.deploy.resolve.device import sees_a_gpu
@@ -174,11 +175,45 @@ def replicas() -> str:
     )
 
 
+def apart() -> str:
+    """Prompts computed by one server and answered by another, behind the router: either may lose its executor."""
+    listen = f"127.0.0.1:{free_port()}"
+    with (
+        serve(*SMALL, "--role", "prefill", "--kv-peer-listen", listen) as prefill,
+        serve(*SMALL, "--role", "decode") as decode,
+        route(
+            *("--engine", prefill.url, "--engine", decode.url), "--poll-interval", "0.2", "--apart-from", "32"
+        ) as router,
+    ):
+        wait_until(lambda: "prefill" in router.get("/servers")[1], "roles are known")
+        wait_until(lambda: "decode" in router.get("/servers")[1], "roles are known")
+        asked = crowd(3, NUM_STREAMS)
+        calm = asyncio.run(play(router.url, asked))
+        waits_s = []
+        for server in (prefill, decode):
+
+            async def disturb(server: Server = server) -> None:
+                server.children()["quintet-executor-0"].kill()
+
+            struck = asyncio.run(play(router.url, asked, disturb))
+            assert not differences(calm, struck, asked), "other bytes after the death of an executor"
+            waits_s.append(struck.longest_gap_s)
+            wait_until(lambda server=server: server.get("/readyz")[0] == 200, "everybody back")  # type: ignore[misc]
+        decode.await_figures()
+        num_fetched = decode.gauge_of("quintet:kv_peer_blocks_total", "fetched")
+        assert num_fetched > 0, "nothing went from one to the other"
+    return (
+        f"{num_fetched:.0f} blocks fetched; executors killed under {NUM_STREAMS} streams: same bytes, longest wait "
+        f"{waits_s[0]:.2f} s (of the one that computes prompts), {waits_s[1]:.2f} s (of the one that answers)"
+    )
+
+
 PATHS: dict[str, Callable[[], str]] = {
     "one-box": one_box,
     "two-engines": two_engines,
     "gpus": gpus,
     "replicas": replicas,
+    "apart": apart,
 }
 
 

@@ -18,7 +18,7 @@ from quintet.executor.cards.describe import describe
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import share_in_words, share_of, stage_layers
 from quintet.executor.cards.spec import DecoderSpec
-from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.config import EngineConfig, KvPeersConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of an engine share, at most; 0 where there is one."""
     kv_disk: KvDiskPlan | None
     """What is kept on disk; null where nothing is."""
+    kv_peers: KvPeersConfig | None
+    """What goes from server to server; null where nothing does."""
     notes: list[str]
 
 
@@ -200,6 +202,7 @@ def make_plan(resolution: Resolution) -> Plan:
         else 0,
         shared_bytes=config.executor.shared_bytes,
         kv_disk=_kv_disk(config),
+        kv_peers=config.cache.peers,
         notes=resolution.notes,
     )
 
@@ -211,6 +214,20 @@ def _kv_disk(config: EngineConfig) -> KvDiskPlan | None:
     num_blocks = config.model.kv.num_blocks(disk.size_bytes)
     free = free_bytes(Path(disk.folder))
     return KvDiskPlan(disk.folder, disk.size_bytes, num_blocks, disk.staging_bytes, free)
+
+
+def _peers_rows(plan: Plan) -> list[tuple[str, str]]:
+    peers = plan.kv_peers
+    if peers is None:
+        return []
+    words: list[str] = [peers.role]
+    if peers.listen:
+        words.append(
+            f"offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory for each engine"
+        )
+    if peers.allowed:
+        words.append(f"fetched from {', '.join(peers.allowed)} into {format_size(peers.staging_bytes)}")
+    return [("KV of others", "; ".join(words))]
 
 
 def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -353,6 +370,7 @@ def plan_lines(plan: Plan) -> list[str]:
             else "what the GPU has left when the model is loaded",
         ),
         *_disk_rows(plan),
+        *_peers_rows(plan),
         *_beside_kv(plan),
         (
             "requests",

@@ -43,11 +43,13 @@ def test_killed_while_kv_is_on_its_way(side: str, role: str) -> None:
             answer = computed_apart(prefill, decode, prompt=prompt_of(number), **ASKED_OF_ALL)
             return answer["choices"][0]["text"], cached(answer)
 
+        name = f"quintet-{role}-0"
         victim = prefill if side == "prefill" else decode
         for _ in range(3):
             asked = [clients.submit(ask, number) for number in range(NUM_PROMPTS)]
             time.sleep(rng.choice([0.05, 0.3, 1.0]))  # somewhere in the middle
-            victim.children()[f"quintet-{role}-0"].kill()
+            wait_until(lambda: name in victim.children(), f"{name} is there")
+            victim.children()[name].kill()
             assert [each.result()[0] for each in asked] == calm
             wait_until(lambda: victim.get("/readyz")[0] == 200, "another one")
         assert ask(0) == (calm[0], cached(computed_apart(prefill, decode, prompt=prompt_of(0))))

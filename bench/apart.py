@@ -1,0 +1,223 @@
+"""What long prompts do to those who are being answered: computed by the same server, and by another one.
+
+    python -m bench.apart [--shape S] [--layers 6] [--streams 4] [--tokens 2032] [--every 5] [--seconds 30] [--save FILE]
+
+Two servers, ``--role prefill`` and ``--role decode``, have a core each; on the second one the clients share it. So many streams
+are answered by the second one, in four phases of so many seconds:
+
+    alone      nothing else
+    together   a prompt of so many tokens comes every so many seconds, and the same server computes it
+    apart      the same, and the other server computes it; its KV is fetched
+    beside     the other server computes such prompts, and nobody fetches them: what the machine itself takes from neighbours
+
+The gaps between a stream's tokens are told by percentile, and how long the prompts' first tokens took. One of the prompts that
+were computed apart is asked for again where it was computed: the text must be the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import msgspec
+
+from bench.overhead.run import Machine, _commit, machine
+from bench.overhead.server import serve
+from bench.peers.models import SHAPES, make_model
+
+PHASES = ("alone", "together", "apart", "beside")
+NUM_OUTPUTS = 8
+STREAM_TOKENS = 64
+"""Of the prompts of those who are being answered."""
+
+
+class Phase(msgspec.Struct, frozen=True):
+    """What was seen in one of the phases."""
+
+    name: str
+    gaps_ms: dict[str, float]
+    """Between tokens of a stream, by percentile."""
+    num_gaps: int
+    first_token_s: list[float]
+    """Of the long prompts that came."""
+    cached_tokens: list[int]
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a run of this command found."""
+
+    date: str
+    commit: str
+    machine: Machine
+    shape: str
+    layers: int
+    streams: int
+    tokens: int
+    every_s: float
+    flags: list[str]
+    phases: list[Phase]
+    is_same_text: bool
+
+
+def post(url: str, body: dict[str, object]) -> Iterator[bytes]:
+    """Send a completion, and yield the lines of its answer."""
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        yield from answer
+
+
+def asked(prompt: list[int], **more: object) -> dict[str, object]:
+    """Return the body of a request."""
+    return {"prompt": prompt, "max_tokens": NUM_OUTPUTS, "temperature": 0, "ignore_eos": True, **more}
+
+
+def stream(url: str, prompt: list[int], until: threading.Event, times: list[float]) -> None:
+    """Read one answer, noting when each of its tokens came, until there is no need any more."""
+    for line in post(url, asked(prompt, max_tokens=100_000, stream=True)):
+        if line.startswith(b"data: {"):
+            times.append(time.perf_counter())
+        if until.is_set():
+            return
+
+
+def first_token(prefill: str, decode: str, prompt: list[int], phase: str) -> tuple[float, int, str]:
+    """Have a prompt computed as the phase has it; return how long its first token took, what was cached, and the text."""
+    begun_s, first_s, text, num_cached = time.perf_counter(), 0.0, "", 0
+    more: dict[str, object] = {"stream": True, "stream_options": {"include_usage": True}}
+    url = prefill if phase == "beside" else decode
+    if phase == "apart":
+        offers = asked(prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+        more["kv_transfer_params"] = json.loads(b"".join(post(prefill, offers)))["kv_transfer_params"]
+    for line in post(url, asked(prompt, **more)):
+        if line.startswith(b"data: {"):
+            event = json.loads(line[6:])
+            if event["choices"]:
+                first_s = first_s or time.perf_counter() - begun_s
+                text += event["choices"][0]["text"]
+            if event.get("usage"):
+                num_cached = event["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return first_s, num_cached, text
+
+
+def run_phase(
+    name: str, prefill: str, decode: str, prompts: list[list[int]], args: argparse.Namespace
+) -> tuple[Phase, list[str]]:
+    """Answer streams for so many seconds, while prompts come."""
+    until, times = threading.Event(), [list[float]() for _ in range(args.streams)]
+    rng = random.Random(name)
+    with ThreadPoolExecutor(args.streams + len(prompts) + 1) as clients:
+        for each in times:
+            prompt = [rng.randrange(300, 30_000) for _ in range(STREAM_TOKENS)]
+            clients.submit(stream, decode, prompt, until, each)
+        while min(map(len, times)) < 5:
+            time.sleep(0.01)
+        begun_s, came = time.perf_counter(), list[Future[tuple[float, int, str]]]()
+        while (left_s := begun_s + args.seconds - time.perf_counter()) > 0:
+            if name != "alone" and len(came) < len(prompts):
+                came.append(clients.submit(first_token, prefill, decode, prompts[len(came)], name))
+            time.sleep(min(args.every, left_s))
+        ended_s = time.perf_counter()
+        until.set()
+        told = [each.result() for each in came]
+    gaps = sorted(
+        1e3 * (later - earlier)
+        for each in times
+        for earlier, later in itertools.pairwise(each)
+        if begun_s < later < ended_s
+    )
+    by_percentile = {
+        f"p{rank}": round(gaps[min(len(gaps) - 1, len(gaps) * rank // 100)], 2) for rank in (50, 90, 99)
+    }
+    by_percentile["max"] = round(gaps[-1], 2)
+    phase = Phase(
+        name, by_percentile, len(gaps), [round(each[0], 3) for each in told], [each[1] for each in told]
+    )
+    return phase, [each[2] for each in told]
+
+
+def say(phase: Phase) -> None:
+    """Print a line."""
+    gaps = ", ".join(f"{name} {value:.1f}" for name, value in phase.gaps_ms.items())
+    took = f"; first tokens {median(phase.first_token_s):.2f} s" if phase.first_token_s else ""
+    print(
+        f"{phase.name:<9} gaps in ms: {gaps} ({phase.num_gaps}){took}, cached {phase.cached_tokens}",
+        flush=True,
+    )
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port: int = taken.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="S")
+    parser.add_argument("--layers", type=int, default=6, help="so many of the shape's")
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="where the model is, or is made")
+    parser.add_argument("--streams", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=2032, help="of a long prompt")
+    parser.add_argument("--every", type=float, default=5.0, help="seconds between them")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of a phase")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="of serve, behind --")
+    args = parser.parse_args()
+    rng = random.Random(1)
+    num_prompts = int(args.seconds // args.every) + 1
+    prompts = {
+        phase: [[rng.randrange(300, 30_000) for _ in range(args.tokens)] for _ in range(num_prompts)]
+        for phase in PHASES
+    }
+    flags = ["--max-model-len", "4096", "--kv-cache-memory", "512MiB", "--threads", "1", *args.flags]
+    listen = f"127.0.0.1:{free_port()}"
+    cores = sorted(os.sched_getaffinity(0))
+    with tempfile.TemporaryDirectory() as scratch:
+        shape = replace(SHAPES[args.shape], layers=args.layers)
+        model = make_model(args.model or Path(scratch) / "model", shape)
+        os.sched_setaffinity(0, {cores[-1]})
+        with serve(model, [*flags, "--role", "prefill", "--kv-peer-listen", listen]) as prefill:
+            os.sched_setaffinity(0, {cores[0]})
+            with serve(model, [*flags, "--role", "decode"]) as decode:
+                warm = [rng.randrange(300, 30_000) for _ in range(256)]
+                first_token(prefill.url, decode.url, warm, "apart")
+                phases, texts = list[Phase](), dict[str, list[str]]()
+                for name in PHASES:
+                    phase, texts[name] = run_phase(name, prefill.url, decode.url, prompts[name], args)
+                    phases.append(phase)
+                    say(phase)
+                again = first_token(prefill.url, decode.url, prompts["apart"][0], "beside")[2]
+    is_same = again == texts["apart"][0]
+    print(f"a prompt computed apart and where it was computed: the same text: {is_same}")
+    if args.save is not None:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        report = Report(
+            date, _commit(), machine(), args.shape, args.layers, args.streams, args.tokens, args.every,
+            args.flags, phases, is_same,
+        )  # fmt: skip
+        args.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()
