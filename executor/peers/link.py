@@ -36,7 +36,9 @@ MAX_QUESTIONS = 2
 MAX_FRAMES = 64
 """Read before others have their turn."""
 SILENCE_S = 3.0
-"""A peer that has been asked, and says nothing for so long, is given up."""
+"""A peer that has been asked, and brings nothing of that for so long, is given up."""
+QUESTION_S = 20.0
+"""So long a question may take, however much comes meanwhile."""
 FOREIGN_S = 60.0
 """So long nobody asks who computes other bits, or lies."""
 _LOST = (
@@ -101,6 +103,8 @@ class Link:
         self._waiting: deque[Wanted] = deque()
         self._asked: dict[int, dict[int, Wanted]] = {}
         """Question -> what it asks for and has not come, by place."""
+        self._until_s: dict[int, float] = {}
+        """Question -> when it must have been answered."""
         self._number = 0
         self._heard_s = 0.0
         self.socket = context.socket(zmq.DEALER)
@@ -128,12 +132,13 @@ class Link:
         if self.is_idle:
             self._heard_s = now_s
         self._waiting.extend(wanted)
-        self._ask()
+        self._ask(now_s)
 
     def forget(self) -> None:
         """Want nothing any more. What still comes is nobody's."""
         self._waiting.clear()
         self._asked.clear()
+        self._until_s.clear()
 
     def left(self) -> list[Wanted]:
         """Return what has not come, and forget it."""
@@ -150,7 +155,9 @@ class Link:
     def check(self, now_s: float) -> None:
         """Find out whether the peer is silent for too long."""
         if not self.is_idle and now_s - self._heard_s > SILENCE_S:
-            raise PeerLost(f"has said nothing for {SILENCE_S:.0f} s")
+            raise PeerLost(f"has brought nothing for {SILENCE_S:.0f} s")
+        if any(now_s > until_s for until_s in self._until_s.values()):
+            raise PeerLost(f"takes more than {QUESTION_S:.0f} s for a question")
 
     def hear_connection(self) -> None:
         """Read what ZeroMQ says of the connection: only what ends it is asked for."""
@@ -168,22 +175,22 @@ class Link:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 break
-            self._heard_s = now_s
             try:
                 answer = _decoder.decode(frames[0].buffer)
             except UNREADABLE:
                 raise PeerLost("says what makes no sense") from None
-            yield from self._take(answer, frames[1:])
-        self._ask()
+            yield from self._take(answer, frames[1:], now_s)
+        self._ask(now_s)
 
-    def _take(self, answer: Answer, frames: list[zmq.Frame]) -> Iterator[Came]:
+    def _take(self, answer: Answer, frames: list[zmq.Frame], now_s: float) -> Iterator[Came]:
         asked = self._asked.get(answer.number)
         if asked is None:
             return  # forgotten since
+        self._heard_s = now_s
         if isinstance(answer, Foreign):
             raise PeerLost(f"computes other bits: its {self._differing(answer)} differ from ours", FOREIGN_S)
         if isinstance(answer, Lacking):
-            del self._asked[answer.number]
+            del self._asked[answer.number], self._until_s[answer.number]
             yield from (Came(wanted, is_there=False) for wanted in asked.values())
             return
         wanted = asked.get(answer.index)
@@ -205,11 +212,11 @@ class Link:
         differing = sorted(name for name in names if self._parts.get(name) != answer.parts.get(name))
         return ", ".join(differing[:8]) or "version"
 
-    def _ask(self) -> None:
+    def _ask(self, now_s: float) -> None:
         while self._waiting and len(self._asked) < MAX_QUESTIONS:
             count = min(self._window, len(self._waiting))
             asked = {index: self._waiting.popleft() for index in range(count)}
             self._number += 1
-            self._asked[self._number] = asked
+            self._asked[self._number], self._until_s[self._number] = asked, now_s + QUESTION_S
             keys = [wanted.key for wanted in asked.values()]
             self.socket.send(encode(Ask(VERSION, self._number, self._whose, keys)), zmq.NOBLOCK)

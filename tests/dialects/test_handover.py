@@ -88,6 +88,7 @@ def test_who_computes_an_answer_is_told_where_to_fetch(
         ("both", PREFILL | {"remote_host": ""}, {}, "remote_host is ''"),
         ("both", PREFILL | {"remote_host": "10.0.1.5"}, {}, "from 10.0.0.0/24, fd00::/8, prefill-0 alone"),
         ("both", PREFILL | {"remote_host": "prefill-1"}, {}, "--kv-peers"),
+        ("both", PREFILL | {"remote_host": "fd00::1%x]:1;10.0.0.5"}, {}, "--kv-peers"),
         ("both", {"remote_host": "10.0.0.5"}, {}, "neither do_remote_prefill nor do_remote_decode"),
         ("both", [1], {}, "kv_transfer_params"),
     ],

@@ -123,6 +123,31 @@ def test_nor_for_one_who_is_silent(closed: ExitStack, monkeypatch: pytest.Monkey
         assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
 
 
+@pytest.mark.parametrize("limit", ["SILENCE_S", "QUESTION_S"])
+def test_nor_for_one_who_only_keeps_talking(
+    closed: ExitStack, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(link, limit, 0.3)
+    _, takes = sides(closed)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    talker = context.socket(zmq.ROUTER)
+    closed.callback(context.term)
+    closed.callback(talker.close, 0)
+    port = talker.bind_to_random_port("tcp://127.0.0.1")
+    is_over = threading.Event()
+
+    def talk() -> None:
+        who, _ = talker.recv_multipart()
+        while not is_over.wait(0.02):
+            talker.send_multipart((who, encode(Given(99, 0, b"")), b""))
+
+    thread = threading.Thread(target=talk)
+    thread.start()
+    assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
+    is_over.set()
+    thread.join()
+
+
 @pytest.mark.parametrize("lie", ["digest", "length", "place", "nonsense"])
 def test_who_lies_is_not_believed(closed: ExitStack, lie: str) -> None:
     _, takes = sides(closed)

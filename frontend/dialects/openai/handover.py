@@ -108,6 +108,8 @@ def _is_allowed(host: str, allowed: Sequence[str]) -> bool:
         address = ipaddress.ip_address(host)
     except ValueError:
         return host.lower() in allowed
+    if "%" in host:  # behind a zone anything may stand, which ZeroMQ would read
+        return False
     return any(address in network for network in map(_network, allowed) if network is not None)
 
 
