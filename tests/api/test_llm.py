@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from quintet.deploy.embedded import default_model_path
 from quintet.deploy.offline import EngineError
 from quintet.deploy.python_api.inputs import PromptInput
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from tests.deploy.supervised import is_readable
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=7)
 
@@ -393,7 +393,7 @@ def test_kill_9_of_the_program_leaves_nothing(tmp_path: Path) -> None:
     program.wait()
     program.stdout.close()
     for end, process in zip(ends, family, strict=True):
-        assert select.select([end], [], [], 10)[0], f"{process} still runs"
+        assert is_readable(end, 10), f"{process} still runs"
         os.close(end)
     assert len(family) == 5
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pty
-import select
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.toy_server import ToyServer, chunked, frames, sized, toy_server
+from tests.deploy.supervised import is_readable
 
 MODELS = json.dumps({"data": [{"id": "toy"}]}).encode()
 USAGE = '{"choices":[],"usage":{"prompt_tokens":9,"completion_tokens":2}}'
@@ -107,9 +107,7 @@ class Terminal:
         deadline = time.monotonic() + 20
         while words not in self._seen:
             left_s = deadline - time.monotonic()
-            assert left_s > 0 and select.select([self._main], [], [], left_s)[0], (
-                f"{words!r} not in {self._seen!r}"
-            )
+            assert left_s > 0 and is_readable(self._main, left_s), f"{words!r} not in {self._seen!r}"
             self._seen += os.read(self._main, 4096).decode()
         self._seen = self._seen.partition(words)[2]
 

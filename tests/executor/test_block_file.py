@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,20 @@ def block_of(key: bytes) -> bytes:
     return random.Random(key).randbytes(BLOCK_BYTES)
 
 
+_OPENED: list[BlockFile] = []
+
+
+@pytest.fixture(autouse=True)
+def _closed() -> Iterator[None]:
+    yield
+    while _OPENED:
+        _OPENED.pop().close()
+
+
 def opened(folder: Path, *, whose: bytes = WHOSE, num_places: int = 4) -> BlockFile:
-    return BlockFile(folder / "engine-0", whose, BLOCK_BYTES, num_places)
+    file = BlockFile(folder / "engine-0", whose, BLOCK_BYTES, num_places)
+    _OPENED.append(file)
+    return file
 
 
 def written(folder: Path) -> BlockFile:
@@ -116,7 +128,6 @@ def test_random_bytes_are_no_files(tmp_path: Path) -> None:
         file = opened(tmp_path)
         for place, key in enumerate(KEYS):
             assert found(file, place, key) in (None, block_of(key))
-        file.close()
 
 
 def test_a_disk_that_is_full_holds_nothing_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +153,7 @@ def test_links_and_what_belongs_to_others_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else would choose what is written over, or read as ours."""
-    written(tmp_path).close()
+    written(tmp_path)
     folder, secret = tmp_path / "engine-0", tmp_path / "secret"
     secret.write_bytes(b"not to be cut")
     (folder / "blocks.kv").unlink()
