@@ -18,6 +18,7 @@ from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.tiers import Tiers
+from quintet.core.kv_desk import KvDesk
 from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import POLICIES
 from quintet.core.refusals import Refusals
@@ -65,6 +66,7 @@ class Engine:
         self.suspects = Suspects()
         self.refusals = Refusals()
         self.disk = DiskTalk()
+        self.kv_desk = KvDesk()
         self.state: State | None = None
         self.executor_epoch: int | None = None
         """Epoch of the executor whose tables the state mirrors."""
@@ -122,8 +124,9 @@ class Engine:
             for request in list(before.running):
                 before.preempt(request)
             self._keep_departed(before, now_ns)
-        pool = BlockPool(limits.num_blocks, self.disk.tiers(message))
+        pool = BlockPool(limits.num_blocks, self.disk.tiers(message), self.kv_desk.pins)
         self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
+        self.kv_desk.begin(state)
         if self._cache.events is not None:
             state.tell_of_blocks()
         if before is None:
@@ -405,6 +408,7 @@ class Engine:
             return None
         if not state.live:
             return None
+        state.trails.now_ns = now_ns
         plan = schedule(state, now_ns)
         if plan is None and state.trial is not None and not state.in_flight:
             call_off(state, self.suspects)

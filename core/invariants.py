@@ -52,6 +52,7 @@ def _check_blocks(state: State) -> None:
         owners.update(block for held in request.held for block in held.blocks)
         owners.update(block for _, blocks in request.unnamed for block in blocks)
         owners.update(request.for_choices)
+    owners.update(pool.pins.held.values())
     for request in state.waiting:
         assert not request.held and not request.unnamed and not request.for_choices, request.request_id
     # By whole lists and sets rather than block by block: there are hundreds, after every change.
@@ -66,6 +67,11 @@ def _check_blocks(state: State) -> None:
     index = pool.index
     assert index.block_of == {key: block for block, key in index.key_of.items()}
     assert len(index.block_of) == len(index.key_of)
+    for key, block in pool.pins.held.items():
+        assert key in pool.pins.wanted and index.block_of.get(key) == block, ("pinned, and not there", block)
+    assert all(key in pool.pins.held for key in pool.pins.wanted if key in index.block_of), (
+        "there, and not kept"
+    )
     due = {} if pool.tiers.disk is None else pool.tiers.disk.due
     for key, block in (*(index.news or {}).items(), *due.items()):
         assert index.block_of.get(key) == block, ("would be stored with another content", key, block)

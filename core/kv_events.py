@@ -6,12 +6,11 @@ Of a model whose layers are in several groups, those of one group are told: of o
 from __future__ import annotations
 
 from quintet.core.kv.groups import Groups
-from quintet.core.kv.prefix import key_of, salt_digest
+from quintet.core.kv.prefix import DIGEST_BYTES, key_of, salt_digest
 from quintet.core.request import Request
 from quintet.wire.kv_events import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 
 _HASH_BYTES = 8
-_DIGEST_BYTES = 32
 _NO_SALT = salt_digest("")
 
 
@@ -50,7 +49,7 @@ class KvEvents:
         """Tell that a content has left the device, if it was told of."""
         if key in self._told:
             self._told.remove(key)
-            self._events.append(BlockRemoved([_hash_of(key[:_DIGEST_BYTES])], MEDIUM))
+            self._events.append(BlockRemoved([_hash_of(key[:DIGEST_BYTES])], MEDIUM))
 
     def take(self) -> list[KvEvent]:
         """Return what has happened since the last call."""

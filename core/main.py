@@ -17,6 +17,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
+from quintet.wire.kv_admin import KvPins, KvQuery
 from quintet.wire.kv_disk import KvAnswers, KvKept
 from quintet.wire.kv_events import KvEventBatch
 from quintet.wire.limits import FrameTooLarge
@@ -25,7 +26,19 @@ from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Drain, Drained, SeatState, Topology
 
 Message = (
-    Admit | Cancel | StopHit | Reclaim | Live | Handed | Unknown | StepResult | Capacity | KvKept | KvAnswers
+    Admit
+    | Cancel
+    | StopHit
+    | Reclaim
+    | Live
+    | Handed
+    | Unknown
+    | StepResult
+    | Capacity
+    | KvKept
+    | KvAnswers
+    | KvQuery
+    | KvPins
 )
 
 AUDIT_NS = 5_000_000_000
@@ -170,6 +183,11 @@ class Core:
             self.engine.kv_answers(message)
         elif isinstance(message, KvKept):
             self.engine.disk.hear_kept(message)
+        elif isinstance(message, KvQuery):
+            report = self.engine.kv_desk.answer(self.engine.state, message, self.process.me.index, now)
+            self.process.peers.send(Role.FRONTEND, message.frontend, report)
+        elif isinstance(message, KvPins):
+            self.engine.kv_desk.hear(message)
         elif isinstance(message, Capacity):
             self.process.log.info(
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
@@ -303,8 +321,9 @@ class Core:
     def _order(self) -> None:
         """Have the executor store and fetch: behind the plans that write a block, before any that could write over it."""
         orders = self.engine.kv_orders(self.process.now_ns)
-        if orders is not None:
-            self.process.peers.send(Role.EXECUTOR, self.process.me.index, orders)
+        for message in (orders, self.engine.kv_desk.take_news()):
+            if message is not None:
+                self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
 
     def _send(self, effects: Effects) -> None:
         peers = self.process.peers

@@ -16,6 +16,7 @@ from quintet.core.hooks import Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, key_of
+from quintet.core.kv.trails import Trails
 from quintet.core.kv_events import KvEvents
 from quintet.core.pace import Pace
 from quintet.core.request import Request, Status
@@ -115,6 +116,8 @@ class State:
     """What outside routers are told of blocks; None: nothing."""
     left_slots: list[int] = field(default_factory=list)
     """Slots whose tenant left since the last plan."""
+    trails: Trails = field(default_factory=Trails)
+    """Which prefixes there are, for those who operate the server."""
     counters: Counters = field(default_factory=Counters)
     pace: Pace = field(default_factory=Pace)
     queue_times_ns: list[int] = field(default_factory=list)
@@ -233,6 +236,8 @@ class State:
         first.num_open -= 1
         first.longest = max(first.longest, request.num_outputs)
         if request.scheduled_ns is not None:
+            if self.limits.prefix_caching and request.digests:
+                self.trails.add(request.digests, request.tokens if request.embeds is None else None)
             self.pace.outputs.note(request.num_outputs)
             self.endings.append(
                 Ending(

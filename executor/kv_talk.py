@@ -16,6 +16,7 @@ from quintet.process.runtime import Process
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
+from quintet.wire.kv_admin import KvPins
 from quintet.wire.kv_disk import MAX_KEPT, DiskRang, KvKept, KvOrders
 from quintet.wire.step import Capacity, StepPlan
 
@@ -32,7 +33,7 @@ def own_places(index: int, config: EngineConfig) -> EngineConfig:
     )
 
 
-def kv_talk(process: Process[StepPlan | KvOrders], worker: StepWorker) -> KvTalk | None:
+def kv_talk(process: Process[StepPlan | KvOrders | KvPins], worker: StepWorker) -> KvTalk | None:
     """Return the talk of a worker that keeps blocks elsewhere; None of one that does not."""
     if worker.kv_disk is None and worker.kv_peers is None:
         return None
@@ -43,7 +44,7 @@ class KvTalk:
     """Passes orders on, and answers back."""
 
     def __init__(
-        self, process: Process[StepPlan | KvOrders], disk: KvDisk | None, peers: KvPeers | None
+        self, process: Process[StepPlan | KvOrders | KvPins], disk: KvDisk | None, peers: KvPeers | None
     ) -> None:
         self._process = process
         self._disk = disk

@@ -27,6 +27,7 @@ from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_admin import KvPins
 from quintet.wire.kv_disk import DiskRang, KvOrders
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
@@ -91,7 +92,7 @@ def make_worker(config: EngineConfig, span: Span, followers: Followers | None = 
     return make(config, span) if followers is None else make(config, span, followers)
 
 
-Message = StepPlan | KvOrders
+Message = StepPlan | KvOrders | KvPins
 
 
 class Executor:
@@ -106,6 +107,8 @@ class Executor:
         self._core_epoch: int | None = None
         self._last_step: int | None = None
         """The newest plan that came from this core, or was dropped."""
+        self._pins = KvPins([])
+        """What is pinned, for a core that is to come."""
         self._num_emptied = 0
         self._num_failed_alone = 0
         self._ended_ns = time.monotonic_ns()
@@ -162,6 +165,8 @@ class Executor:
                 self._last_step = message.step
             elif isinstance(message, KvOrders):
                 plans.append(message)
+            elif isinstance(message, KvPins):
+                self._pins = message
             elif isinstance(message, DiskRang) and self._kv_talk is not None:
                 self._kv_talk.answer()
             elif isinstance(message, StepsEnded):
@@ -324,6 +329,8 @@ class Executor:
         )
         if self._kv_talk is not None:
             self._kv_talk.introduce(capacity)
+        if self._pins.pins:
+            self._process.peers.send(Role.CORE, self._process.me.index, self._pins)
         self._process.peers.send(Role.CORE, self._process.me.index, capacity)
 
 
@@ -358,7 +365,7 @@ def serve(process: Process[Message]) -> None:
 
 def run(me: WorkerId, config: EngineConfig) -> None:
     """Be the executor process."""
-    serve(Process(me, config, StepPlan | KvOrders))
+    serve(Process(me, config, Message))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 from urllib.parse import quote
 
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from quintet.frontend import health
+from quintet.frontend import health, kv
 from quintet.frontend.dialects.anthropic import errors as anthropic_errors
 from quintet.frontend.dialects.anthropic.messages import count_tokens, messages
 from quintet.frontend.dialects.inference.generate import generate
@@ -37,7 +38,7 @@ from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.docs_page import docs, docs_part
 from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
-from quintet.frontend.guard import Keys
+from quintet.frontend.guard import Keys, operator_keys
 from quintet.frontend.leftovers import leave_behind
 from quintet.frontend.metrics import metrics
 from quintet.frontend.openapi import openapi
@@ -96,6 +97,10 @@ ROUTES = (
     Row("/version", ("GET",), health.show_version),
     Row("/load", ("GET",), health.load),
     Row("/metrics", ("GET",), metrics),
+    Row("/kv", ("GET",), kv.listing),
+    Row("/kv/pin", ("POST",), kv.pin),
+    Row("/kv/unpin", ("POST",), kv.unpin),
+    Row("/kv/evict", ("POST",), kv.evict),
     Row("/openapi.json", ("GET",), openapi),
     Row("/docs", ("GET",), docs),
     Row("/docs/{name}", ("GET",), docs_part),
@@ -130,7 +135,7 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._keys = Keys(service.config.frontend.api_keys)
+        self._keys = Keys(service.config.frontend.api_keys, operators=partial(operator_keys, service.config))
         self._errors = {row.path: row.errors for row in ROUTES}
         """Known before a request is routed: also who has no key is refused in the dialect of the path."""
         self._root_path = service.config.frontend.root_path.rstrip("/")

@@ -13,11 +13,12 @@ from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_admin import KvReport
 from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
 from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import MetricsReport, Topology
 
-ForRequests = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown
+ForRequests = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | KvReport
 """What a frontend's inbox takes besides what every process does."""
 
 Inbound = ForRequests | Topology | MetricsReport | Dropped

@@ -75,8 +75,13 @@ class Exchange:
 
     def asks(self, name: str) -> bool:
         """Whether the query has this parameter, with any value but ``0`` and ``false`` or with none."""
-        values = parse_qs(self._query.decode("latin-1"), keep_blank_values=True).get(name, ["0"])
-        return values[-1].lower() not in {"0", "false"}
+        value = self.asked(name)
+        return value is not None and value.lower() not in {"0", "false"}
+
+    def asked(self, name: str) -> str | None:
+        """Return the last value of this parameter of the query; None where there is none."""
+        values = parse_qs(self._query.decode("latin-1"), keep_blank_values=True).get(name)
+        return None if values is None else values[-1]
 
     @property
     def started(self) -> bool:

@@ -9,7 +9,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
 from quintet.frontend.exchange import Exchange
-from quintet.wire.config import FrontendConfig
+from quintet.process.seal import run_key
+from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 
 OPEN_PATHS = frozenset(
@@ -27,17 +28,41 @@ OPEN_PATHS = frozenset(
 """What is told without a key: whether the server lives, as orchestrators ask, and how it is spoken to."""
 
 
+OPERATORS_PATH = "/kv"
+"""What lies here and below is for who operates the server."""
+
+
+def is_operators(path: str) -> bool:
+    """Return whether a path needs the operator's key."""
+    return path == OPERATORS_PATH or path.startswith(OPERATORS_PATH + "/")
+
+
+def operator_keys(config: EngineConfig) -> list[str]:
+    """Return what operators may send: what the configuration says, and what follows from the key in the run folder.
+
+    So who may read that folder needs no key of his own: ``quintet admin``.
+    """
+    derived = hmac.new(run_key(config.run_dir), b"operator", "sha256").hexdigest()
+    return [derived, *filter(None, [config.frontend.admin_key])]
+
+
 def is_open(path: str) -> bool:
     """Return whether a path needs no key."""
     return path in OPEN_PATHS or path.startswith("/docs/")
 
 
 class Keys:
-    """The accepted API keys; with none configured, everybody may ask."""
+    """The accepted API keys; with none configured, everybody may ask. But what is the operator's, he alone may, with his."""
 
-    def __init__(self, keys: Sequence[str], is_open: Callable[[str], bool] = is_open) -> None:
-        """``is_open``: whether a path needs none."""
+    def __init__(
+        self,
+        keys: Sequence[str],
+        is_open: Callable[[str], bool] = is_open,
+        operators: Callable[[], list[str]] | None = None,
+    ) -> None:
+        """``is_open``: whether a path needs none. operators: returns the keys for `is_operators`, where there are such paths."""
         self._keys, self._is_open = [key.encode() for key in keys], is_open
+        self._operators = operators
 
     def check(self, exchange: Exchange) -> bytes:
         """Return the request's key, however it was sent; empty for none. Raises `RequestError` where it needs another."""
@@ -46,6 +71,8 @@ class Keys:
     def admit(self, path: str, header: Callable[[str], str | None]) -> bytes:
         """The same, of a request with this path and these headers (by names in lower case)."""
         given = _key_of(header)
+        if self._operators is not None and is_operators(path):
+            return _admit_operator(given, self._operators())
         if not self._keys or self._is_open(path):
             return given or b""
         if given is None:
@@ -57,6 +84,18 @@ class Keys:
         if not any(matches):
             raise RequestError(ErrorCode.UNAUTHORIZED, "The API key is not one this server accepts.")
         return given
+
+
+def _admit_operator(given: bytes | None, keys: Sequence[str]) -> bytes:
+    """Return the key that was given, if it is one of these. Raises `RequestError`."""
+    matches = [hmac.compare_digest(given or b"", key.encode()) for key in keys]
+    if not any(matches):
+        raise RequestError(
+            ErrorCode.UNAUTHORIZED,
+            "This is for who operates the server: send `Authorization: Bearer <key>` with the key of --admin-key, or use "
+            "`quintet admin kv` on the server's machine.",
+        )
+    return given or b""
 
 
 def _key_of(header: Callable[[str], str | None]) -> bytes | None:

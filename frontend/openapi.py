@@ -13,7 +13,8 @@ from quintet.frontend.dialects.openai import types
 from quintet.frontend.dialects.openai.go_on import GoOnBody
 from quintet.frontend.dialects.responses import types as responses_types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
-from quintet.frontend.guard import is_open
+from quintet.frontend.guard import is_open, is_operators
+from quintet.frontend.kv import PrefixBody
 from quintet.frontend.openapi_answers import responses
 from quintet.frontend.service import Service
 from quintet.wire.params import (
@@ -221,6 +222,28 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ("get", "/version", "The version of the server", None, None),
     ("get", "/load", "Requests this frontend holds", None, None),
     ("get", "/metrics", "Figures of every process, as Prometheus text", None, None),
+    (
+        "get",
+        "/kv",
+        "For operators: prefixes in KV memory, used last first (`limit`); with `text=true` in words too",
+        None,
+        None,
+    ),
+    (
+        "post",
+        "/kv/pin",
+        "For operators: keep a prefix",
+        PrefixBody,
+        {"prompt": "You are a helpful assistant."},
+    ),
+    ("post", "/kv/unpin", "For operators: keep it no longer", PrefixBody, {"id": "c0ffee00"}),
+    (
+        "post",
+        "/kv/evict",
+        "For operators: forget a prefix, and all that begins with it",
+        PrefixBody,
+        {"id": "c0ffee00"},
+    ),
     ("get", "/openapi.json", "This document", None, None),
     ("get", "/docs", "This document, readable", None, None),
     ("get", "/docs/{name}", "What that page is made of", None, None),
@@ -243,8 +266,9 @@ def openapi_document(has_keys: bool, root_path: str = "") -> Schema:
         "paths": paths,
         "components": {"schemas": _schemas()},
     }
+    schemes = document["components"]["securitySchemes"] = {"operator": {"type": "http", "scheme": "bearer"}}
     if has_keys:
-        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        schemes["key"] = {"type": "http", "scheme": "bearer"}
     return document
 
 
@@ -267,7 +291,9 @@ def _operation(path: str, summary: str, body: type | None, example: Schema | Non
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
         ]
-    if has_keys and not is_open(path):
+    if is_operators(path):
+        operation["security"] = [{"operator": []}]
+    elif has_keys and not is_open(path):
         operation["security"] = [{"key": []}]
     return operation
 
@@ -282,6 +308,7 @@ def _schemas() -> dict[str, Schema]:
         types.Tool,
         types.ErrorBody,
         GoOnBody,
+        PrefixBody,
         generate_types.GenerateBody,
         generate_types.DerenderChatBody,
         generate_types.DerenderCompletionBody,

@@ -39,6 +39,10 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "/v2/models/{id}/ready": ("name", "ready"),
     "/version": ("version",),
     "/load": ("server_load",),
+    "/kv": ("object", "data", "has_more", "engines"),
+    "/kv/pin": ("object", "data"),
+    "/kv/unpin": ("object", "data"),
+    "/kv/evict": ("object", "data"),
     "/openapi.json": ("openapi", "paths"),
 }
 _STREAMED = frozenset(

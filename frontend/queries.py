@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -16,6 +16,7 @@ from quintet.frontend.router import Seats
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_admin import KvQuery, KvReport, Verb
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import (
     ChatPrompt,
@@ -33,8 +34,8 @@ from quintet.wire.supervision import MetricsQuery, MetricsReport
 SLOWEST_TOKENS_PER_S = 1 << 16
 """Of a prompt that is encoded, behind a few as long as itself: huge ones wait for each other."""
 
-Answer = Tokenized | Detokenized | MetricsReport | Reclaimed
-AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed)
+Answer = Tokenized | Detokenized | MetricsReport | Reclaimed | KvReport
+AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, KvReport)
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +148,16 @@ class Queries:
         """
         query = MetricsQuery(self._take_id(), self._me, own)
         return await self._ask(Role.SUPERVISOR, query, query.query_id, MetricsReport, timeout_s)
+
+    async def of_kv(self, verb: Verb, **asked: Any) -> list[KvReport]:
+        """Ask every core the same of KV memory; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer."""
+
+        async def ask(core: int | None) -> KvReport:
+            query = KvQuery(self._take_id(), self._me.index, verb, **asked)
+            return await self._ask(Role.CORE, query, query.query_id, KvReport, self._timeout_s, core)
+
+        cores: list[int | None] = [*self._seats.cores()]
+        return await asyncio.gather(*map(ask, cores or [None]))
 
     def _take_id(self) -> int:
         self._last_id += 1

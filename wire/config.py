@@ -257,6 +257,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: int = 8000
     api_keys: list[str] = []
+    admin_key: str = ""
+    """For the paths that are for who operates the server, beside the one in the run folder; "" for none."""
     uds: str = ""
     """Path of a Unix socket to listen on instead of host and port; "" for none."""
     allowed_origins: list[str] = []

@@ -80,6 +80,7 @@ def disk_checks(
             0 <= message.tables <= MAX_COUNT
             and are_pairs(message.stores, num_blocks, num_places, message.store_keys)
             and are_pairs(message.fetches, num_places, num_host_blocks, message.fetch_keys)
+            and are_named(message.drops, num_places, message.drop_keys)
             and are_named(message.offers, num_blocks, message.offer_keys)
             and all(are_named(pull.host_blocks, num_host_blocks, pull.keys) for pull in message.pulls)
         ),

@@ -18,6 +18,7 @@ from quintet.wire.codec import UNREADABLE, unpack_i64
 from quintet.wire.columns import REQUEST_BYTES
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
+from quintet.wire.kv_admin import KvReport
 
 MAX_ID = 1 << 63
 
@@ -33,12 +34,14 @@ CARRIERS: Mapping[type[msgspec.Struct], tuple[str, ...]] = {
     m.Tokenized: (),
     m.Detokenized: (),
     m.Reclaimed: (),
+    KvReport: (),
     s.StepPlan: (),
     s.StepResult: (),
     s.Capacity: (),
 }
 """Messages for whose loss somebody would wait, and the fields that name their requests. Accounts are given again, and a
-`m.StopHit` that is lost leaves a request for which nobody waits, which they find; a `m.Reclaim` is asked again by its client."""
+`m.StopHit` that is lost leaves a request for which nobody waits, which they find; a `m.Reclaim` is asked again by its client, a
+`quintet.wire.kv_admin.KvQuery` by who operates the server."""
 
 _BY_TAG = {str(kind.__struct_config__.tag): kind for kind in CARRIERS}
 

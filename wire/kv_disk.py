@@ -41,6 +41,9 @@ class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
     fetches: bytes = b""
     """int32 pairs ``place, host block``"""
     fetch_keys: list[bytes] = []
+    drops: bytes = b""
+    """int32: places whose contents are to be forgotten, before anything is stored."""
+    drop_keys: list[bytes] = []
     offers: bytes = b""
     """int32: device blocks whose contents peers may have."""
     offer_keys: list[bytes] = []
@@ -49,7 +52,7 @@ class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.store_keys or self.fetch_keys or self.offer_keys or self.pulls)
+        return not (self.store_keys or self.fetch_keys or self.drop_keys or self.offer_keys or self.pulls)
 
 
 class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):

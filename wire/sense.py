@@ -26,6 +26,7 @@ from quintet.wire.disk_sense import (
     fits_elsewhere,
 )
 from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
+from quintet.wire.kv_admin_sense import operator_checks
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
@@ -93,6 +94,7 @@ class Sense:
             m.Detokenized: lambda msg: (
                 _is_id(msg.query_id) and (not msg.spans or _are_spans_of(RowSpans(0, msg.spans), msg.text))
             ),
+            **operator_checks(self._vocab_size, self._max_len),
             supervision.Topology: self._topology,
             supervision.Heartbeat: lambda msg: _is_seat(msg.worker.index) and _is_snapshot(msg.metrics),
             supervision.MetricsQuery: lambda msg: (

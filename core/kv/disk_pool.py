@@ -7,7 +7,7 @@ A place is always in exactly one of three states:
        └────────────────────────┴──────────────────────────────┘
 
 Every full block that becomes findable on the device is stored, unless it is there already; what was used longest ago gives
-way. What a waiting request wants is fetched into host blocks (`quintet.core.kv.fetches`).
+way, but for what is pinned. What a waiting request wants is fetched into host blocks (`quintet.core.kv.fetches`).
 
 Never wrong: a key names the content, and the executor reads nothing else under it (`quintet.executor.disk.block_file`). What is
 believed to be there and is not is a miss: the request computes it.
@@ -15,7 +15,7 @@ believed to be there and is not is a miss: the request computes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from quintet.core.kv.fetches import Fetches
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -31,13 +31,16 @@ class DiskPool:
     """Which place holds what, and what is on its way to and fro: a `quintet.core.kv.tiers.Tier`."""
 
     __slots__ = (
+        "_drops",
         "_due",
         "_num_refused",
         "_ordered",
+        "_unwanted",
         "copy_ns",
         "fetches",
         "free",
         "num_places",
+        "pinned",
         "place_of",
         "storing",
     )
@@ -51,6 +54,12 @@ class DiskPool:
         self.storing: dict[bytes, int] = {}
         """Content -> the place that it is being written to."""
         self.fetches = Fetches(first_host_block, num_host_blocks)
+        self.pinned: Container[bytes] = ()
+        """Contents that do not give way."""
+        self._drops: list[tuple[int, bytes]] = []
+        """Places and contents to be forgotten, of what was not ordered yet."""
+        self._unwanted: set[bytes] = set()
+        """Contents that are being written, and are to be forgotten when they are."""
         self.copy_ns: float | None = None
         """How long fetching a block takes, as measured; None before any was."""
         self._due: dict[bytes, int] = {}
@@ -69,6 +78,7 @@ class DiskPool:
 
     def stand(self, key: bytes, block: int) -> None:
         """Hear that a full block has just become findable; the plan that writes it comes before the next orders."""
+        self._unwanted.discard(key)
         if key not in self.place_of and key not in self.storing:
             self._due[key] = block
 
@@ -86,9 +96,23 @@ class DiskPool:
     def _take_place(self) -> int | None:
         if self.free:
             return self.free.popitem()[0]
-        if not self.place_of:
-            return None
-        return self.place_of.pop(next(iter(self.place_of)))
+        for _ in range(len(self.place_of)):
+            key = next(iter(self.place_of))
+            place = self.place_of.pop(key)
+            if key not in self.pinned:
+                return place
+            self.place_of[key] = place
+        return None
+
+    def drop(self, key: bytes) -> None:
+        """Forget a content, here and on disk, if it is there or will be."""
+        self._due.pop(key, None)
+        if key in self.storing:
+            self._unwanted.add(key)
+        place = self.place_of.pop(key, None)
+        if place is not None:
+            self.free[place] = None
+            self._drops.append((place, key))
 
     # --- fetching ---
 
@@ -132,6 +156,9 @@ class DiskPool:
         """Add what is to be done: before the next plan is made."""
         self.fetches.begin_orders(now_ns)
         stores = list[int]()
+        orders.drops = pack_i32([place for place, _ in self._drops])
+        orders.drop_keys += (key for _, key in self._drops)
+        self._drops.clear()
         for key, block in self._due.items():
             place = self._take_place()
             if place is None:
@@ -151,7 +178,11 @@ class DiskPool:
             place = self.storing.pop(key, None)
             if place is not None:
                 self.place_of[key] = place
+            if key in self._unwanted:
+                self._unwanted.remove(key)
+                self.drop(key)
         for key in answers.unstored:
+            self._unwanted.discard(key)
             place = self.storing.pop(key, None)
             if place is not None:
                 self.free[place] = None

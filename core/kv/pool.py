@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from quintet.core.kv.pins import Pin, Pins
 from quintet.core.kv.prefix import PrefixIndex
 from quintet.core.kv.tiers import Tiers
 
@@ -27,9 +28,10 @@ from quintet.core.kv.tiers import Tiers
 class BlockPool:
     """Reference counts and free lists over ``num_blocks`` blocks."""
 
-    __slots__ = ("cached", "fenced", "free", "index", "left", "num_blocks", "refs", "tiers")
+    __slots__ = ("cached", "fenced", "free", "index", "left", "num_blocks", "pins", "refs", "tiers")
 
-    def __init__(self, num_blocks: int, tiers: Tiers | None = None) -> None:
+    def __init__(self, num_blocks: int, tiers: Tiers | None = None, pins: Pins | None = None) -> None:
+        """pins: those that outlived another pool, whose blocks are gone."""
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
         self.free = list(range(num_blocks - 1, -1, -1))
@@ -41,8 +43,12 @@ class BlockPool:
         """Referenced blocks -> the newest step in flight when another holder left them."""
         self.index = PrefixIndex()
         self.tiers = tiers or Tiers()
+        self.pins = pins or Pins()
+        self.pins.held.clear()
+        self._heed_pins()
         if self.tiers.disk is not None:
             self.index.news = {}
+            self.tiers.disk.pinned = self.pins.wanted
 
     @property
     def num_available(self) -> int:
@@ -64,6 +70,35 @@ class BlockPool:
             self.tiers.leave(self.index.forget(block), block)
         self.refs[block] = 1
         return block
+
+    def pin(self, pin: Pin) -> None:
+        """Keep a prefix from now on: what is here of it, and what comes."""
+        for key in self.pins.add(pin):
+            block = self.index.block_of.get(key)
+            if block is not None:
+                self._hold_pinned(key, block)
+        self._heed_pins()
+
+    def unpin(self, digest: bytes, fence: int | None) -> None:
+        """Keep it no longer. ``fence`` as in `release`."""
+        left = self.pins.remove(digest)
+        self.release([self.pins.held.pop(key) for key in left if key in self.pins.held], fence)
+        self._heed_pins()
+
+    def _heed_pins(self) -> None:
+        self.index.on_register = self._hold_pinned if self.pins.wanted else None
+
+    def _hold_pinned(self, key: bytes, block: int) -> None:
+        if key in self.pins.wanted:
+            self.share([block])
+            self.pins.held[key] = block
+
+    def evict(self, block: int) -> None:
+        """Forget what a block holds, whoever holds the block; nobody who keeps it by a pin may."""
+        self.tiers.leave(self.index.forget(block), block)
+        if block in self.cached:
+            del self.cached[block]
+            self.free.append(block)
 
     def may_move(self, block: int) -> bool:
         """Return whether the block's holder may give it new content itself: nobody else holds it, or can still be reading it.

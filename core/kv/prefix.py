@@ -26,11 +26,13 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from hashlib import sha256
 
 from quintet.core.kv.held import Held
 from quintet.wire.kv_spec import KvGroup
+
+DIGEST_BYTES = 32
 
 
 def salt_digest(salt: str) -> bytes:
@@ -103,9 +105,11 @@ def _serves(
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "end_of", "ends", "key_of", "news")
+    __slots__ = ("block_of", "end_of", "ends", "key_of", "news", "on_register")
 
     def __init__(self) -> None:
+        self.on_register: Callable[[bytes, int], None] | None = None
+        """Who else hears of full blocks that became findable: who wants some of them kept."""
         self.news: dict[bytes, int] | None = None
         """Keys and blocks of full blocks that became findable since somebody last emptied it, and still are; None where
         nobody does."""
@@ -127,6 +131,8 @@ class PrefixIndex:
             self.key_of[block] = key
             if self.news is not None:
                 self.news[key] = block
+            if self.on_register is not None:
+                self.on_register(key, block)
 
     def forget(self, block: int) -> bytes:
         """Remove a block that is about to get new content; return the key of what it holds."""
@@ -157,6 +163,15 @@ class PrefixIndex:
         if block not in self.end_of:
             self.end_of[block] = before, len(tokens)
             self.ends.setdefault(before, Counter())[len(tokens)] += 1
+
+    def blocks_of_ends(self, before: set[bytes]) -> list[int]:
+        """Return the blocks of all ends behind these digests: states and tails."""
+        digests = {
+            self.key_of[block][:DIGEST_BYTES]
+            for block, (digest, _) in self.end_of.items()
+            if digest in before
+        }
+        return [block for key, block in self.block_of.items() if key[:DIGEST_BYTES] in digests]
 
     def longest_end(
         self, before: bytes, tokens: list[int], groups: Sequence[KvGroup]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from quintet.deploy.commands import admin_kv
 from quintet.deploy.supervisor import run_dirs
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
@@ -42,7 +43,13 @@ See and change the processes of a server that runs on this machine, under your u
                          up or down
 """
 
-_EXAMPLES = """\
+_USAGE = """\
+quintet admin [--port PORT | --run-dir DIR] [--drain-timeout SECONDS] status | restart ROLE | scale ROLE=COUNT …
+       quintet admin [--port PORT | --run-dir DIR] kv list [--limit N] [--text]
+       quintet admin [--port PORT | --run-dir DIR] kv pin | unpin | evict PREFIX | --prompt TEXT | --prompt-file FILE"""
+
+_EXAMPLES = (
+    """\
 examples:
   quintet admin status
   quintet admin restart detokenizer
@@ -50,10 +57,13 @@ examples:
   quintet admin scale detokenizers=3 tokenizers=2
   quintet admin scale engines=3
   quintet admin --port 8001 status                       one of several servers
-
+"""
+    + admin_kv.EXAMPLES
+    + """
 `scale` holds until the server ends; the next `quintet serve` starts as many as its flags say.
 Exit status: 0 when it was done; 1 when it was not, with the reason; 78 when there is no such server.
 """
+)
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -61,13 +71,13 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "admin",
         help="see and change the processes of a running server",
-        description=_DESCRIPTION,
-        usage="quintet admin [--port PORT | --run-dir DIR] [--drain-timeout SECONDS] status | restart ROLE | scale ROLE=COUNT …",
+        description=_DESCRIPTION + admin_kv.DESCRIPTION,
+        usage=_USAGE,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "words", nargs="+", metavar="COMMAND", help="status, restart ROLE, or scale ROLE=COUNT …"
+        "words", nargs="+", metavar="COMMAND", help="status, restart ROLE, scale ROLE=COUNT …, or kv …"
     )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("--port", type=int, help="which server, by its port (default: the only one)")
@@ -78,11 +88,15 @@ def add_parser(subparsers: Subparsers) -> None:
         metavar="SECONDS",
         help="how long a process that leaves may finish what it has (default: the server's --drain-timeout)",
     )
+    admin_kv.add_options(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Ask, and print the answers as they come."""
     words: list[str] = arguments.words
+    if words[0] == "kv":
+        found = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)
+        return admin_kv.run(words[1:], arguments, found)
     if arguments.drain_timeout is not None:
         words = [*words, f"drain-timeout={arguments.drain_timeout:g}"]
     run_dir = find_server(Path(tempfile.gettempdir()), arguments.port, arguments.run_dir)

@@ -153,6 +153,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         list[str],
         Flag(NETWORK, "key that clients must present; repeat for more", "KEY", "none: open to localhost"),
     ] = []
+    admin_key: Annotated[
+        str,
+        Flag(
+            NETWORK,
+            "key that operators must present for /kv, beside `quintet admin` on this machine; no client's key opens it",
+            "KEY",
+            "none: only `quintet admin`",
+        ),
+    ] = ""
     uds: Annotated[
         str, Flag(NETWORK, "Unix socket to listen on instead of host and port", "PATH", "none")
     ] = ""

@@ -112,6 +112,7 @@ def frontend_config(options: Options) -> FrontendConfig:
         host=options.host,
         port=options.port,
         api_keys=options.api_key,
+        admin_key=options.admin_key,
         uds=options.uds,
         allowed_origins=network.listed(options.allowed_origins, "--allowed-origins"),
         allowed_methods=network.listed(options.allowed_methods, "--allowed-methods"),

@@ -118,6 +118,14 @@ class BlockFile:
             self._forget(place)
         return False
 
+    def drop(self, place: int, key: bytes) -> None:
+        """Have a place hold nothing, if it holds this block. Its bytes stay until others are written over them."""
+        if self.holds(place, key):
+            try:
+                self._forget(place)
+            except OSError as error:
+                log.warning("a block of KV on disk could not be forgotten: %s", error.strerror)
+
     def close(self) -> None:
         """Close the files."""
         os.close(self._index)

@@ -45,6 +45,12 @@ class _Store:
 
 
 @dataclass(slots=True, frozen=True)
+class _Drop:
+    place: int
+    key: bytes
+
+
+@dataclass(slots=True, frozen=True)
 class _Fetch:
     tables: int
     place: int
@@ -71,7 +77,7 @@ class DiskBlocks:
         shape = (num_staging_blocks, file.block_bytes)
         self._staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
         self._ring: Callable[[], None] = lambda: None
-        self._stores: deque[_Store] = deque()
+        self._stores: deque[_Store | _Drop] = deque()
         self._fetches: deque[_Fetch] = deque()
         self._changed = threading.Condition()
         """Guards all below; held for no longer than a look takes, never while a file is read or written."""
@@ -102,6 +108,11 @@ class DiskBlocks:
         with self._changed:
             if tables != self._tables:
                 self._tables, self._answers, self._has_answers = tables, KvAnswers(0, tables), False
+            for place, key in zip(
+                np.frombuffer(orders.drops, np.int32).tolist(), orders.drop_keys, strict=True
+            ):
+                self._kept.pop(place, None)
+                self._stores.append(_Drop(place, key))
             for place, key, block in zip(stores[:, 1].tolist(), orders.store_keys, taken, strict=False):
                 self._stores.append(_Store(tables, place, key, block))
             left = orders.store_keys[len(taken) :]
@@ -137,7 +148,7 @@ class DiskBlocks:
     def reset(self) -> None:
         """See `KvDisk.reset`."""
         with self._changed:
-            self._stores.clear()
+            self._stores = deque(task for task in self._stores if isinstance(task, _Drop))
             self._fetches.clear()
             self._answers, self._has_answers = KvAnswers(0, self._tables), False
 
@@ -160,6 +171,8 @@ class DiskBlocks:
             while (task := self._next()) is not None:
                 if isinstance(task, _Store):
                     self._store(task)
+                elif isinstance(task, _Drop):
+                    self._file.drop(task.place, task.key)
                 else:
                     self._fetch(task)
         except Exception as failure:  # noqa: BLE001 -- the loop raises it
@@ -167,7 +180,7 @@ class DiskBlocks:
                 self._failure = failure
             self._ring()
 
-    def _next(self) -> _Store | _Fetch | None:
+    def _next(self) -> _Store | _Drop | _Fetch | None:
         """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
         with self._changed:
             self._changed.wait_for(lambda: self._fetches or self._stores or self._is_closing)

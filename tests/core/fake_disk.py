@@ -53,6 +53,9 @@ class FakeDisk:
         """Do as ordered at once, and answer later. device, host: what their blocks hold."""
         assert orders.tables == capacity.tables
         answers = KvAnswers(self._epoch, orders.tables, fetch_ns=1)
+        for place, key in zip(codec.unpack_i32(orders.drops), orders.drop_keys, strict=True):
+            assert self.contents[place][0] == key
+            del self.contents[place]
         stores = codec.unpack_i32(orders.stores)
         for block, place, key in zip(stores[::2], stores[1::2], orders.store_keys, strict=True):
             assert 0 <= place < self.num_places and device[block], block

@@ -12,12 +12,13 @@ import zmq
 
 from quintet.process.seal import Seal
 from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of
-from quintet.wire import codec
+from quintet.wire import codec, kv_admin
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.dropped import CARRIERS, Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_admin import KvReport
 from quintet.wire.request import Echo
 from quintet.wire.sense import Sense
 
@@ -43,6 +44,7 @@ CARRIED: list[tuple[msgspec.Struct, Dropped]] = [
     (m.Tokenized(8, b"x"), Dropped("tokenized", query_id=8)),
     (m.Detokenized(8, ""), Dropped("detokenized", query_id=8)),
     (m.Reclaimed(8, None), Dropped("reclaimed", query_id=8)),
+    (KvReport(8, 0), Dropped("kv_report", query_id=8)),
     (plan(step=4, tables=2), Dropped("plan", step=4, tables=2)),
     (result(step=4), Dropped("result", step=4)),
     (s.Capacity(1, 0, 4, 8, 128, tables=3), Dropped("capacity", tables=3)),
@@ -65,7 +67,7 @@ def test_every_kind_that_names_requests_is_known_or_left_out_for_a_reason() -> N
     """Whoever adds a message that carries a request decides here what becomes of it."""
     naming = {
         kind
-        for module in (m, s)
+        for module in (m, s, kv_admin)
         for kind in vars(module).values()
         if isinstance(kind, type)
         and issubclass(kind, msgspec.Struct)
@@ -73,7 +75,7 @@ def test_every_kind_that_names_requests_is_known_or_left_out_for_a_reason() -> N
         and kind.__struct_config__.tag is not None
         and {"request_id", "request_ids", "query_id", "step"}.intersection(kind.__struct_fields__)
     }
-    assert naming - set(CARRIERS) == {m.StopHit, m.Live, m.Handed, m.Unknown, m.Reclaim}
+    assert naming - set(CARRIERS) == {m.StopHit, m.Live, m.Handed, m.Unknown, m.Reclaim, kv_admin.KvQuery}
     assert {type(message) for message, _ in CARRIED} == set(CARRIERS)
 
 

@@ -1,0 +1,136 @@
+"""Which block follows which: what tells an operator of prefixes, where the prefix cache knows only their ends.
+
+A *trail* is what a request that has ended left behind: the digests of its blocks, in order, and its tokens. Of what is held no
+longer a trail is forgotten in passing: each request that ends has two others looked at. So there are no more of them than twice
+the blocks that are held, and a block costs the core nothing.
+
+A *tree* is made of them when somebody asks::
+
+    ┌── block ── block ── block         one prefix, three blocks long: its end is what nothing follows
+    └── block ──┬ block                 another
+                └ block                 and a third, which shares one block with it
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable
+
+LOOKED_AT = 2
+"""Trails that are looked at when one is added: more than one, so that those of what is gone do not add up."""
+
+
+class Trail:
+    """What one request left behind."""
+
+    __slots__ = ("digests", "tokens", "used_ns")
+
+    def __init__(self, digests: list[bytes], tokens: list[int] | None, used_ns: int) -> None:
+        """tokens: of these blocks at least; None of vectors."""
+        self.digests = digests
+        self.tokens = None if tokens is None else array("i", tokens)
+        self.used_ns = used_ns
+
+
+class Trails:
+    """All of one engine."""
+
+    __slots__ = ("_by_end", "_trails", "now_ns", "reach")
+
+    def __init__(self) -> None:
+        self._trails: deque[Trail] = deque()
+        self._by_end: dict[bytes, Trail] = {}
+        """Of those that were looked at: the last block that is held -> the newest."""
+        self.now_ns = 0
+        """When the newest plan was begun."""
+        self.reach: Callable[[list[bytes]], int] = lambda digests: 0
+        """Returns behind how many of these blocks a request could begin."""
+
+    def __len__(self) -> int:
+        return len(self._trails)
+
+    def add(self, digests: list[bytes], tokens: list[int] | None) -> None:
+        """Hear of a request that has ended."""
+        self._trails.append(Trail(digests, tokens, self.now_ns))
+        for _ in range(min(LOOKED_AT, len(self._trails))):
+            self._look_at(self._trails.popleft())
+
+    def _look_at(self, trail: Trail) -> None:
+        """Keep a trail if something of it is held, and no newer one says as much."""
+        last = trail.digests[-1]
+        if self._by_end.get(last) is trail:
+            del self._by_end[last]
+        num_held = self.reach(trail.digests)
+        if not num_held:
+            return
+        del trail.digests[num_held:]
+        end = trail.digests[-1]
+        other = self._by_end.get(end)
+        if other is not None:
+            other.used_ns = max(other.used_ns, trail.used_ns)
+            return
+        self._by_end[end] = trail
+        self._trails.append(trail)
+
+    def tree(self, live: Iterable[Trail]) -> Tree:
+        """Return what is held, of these trails and of requests that live."""
+        trails = [*live, *sorted(self._trails, key=lambda trail: -trail.used_ns)]
+        return Tree(trails, self.reach)
+
+
+class Tree:
+    """Prefixes at one moment."""
+
+    def __init__(self, trails: list[Trail], reach: Callable[[list[bytes]], int]) -> None:
+        """trails: those that were used last first."""
+        self._trails = trails
+        self.places: dict[bytes, tuple[Trail, int]] = {}
+        """Digest -> the newest trail that it is on, and where."""
+        self._num_next: dict[bytes, int] = {}
+        for trail in trails:
+            digests, is_new = trail.digests, False
+            for position in range(reach(digests) - 1, -1, -1):
+                digest = digests[position]
+                if is_new:
+                    self._num_next[digest] = self._num_next.get(digest, 0) + 1
+                if digest in self.places:
+                    break
+                self.places[digest] = trail, position
+                is_new = True
+
+    def ends(self) -> list[bytes]:
+        """Return the last block of every prefix that nothing follows, those that were used last first."""
+        return [digest for digest in self.places if digest not in self._num_next]
+
+    def num_next(self, digest: bytes) -> int:
+        """Return how many blocks follow this one."""
+        return self._num_next.get(digest, 0)
+
+    def path(self, digest: bytes) -> list[bytes]:
+        """Return the digests of the prefix with this last block, from its first one on; none where it is not known."""
+        if digest not in self.places:
+            return []
+        trail, position = self.places[digest]
+        return trail.digests[: position + 1]
+
+    def tokens(self, digest: bytes, block_size: int) -> bytes:
+        """Return the tokens of this prefix, int32; nothing where they are not known."""
+        if digest not in self.places:
+            return b""
+        trail, position = self.places[digest]
+        return b"" if trail.tokens is None else trail.tokens[: (position + 1) * block_size].tobytes()
+
+    def used_ns(self, digest: bytes) -> int | None:
+        """Return when a prefix was last used; None where that is not known."""
+        return self.places[digest][0].used_ns if digest in self.places else None
+
+    def following(self, path: list[bytes]) -> set[bytes]:
+        """Return the blocks of all that begins with this prefix, behind it, held or not."""
+        end = len(path) - 1
+        return {
+            digest
+            for trail in self._trails
+            if len(trail.digests) > end and trail.digests[end] == path[end]
+            for digest in trail.digests[end:]
+        }

@@ -1,0 +1,158 @@
+"""GET /kv, POST /kv/pin, /kv/unpin, /kv/evict: which prefixes KV memory holds, and which are to stay or to go.
+
+For who operates the server (`quintet.frontend.guard`). Prompts are private: prefixes are told by hashes and counts, and in words
+only where that is asked for.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.dialects.openai import parse
+from quintet.frontend.exchange import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.errors import RequestError
+from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvRoom, Verb
+from quintet.wire.messages import TextPrompt
+from quintet.wire.params import check_token_ids
+
+USUAL_LIMIT = 100
+
+
+class PrefixBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Which prefix is meant: one of ``id``, ``prompt`` and ``token_ids``."""
+
+    id: str | None = None
+    """As the listing has it, or its first eight digits and more."""
+    prompt: str | None = None
+    """A text, encoded as that of a completion; of it counts what fills whole blocks."""
+    token_ids: list[int] | None = None
+    cache_salt: str = ""
+    """Of the requests that begin so, with ``prompt`` or ``token_ids``."""
+
+
+_decoder = msgspec.json.Decoder(PrefixBody)
+
+
+async def listing(service: Service, exchange: Exchange) -> None:
+    """Answer with every engine's prefixes, those that were used last first."""
+    limit, tells_text = _limit(exchange), exchange.asks("text")
+    reports = await service.queries.of_kv("list", limit=limit, with_tokens=tells_text)
+    _raise_if_all_failed(reports)
+    found = [(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
+    found.sort(key=lambda each: (each[1].idle_ns < 0, each[1].idle_ns))
+    shown = []
+    for core, prefix, room in found[:limit]:
+        shown.append(row := _prefix(core, prefix, room))
+        if tells_text:
+            ids = list(unpack_i32(prefix.token_ids))
+            row["text"] = await service.queries.detokenize(ids) if ids else None
+            row["token_ids"] = ids or None
+    await exchange.respond_json(
+        {
+            "object": "list",
+            "data": shown,
+            "has_more": sum(report.num_prefixes for report in reports) > len(shown),
+            "engines": [_room(report, report.room) for report in reports if report.room is not None],
+            "errors": _errors(reports),
+        }
+    )
+
+
+async def pin(service: Service, exchange: Exchange) -> None:
+    """Keep a prefix at every engine."""
+    await _change(service, exchange, "pin")
+
+
+async def unpin(service: Service, exchange: Exchange) -> None:
+    """Keep it no longer."""
+    await _change(service, exchange, "unpin")
+
+
+async def evict(service: Service, exchange: Exchange) -> None:
+    """Forget a prefix, and all that begins with it."""
+    await _change(service, exchange, "evict")
+
+
+async def _change(service: Service, exchange: Exchange, verb: Verb) -> None:
+    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    name, token_ids = await _meant(service, body)
+    reports = await service.queries.of_kv(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
+    _raise_if_all_failed(reports)
+    told = [_prefix(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
+    await exchange.respond_json({"object": f"kv.{verb}", "data": told, "errors": _errors(reports)})
+
+
+async def _meant(service: Service, body: PrefixBody) -> tuple[str, bytes]:
+    """Return the name of a prefix, or its tokens. Raises `RequestError`."""
+    given = [name for name in ("id", "prompt", "token_ids") if getattr(body, name) is not None]
+    if len(given) != 1:
+        raise parse.invalid(f"Of id, prompt and token_ids {len(given)} were sent; send one of them.", "id")
+    if body.id is not None:
+        name = body.id.lower()
+        if len(name) > MAX_NAME or name.strip("0123456789abcdef"):
+            raise parse.invalid("id is no name of a prefix; GET /kv lists them, in hexadecimal.", "id")
+        return name, b""
+    if body.token_ids is not None:
+        check_token_ids(body.token_ids, service.config.model.vocab_size, "token_ids")
+        ids = pack_i32(body.token_ids)
+    else:
+        ids = (await service.queries.tokenize(TextPrompt(body.prompt or "", True))).token_ids
+    longest = service.config.model.max_model_len
+    if not 0 < len(ids) // 4 <= longest:
+        raise parse.invalid(f"The prefix has {len(ids) // 4} tokens; give 1 to {longest}.", given[0])
+    return "", ids
+
+
+def _limit(exchange: Exchange) -> int:
+    given = exchange.asked("limit")
+    if given is None:
+        return USUAL_LIMIT
+    if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):
+        raise parse.invalid(f"limit must be a number from 1 to {MAX_LISTED}.", "limit")
+    return int(given)
+
+
+def _raise_if_all_failed(reports: list[KvReport]) -> None:
+    if all(report.error is not None for report in reports):
+        error = next(report.error for report in reports if report.error is not None)
+        raise RequestError(error.code, error.message, error.param)
+
+
+def _errors(reports: list[KvReport]) -> list[dict[str, object]]:
+    """Return what engines answered that did not do as asked, while others did."""
+    return [
+        {"engine": report.core, "message": report.error.message}
+        for report in reports
+        if report.error is not None
+    ]
+
+
+def _prefix(core: int, prefix: KvPrefix, room: KvRoom | None) -> dict[str, object]:
+    blocks = {"memory": prefix.device, "host": prefix.host, "disk": prefix.disk}
+    return {
+        "id": prefix.digest.hex(),
+        "object": "kv.prefix",
+        "engine": core,
+        "tokens": prefix.num_tokens,
+        "blocks": blocks,
+        "bytes": sum(blocks.values()) * (0 if room is None else room.block_bytes),
+        "pinned": prefix.is_pinned,
+        "last_used_s": None if prefix.idle_ns < 0 else round(prefix.idle_ns * 1e-9, 1),
+    }
+
+
+def _room(report: KvReport, room: KvRoom) -> dict[str, object]:
+    return {
+        "engine": report.core,
+        "block_tokens": room.block_size,
+        "block_bytes": room.block_bytes,
+        "blocks": room.num_blocks,
+        "blocks_cached": room.num_known,
+        "blocks_pinned": room.num_pinned,
+        "blocks_pinned_at_most": room.most_pinned,
+        "disk_blocks": room.num_places,
+        "disk_blocks_held": room.num_on_disk,
+        "prefixes": report.num_prefixes,
+    }

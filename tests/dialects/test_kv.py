@@ -1,0 +1,124 @@
+"""/kv: who may ask, what is asked of the cores, and how their answers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from quintet.frontend.guard import operator_keys
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.errors import ErrorCode
+from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, KvRoom
+from quintet.wire.messages import Failed
+
+NAME = "5f0c31a7"
+DIGEST = bytes.fromhex(NAME.ljust(64, "0"))
+ROOM = KvRoom(1000, 16, 50, 7, 3, 20, 0, 0)
+
+
+class Operator:
+    """A server with a key for operators, and a core whose answers are the test's."""
+
+    def __init__(self, serve: Callable[..., Any]) -> None:
+        self.server = serve(api_keys=["client"], admin_key="operator")
+        self.asked: list[KvQuery] = []
+        self.prefix = KvPrefix(DIGEST, 48, 3, 0, 2, True, 1_500_000_000, pack_i32(range(10, 58)))
+        self.error: Failed | None = None
+        send = self.server.engine.send
+
+        def answer(role: Any, index: int, message: Any) -> bool:
+            if isinstance(message, KvQuery):
+                self.asked.append(message)
+                report = KvReport(message.query_id, 0, [self.prefix], 1, ROOM)
+                if self.error is not None:
+                    report = KvReport(message.query_id, 0, error=self.error)
+                self.server.loop.call_soon(self.server.engine.deliver, report)
+                return True
+            return bool(send(role, index, message))
+
+        self.server.service.queries._send = answer
+
+    def ask(self, method: str, path: str, body: Any = None, key: str = "operator") -> Any:
+        return self.server.ask(method, path, body, {"authorization": f"Bearer {key}"} if key else {})
+
+
+@pytest.fixture
+def operator(serve: Callable[..., Any]) -> Operator:
+    return Operator(serve)
+
+
+def test_only_operators_may_ask(operator: Operator) -> None:
+    for method, path in (("GET", "/kv"), ("POST", "/kv/pin"), ("POST", "/kv/evict"), ("GET", "/kv/else")):
+        for key in ("", "client", "wrong"):
+            assert operator.ask(method, path, key=key).status == 401
+    derived, configured = operator_keys(operator.server.config)
+    assert configured == "operator" and operator.ask("GET", "/kv", key=derived).status == 200
+    assert operator.ask("GET", "/v1/models").status == 401, "the operator's key is no client's"
+    assert len(operator.asked) == 1
+
+
+def test_no_key_at_all_opens_nothing(serve: Callable[..., Any]) -> None:
+    server = serve()
+    assert server.ask("GET", "/v1/models").status == 200
+    assert server.ask("GET", "/kv").status == 401
+    assert len(operator_keys(server.config)) == 1
+
+
+def test_prefixes_are_told_by_hashes_and_in_words_if_asked_for(operator: Operator) -> None:
+    told = operator.ask("GET", "/kv?limit=5").json
+    assert told["data"] == [
+        {
+            "id": DIGEST.hex(),
+            "object": "kv.prefix",
+            "engine": 0,
+            "tokens": 48,
+            "blocks": {"memory": 3, "host": 0, "disk": 2},
+            "bytes": 5000,
+            "pinned": True,
+            "last_used_s": 1.5,
+        }
+    ]
+    assert told["engines"][0]["blocks_pinned_at_most"] == 20 and not told["has_more"] and not told["errors"]
+    assert (operator.asked[0].limit, operator.asked[0].with_tokens) == (5, False)
+    told = operator.ask("GET", "/kv?text=true").json
+    assert told["data"][0]["token_ids"] == list(range(10, 58))
+    assert told["data"][0]["text"].startswith(" t0 t1 t2")
+    assert (operator.asked[1].limit, operator.asked[1].with_tokens) == (100, True)
+
+
+def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
+    bodies = ({"id": NAME.upper()}, {"prompt": "hello", "cache_salt": "s"}, {"token_ids": [4, 5]})
+    for verb, body in zip(("pin", "unpin", "evict"), bodies, strict=True):
+        answer = operator.ask("POST", f"/kv/{verb}", body)
+        assert answer.status == 200 and answer.json["object"] == f"kv.{verb}"
+        assert answer.json["data"][0]["id"] == DIGEST.hex()
+    named, told, ids = operator.asked
+    assert (named.verb, named.name, named.token_ids) == ("pin", NAME, b"")
+    assert (told.verb, told.salt, list(unpack_i32(told.token_ids))) == ("unpin", "s", list(range(5)))
+    assert (ids.verb, list(unpack_i32(ids.token_ids))) == ("evict", [4, 5])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("/kv/pin", {}, "Of id, prompt and token_ids 0 were sent"),
+        ("/kv/pin", {"id": NAME, "prompt": "a"}, "Of id, prompt and token_ids 2 were sent"),
+        ("/kv/pin", {"id": "xyz"}, "id is no name of a prefix"),
+        ("/kv/evict", {"token_ids": []}, "The prefix has 0 tokens; give 1 to 256."),
+        ("/kv/evict", {"token_ids": [1000]}, "token_ids"),
+        ("/kv/unpin", {"ids": NAME}, "ids"),
+        ("/kv?limit=0", None, "limit must be a number from 1 to 1000"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(operator: Operator, path: str, body: object, words: str) -> None:
+    answer = operator.ask("GET" if body is None else "POST", path, body)
+    assert answer.status == 400 and words in answer.json["error"]["message"]
+    assert not operator.asked
+
+
+def test_a_refusal_of_the_core_is_told(operator: Operator) -> None:
+    operator.error = Failed(0, ErrorCode.NOT_FOUND, "There is no such prefix.")
+    answer = operator.ask("POST", "/kv/pin", {"id": NAME})
+    assert (answer.status, answer.json["error"]["message"]) == (404, "There is no such prefix.")

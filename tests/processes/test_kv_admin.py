@@ -1,0 +1,65 @@
+"""`quintet admin kv` and /kv on a real server with a disk: each verb once, and what becomes of pins when processes die."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .server import Server, serve, wait_until
+from .test_admin import admin
+from .test_kv_disk import PROMPT, ask
+
+FLAGS = ("--max-model-len", "1024", "--kv-cache-memory", "8MiB", "--threads", "1", "--audit")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("kv")
+    with serve(*FLAGS, "--kv-disk", str(folder), "--kv-disk-size", "16MiB") as server:
+        yield server
+
+
+def listed(server: Server, *words: str) -> list[str]:
+    answer = admin(server, "kv", "list", *words)
+    assert answer.returncode == 0, answer.stderr
+    return answer.stdout.splitlines()
+
+
+def test_an_operator_lists_pins_and_evicts(server: Server) -> None:
+    first = ask(server)
+    head, row = listed(server)
+    assert "1 prefixes in" in head and "0 pinned" in head
+    name = row.split()[0]
+    assert "pinned" not in row and "memory" in row and PROMPT[:20] not in row
+    wait_until(lambda: " disk" in listed(server)[1], "blocks on disk")
+    assert any(PROMPT[:20] in line for line in listed(server, "--text"))
+    pinned = admin(server, "kv", "pin", "--prompt", PROMPT)
+    assert pinned.returncode == 0 and pinned.stdout.startswith("pinned: "), pinned.stderr
+    refused = admin(server, "kv", "evict", name)
+    assert refused.returncode == 1 and "is pinned: unpin that first" in refused.stderr
+    assert admin(server, "kv", "unpin", pinned.stdout.split()[1][:8]).returncode == 0
+    evicted = admin(server, "kv", "evict", "--prompt", PROMPT)
+    assert evicted.stdout.startswith("evicted: "), evicted.stderr
+    assert not [line for line in listed(server)[1:] if name in line]
+    assert ask(server) == first, "computed again"
+
+
+def test_nobody_else_may_ask(server: Server) -> None:
+    assert server.get("/kv")[0] == 401
+    assert server.post("/kv/evict", {"id": "0" * 8})[0] == 401
+    unknown = admin(server, "kv", "burn")
+    assert unknown.returncode == 78 and "'kv burn' is not a command" in unknown.stderr
+
+
+def test_a_pin_outlives_the_core_and_the_executor(server: Server) -> None:
+    ask(server)
+    assert admin(server, "kv", "pin", "--prompt", PROMPT).returncode == 0
+    for role in ("executor", "core", "executor"):
+        victim = server.children()[f"quintet-{role}-0"]
+        victim.kill()
+        victim.wait(30)
+        ask(server)  # answered once both are there, and have told each other
+        wait_until(lambda: " pinned\n" in admin(server, "kv", "list").stdout, f"the pin behind the {role}")
+    assert ask(server)[1] > 0
+    assert admin(server, "kv", "unpin", "--prompt", PROMPT).returncode == 0

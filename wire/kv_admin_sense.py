@@ -1,0 +1,49 @@
+"""Which messages make sense that an operator's questions travel in: a part of `quintet.wire.sense`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from quintet.wire.columns import ID_BYTES, all_below
+from quintet.wire.disk_sense import are_keys
+from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, KvPrefix, KvQuery, KvReport
+
+MAX_NUMBER = 1 << 63
+MAX_SEATS = 1 << 10
+
+
+def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
+    """Return what each kind of message must be, of a model with so many tokens and so long a context."""
+
+    def are_tokens(column: bytes) -> bool:
+        return not len(column) % ID_BYTES and all_below(column, vocab_size)
+
+    def are_pins(message: KvPins) -> bool:
+        return all(
+            len(pin.digest) == DIGEST_BYTES and pin.num_tokens > 0 and are_keys(pin.keys)
+            for pin in message.pins
+        )
+
+    def is_prefix(prefix: KvPrefix) -> bool:
+        return len(prefix.digest) == DIGEST_BYTES and are_tokens(prefix.token_ids)
+
+    return {
+        KvQuery: lambda message: (
+            0 <= message.query_id < MAX_NUMBER
+            and 0 <= message.frontend < MAX_SEATS
+            and len(message.name) <= MAX_NAME
+            and 0 <= message.limit <= MAX_LISTED
+            and are_tokens(message.token_ids)
+            and len(message.token_ids) <= ID_BYTES * max_len
+        ),
+        KvReport: lambda message: (
+            0 <= message.query_id < MAX_NUMBER
+            and 0 <= message.core < MAX_SEATS
+            and len(message.prefixes) <= MAX_LISTED
+            and all(map(is_prefix, message.prefixes))
+        ),
+        KvPins: are_pins,
+    }
