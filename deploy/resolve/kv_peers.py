@@ -44,6 +44,13 @@ def kv_peers_config(
     if not fetches and options.kv_peers:
         raise ConfigError("--kv-peers: --role prefill fetches nothing: drop it, or give --role both")
     key_file = _key_file(options.kv_peer_key)
+    allowed = [_host(host) for host in options.kv_peers] or THIS_MACHINE if fetches else []
+    for host in allowed if not key_file else ():
+        if not _is_this_machine(host):
+            raise ConfigError(
+                f"--kv-peers {host}: whoever answers there would be believed, and other servers offer KV beyond their machine only"
+                " with a key: give --kv-peer-key FILE too, the same secret to every server"
+            )
     request_bytes = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     offered_bytes = 0
     if offers:
@@ -56,7 +63,7 @@ def kv_peers_config(
     return KvPeersConfig(
         role=role,
         listen=_address(options, key_file) if offers else "",
-        allowed=[_host(host) for host in options.kv_peers] or THIS_MACHINE if fetches else [],
+        allowed=allowed,
         key_file=key_file,
         offered_bytes=offered_bytes,
         staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES, request_bytes)) if fetches else 0,
@@ -141,6 +148,13 @@ def _host(given: str) -> str:
                 " with requests"
             ) from None
         return given.lower()
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return ipaddress.ip_network(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _key_file(given: str | None) -> str:
