@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from quintet.executor.expert_figures import ExpertCounts
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.step import StepPlan, StepResult
 
@@ -142,6 +143,10 @@ class StepWorker(Protocol):
     @property
     def num_split(self) -> int:
         """Steps that were computed in parts, because memory ran out."""
+
+    @property
+    def experts(self) -> ExpertCounts | None:
+        """What was asked of the model's experts; None where there are none, or nobody counts."""
 
     @property
     def has_chores(self) -> bool:

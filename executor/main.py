@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from quintet.executor.cards.share import share_of
+from quintet.executor.expert_figures import ExpertFigures
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.kv_talk import kv_talk, own_places
@@ -128,6 +129,9 @@ class Executor:
         self._split = process.metrics.counter(
             "executor_steps_split", "Steps computed in parts, because memory ran out."
         )
+
+        counts = worker.experts
+        self._experts = None if counts is None else ExpertFigures(process.metrics, counts)
 
     def account(self) -> tuple[int, int]:
         """Return progress and pending work; called from the thread that sends heartbeats, in the middle of a step."""
@@ -273,6 +277,8 @@ class Executor:
         process.pending -= 1
         self._steps.inc()
         self._split.value = self._worker.num_split
+        if self._experts is not None:
+            self._experts.note_step()
         self._wait_s.observe(result.wait_ns * 1e-9)
         self._compute_s.observe(result.compute_ns * 1e-9)
         if gap_ms is not None:

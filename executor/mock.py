@@ -30,6 +30,7 @@ class MockWorker:
     """Draws from the plain ids of the upper half of the vocabulary, never an end of sequence."""
 
     num_split = num_host_blocks = swap_bytes_per_s = 0
+    experts = None
     has_chores = False
     kv_disk = kv_peers = None
 

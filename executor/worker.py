@@ -69,14 +69,20 @@ class Worker:
         span: Span = no_span,
         weights: HugePages | None = None,
         ranks: Ranks | None = None,
+        stage: Stage | None = None,
     ) -> None:
-        """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well."""
+        """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well.
+
+        stage: what is recorded of the model, where it is.
+        """
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
         self.runner = runner
         self._span = span
         self._weights = weights
         self._ranks = ranks
+        self._stage = stage
+        self.experts = None if stage is None else stage.expert_counts
         self._num_begun = 0
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
@@ -124,12 +130,16 @@ class Worker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights still lie on small pages, of any rank."""
+        """Whether weights still lie on small pages, of any rank, or on ranks that are too busy."""
+        if self._stage is not None and self._stage.has_chores:
+            return True
         is_scattered = self._weights is not None and self._weights.is_scattered
         return is_scattered or (self._ranks is not None and self._ranks.noted(Note.CHORES) > 0)
 
     def do_chore(self) -> None:
-        """Move some of them, and have the other ranks move some of theirs."""
+        """Move some of them, and have the other ranks move some of theirs; or an expert from rank to rank."""
+        if self._stage is not None:
+            self._stage.do_chore()
         if self._ranks is not None:
             self._ranks.tell_chore()
         if self._weights is not None and self._weights.is_scattered:
@@ -149,6 +159,7 @@ class Worker:
         self._num_begun += 1
         if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
             self.do_chore()  # who is never idle gains most
+            self._span("chores", plan.step)
         return Finished(self.execute(plan))
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -249,8 +260,9 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks |
         return _make_transformers_worker(config, platform, num_blocks, begun, span)
     model = load_model(config, platform, share=WHOLE if ranks is None else ranks.share)
     facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    stage = _open_stage(model, config, platform, num_blocks, WHOLE if ranks is None else ranks.share, ranks)
     return Worker(
-        make_runner(model, config, platform, num_blocks, span, ranks),
+        _runner_of(stage, model, config, platform, num_blocks, span, ranks),
         sampling_ops_of(platform.name),
         platform.device,
         config,
@@ -259,6 +271,7 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks |
         span,
         model.weights.reservation,
         ranks,
+        stage,
     )
 
 
@@ -296,18 +309,18 @@ def num_blocks_of(config: EngineConfig) -> int:
     return num_blocks
 
 
-def make_runner(
+def _runner_of(
+    stage: Stage | None,
     model: CausalModel,
     config: EngineConfig,
     platform: Platform,
     num_blocks: int,
-    span: Span = no_span,
-    ranks: Ranks | None = None,
+    span: Span,
+    ranks: Ranks | None,
 ) -> Runner:
     """Return the model's recorded program where the compiled kernels take its shape, else the model itself, undivided."""
     kv, dtype = config.model.kv, MODEL_DTYPES[config.model.dtype]
     widest = _widest(model)
-    stage = _open_stage(model, config, platform, num_blocks, WHOLE if ranks is None else ranks.share, ranks)
     if stage is not None:
         return ProgramRunner(stage, config, span)
     if ranks is not None:

@@ -28,6 +28,10 @@ SPANS: Mapping[str, tuple[str, str]] = {
     "commit": ("step", "core: the step's tokens were applied"),
     "send": ("step", "core, executor: a message was encoded and queued"),
     "wait": ("step", "executor: nothing to do before this step (before the first: boot)"),
+    "chores": (
+        "step",
+        "executor: weights moved to huge pages, or experts to other ranks, though plans were there",
+    ),
     "tables": ("step", "executor: the plan was applied to the slot tables"),
     "arrays": ("step", "executor: the addresses and rotations that the program reads"),
     "layers": ("step", "executor: the model up to its last layer"),

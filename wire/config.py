@@ -208,6 +208,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Check every invariant after every step, and ship table checksums: for debugging."""
 
 
+class EplbConfig(msgspec.Struct, frozen=True):
+    """When experts are copied to ranks that have less to do."""
+
+    window_size: int = 1000
+    """Steps over which what is asked of experts is remembered, about."""
+    step_interval: int = 3000
+    """Steps from one look at the placement to the next."""
+    num_redundant_experts: int = 0
+    """Places for copies in each layer, of all ranks of a stage together."""
+
+
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The device side."""
 
@@ -227,6 +238,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Stages: groups of as many ranks each, that have some of the layers, and hand on what they compute."""
     expert_parallel: bool = False
     """Whether each of several ranks keeps whole experts, not some columns of each."""
+    eplb: EplbConfig | None = None
+    """Whether hot ones are copied to other ranks besides; None: no."""
     has_own_cores: bool = False
     """Whether each compute thread of all ranks has a core: found out by the process that takes its share of them."""
     pin_threads: bool = False

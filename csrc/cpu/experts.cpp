@@ -7,8 +7,10 @@
 #include <memory>
 #include <vector>
 
+#include "expert_shares.hpp"
 #include "linear_group.hpp"
 #include "program.hpp"
+#include "ranks.hpp"
 #include "require.hpp"
 
 namespace qt {
@@ -17,7 +19,6 @@ namespace {
 
 constexpr index_t kRoutedAtOnce = 16;  // up to so many tokens are routed where their rows are planned
 constexpr index_t kElementsAtOnce = 8192;
-constexpr index_t kReadRows = 12;  // so many rows are multiplied in the time in which a weight is read
 constexpr index_t kPageBytes = 4096, kLineBytes = 64;
 
 // Numbers from a row to the next of what lies between the multiplications: rows of whole pages would share a cache's sets.
@@ -41,20 +42,31 @@ LinearCall down_call(const ExpertsLayer& layer, index_t x_stride, index_t y_stri
   return call;
 }
 
+// Where a layer's sums go, and where the rows of all ranks lie that they are made of: null where they are this process's.
+struct Results {
+  void* y;
+  index_t y_stride;
+  bool in_fp32 = false;  // parts of sums
+  char* rows = nullptr;
+  const void* residual = nullptr;
+};
+
 // A layer's works in one step: `route`, `plan`, then four late ones and `combine`.
 class Experts {
  public:
   enum Part { kRoute, kPlan, kGather, kPrepareIn, kMultiplyIn, kPrepareOut, kMultiplyOut, kCombine, kParts };
 
-  Experts(const ExpertsLayer& layer, const void* x, index_t x_stride, const void* scores, index_t scores_stride, void* y,
-          index_t y_stride, int dtype, bool sums = false)
-      : layer_(layer), dtype_(dtype), y_dtype_(sums ? int(Dtype::fp32) : dtype), size_(dtype == int(Dtype::fp32) ? 4 : 2),
-        out_size_(y_dtype_ == int(Dtype::fp32) ? 4 : 2), hidden_(layer.gate_up[0]->depth),
+  Experts(const ExpertsLayer& layer, const void* x, index_t x_stride, const void* scores, index_t scores_stride,
+          const Results& results, int dtype)
+      : layer_(layer), dtype_(dtype), y_dtype_(results.in_fp32 ? int(Dtype::fp32) : dtype),
+        size_(dtype == int(Dtype::fp32) ? 4 : 2), out_size_(y_dtype_ == int(Dtype::fp32) ? 4 : 2),
+        shared_rows_(results.rows), hidden_(layer.gate_up[0]->depth),
         width_(layer.down[0]->depth), x_(static_cast<const char*>(x)), x_stride_(x_stride),
         row_stride_(stride_of(hidden_, size_)), act_stride_(stride_of(width_, size_)),
         gate_up_(gate_up_call(layer, row_stride_, act_stride_, dtype)),
         down_(down_call(layer, act_stride_, row_stride_, dtype, y_dtype_)),
-        counts_(std::size_t(layer.routing.experts)), order_(std::size_t(layer.routing.experts)) {
+        counts_(std::size_t(layer.routing.experts)), next_(counts_), firsts_(counts_), parts_(counts_.size()),
+        begins_(std::size_t(layer.routing.experts)), shares_(layer_) {
     const Routing& routing = layer_.routing;
     QT_REQUIRE(routing.experts >= 1 && routing.experts <= kMostExperts && routing.chosen >= 1 &&
                    routing.chosen <= kMostChosen && routing.groups >= 1 && routing.experts % routing.groups == 0 &&
@@ -66,14 +78,17 @@ class Experts {
     QT_REQUIRE(layer.gate_up[0]->columns == 2 * width_ && layer.down[0]->columns == hidden_,
                "experts of %lld and %lld columns, %lld and %lld deep", (long long)layer.gate_up[0]->columns,
                (long long)layer.down[0]->columns, (long long)hidden_, (long long)width_);
-    QT_REQUIRE(layer.first >= 0 && layer.kept >= 1 && layer.first + layer.kept <= routing.experts, "experts from %lld on, %lld",
-               (long long)layer.first, (long long)layer.kept);
-    gate_ups_.assign(layer.gate_up, layer.gate_up + layer.kept);
-    downs_.assign(layer.down, layer.down + layer.kept);
+    QT_REQUIRE(shared_rows_ || layer.kept == routing.experts, "%lld of %lld experts, and nobody has the others",
+               (long long)layer.kept, (long long)routing.experts);
+    gate_ups_.assign(layer.gate_up, layer.gate_up + layer.kept + layer.places);
+    downs_.assign(layer.down, layer.down + layer.kept + layer.places);
     route_ = {&layer_.routing, scores, scores_stride, nullptr, nullptr};
     gather_ = {x, x_stride, hidden_, nullptr, routing.chosen, nullptr, nullptr, row_stride_};
-    combine_ = {nullptr, row_stride_, hidden_, nullptr, routing.chosen, nullptr, y, y_stride};
+    combine_ = {nullptr, row_stride_, hidden_, nullptr, routing.chosen, nullptr, results.residual, results.y, results.y_stride};
   }
+
+  // Of a token's rows, as ranks share them.
+  index_t row_bytes() const { return layer_.routing.chosen * row_stride_ * out_size_; }
 
   // Scratch for up to so many tokens.
   index_t bytes(index_t tokens) { return lay_out(nullptr, tokens); }
@@ -107,12 +122,13 @@ class Experts {
     route_.weights = reinterpret_cast<float*>(take(pairs * 4));
     row_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
     pair_of_ = reinterpret_cast<std::int32_t*>(take(pairs * 4));
-    rows_ = take(pairs * row_stride_ * std::max(size_, out_size_));  // what goes in, then what comes out
+    rows_ = take(pairs * row_stride_ * std::max(size_, out_size_));  // what goes in, then what comes out, if nobody shares it
+    out_ = shared_rows_ ? shared_rows_ : rows_;
     act_ = take(pairs * act_stride_ * size_);
     prepared_ = take(pairs * std::max(gate_up_.preparation().row_bytes, down_.preparation().row_bytes));
     gather_.pairs = pair_of_, gather_.y = rows_;
     gather_.factors = layer_.scaled_inputs ? route_.weights : nullptr;
-    combine_.x = rows_, combine_.rows = row_of_;
+    combine_.x = out_, combine_.rows = row_of_;
     combine_.weights = layer_.scaled_inputs ? nullptr : route_.weights;
     return at;
   }
@@ -126,26 +142,26 @@ class Experts {
     bool gathers = false;
     index_t cost = 0;
     for (index_t i = 0; i < active; ++i) {
-      const index_t expert = order_[std::size_t(i)];
-      cost += std::max(kReadRows, counts_[std::size_t(expert)]);
+      const auto [expert, place, begin, rows] = parts_[std::size_t(i)];
+      cost += std::max(kReadRows, rows);
       for (index_t at = 0; at < index_t(sizeof(Weight)); at += kLineBytes) {  // or each one would be waited for in turn
-        __builtin_prefetch(reinterpret_cast<const char*>(gate_ups_[std::size_t(expert)]) + at);
-        __builtin_prefetch(reinterpret_cast<const char*>(downs_[std::size_t(expert)]) + at);
+        __builtin_prefetch(reinterpret_cast<const char*>(gate_ups_[std::size_t(place)]) + at);
+        __builtin_prefetch(reinterpret_cast<const char*>(downs_[std::size_t(place)]) + at);
       }
     }
     for (index_t i = 0, row = 0; i < active; ++i) {
-      const index_t expert = order_[std::size_t(i)], rows = counts_[std::size_t(expert)];
+      const auto [expert, place, begin, rows] = parts_[std::size_t(i)];
       const index_t share = threads_ * std::max(kReadRows, rows) / cost + 1;
       const bool direct = rows == 1 && !layer_.scaled_inputs;  // read where it lies
       gathers |= !direct;
       const char* x = direct ? x_ + pair_of_[row] / layer_.routing.chosen * x_stride_ * size_
                              : rows_ + row * row_stride_ * size_;
-      const index_t place = expert - layer_.first;
+      const index_t to = shared_rows_ ? begins_[std::size_t(expert)] + begin : row;
       gate_up_.add(gate_ups_[std::size_t(place)], rows, share, x, direct ? x_stride_ : row_stride_,
                    bias_of(layer_.gate_up_bias, place * 2 * width_ * size_), act_ + row * act_stride_ * size_,
                    prepared_ + row * gate_up_.preparation().row_bytes);
       down_.add(downs_[std::size_t(place)], rows, share, act_ + row * act_stride_ * size_, act_stride_,
-                bias_of(layer_.down_bias, place * hidden_ * out_size_), rows_ + row * row_stride_ * out_size_,
+                bias_of(layer_.down_bias, place * hidden_ * size_), out_ + to * row_stride_ * out_size_,
                 prepared_ + row * down_.preparation().row_bytes);
       row += rows;
     }
@@ -155,31 +171,33 @@ class Experts {
     late_[kPrepareOut] = down_.prepare(), late_[kMultiplyOut] = down_.multiply(threads_);
   }
 
-  // Pairs by expert, those with most rows first, an expert's in the tokens' order; of the experts that are here. Returns how many
-  // of them have rows.
+  // Pairs by expert, those with most rows first, an expert's in the tokens' order; of what this rank has to do. Returns of how many
+  // experts that is. Results lie by these rows, or, where ranks share them, by those of all experts in their order.
   index_t sort_pairs() {
     const index_t pairs = tokens_ * layer_.routing.chosen, experts = layer_.routing.experts;
     std::fill(counts_.begin(), counts_.end(), 0);
     for (index_t pair = 0; pair < pairs; ++pair) ++counts_[std::size_t(route_.ids[pair])];
-    index_t active = 0;
-    for (index_t expert = layer_.first; expert < layer_.first + layer_.kept; ++expert)
-      if (counts_[std::size_t(expert)] > 0) order_[std::size_t(active++)] = expert;
-    std::sort(order_.begin(), order_.begin() + active, [this](index_t a, index_t b) {
-      const index_t rows_a = counts_[std::size_t(a)], rows_b = counts_[std::size_t(b)];
-      return rows_a != rows_b ? rows_a > rows_b : a < b;
+    shares_.divide(counts_);
+    index_t active = 0, all_rows = 0;
+    for (index_t expert = 0; expert < experts; ++expert) {
+      begins_[std::size_t(expert)] = all_rows;
+      all_rows += counts_[std::size_t(expert)];
+      const auto [begin, end] = shares_.rows(expert);
+      if (end > begin) parts_[std::size_t(active++)] = {expert, shares_.place(expert), begin, end - begin};
+    }
+    std::sort(parts_.begin(), parts_.begin() + active, [](const Share& a, const Share& b) {
+      return a.rows != b.rows ? a.rows > b.rows : a.expert < b.expert;
     });
-    next_.resize(std::size_t(experts));
     rows_here_ = 0;
-    for (index_t i = 0; i < active; rows_here_ += counts_[std::size_t(order_[std::size_t(i++)])])
-      next_[std::size_t(order_[std::size_t(i)])] = rows_here_;
+    for (index_t i = 0; i < active; rows_here_ += parts_[std::size_t(i++)].rows)
+      firsts_[std::size_t(parts_[std::size_t(i)].expert)] = rows_here_;
+    std::fill(next_.begin(), next_.end(), 0);
     for (index_t pair = 0; pair < pairs; ++pair) {
-      const index_t expert = route_.ids[pair];
-      if (expert < layer_.first || expert >= layer_.first + layer_.kept) {
-        row_of_[pair] = -1;
-        continue;
-      }
-      const index_t row = next_[std::size_t(expert)]++;
-      row_of_[pair] = std::int32_t(row), pair_of_[row] = std::int32_t(pair);
+      const std::size_t expert = std::size_t(route_.ids[pair]);
+      const auto [begin, end] = shares_.rows(index_t(expert));
+      const index_t number = next_[expert]++, row = firsts_[expert] + number - begin;
+      if (number >= begin && number < end) pair_of_[row] = std::int32_t(pair);
+      row_of_[pair] = std::int32_t(shared_rows_ ? begins_[expert] + number : row);
     }
     return active;
   }
@@ -188,13 +206,24 @@ class Experts {
     return biases ? static_cast<const char*>(biases) + bytes_before : nullptr;
   }
 
+  // What this rank has to do of an expert: `rows` of its rows, from the one `begin` on.
+  struct Share {
+    index_t expert, place, begin, rows;
+  };
+
   ExpertsLayer layer_;
   int dtype_, y_dtype_;  // of what goes in; of experts' results and their sum
-  index_t size_, out_size_, hidden_, width_;
+  index_t size_, out_size_;
+  char* shared_rows_;
+  index_t hidden_, width_;
   const char* x_;
   index_t x_stride_, row_stride_, act_stride_;
   LinearGroup gate_up_, down_;
-  std::vector<index_t> counts_, order_, next_;  // rows of each expert; experts that have some; where the next one's goes
+  // Of each expert: its rows; how many of them have been seen; where this rank's begin among its own, and all among all.
+  std::vector<index_t> counts_, next_, firsts_;
+  std::vector<Share> parts_;  // of experts of which this rank has rows
+  std::vector<index_t> begins_;
+  ExpertShares shares_;
   std::vector<const Weight*> gate_ups_, downs_;
   RouteCall route_;
   GatherCall gather_;
@@ -202,7 +231,7 @@ class Experts {
   Work late_[kParts];
   index_t tokens_ = 0, threads_ = 1, rows_here_ = 0;
   std::int32_t *row_of_ = nullptr, *pair_of_ = nullptr;  // of each pair; of each row
-  char *rows_ = nullptr, *act_ = nullptr, *prepared_ = nullptr;
+  char *rows_ = nullptr, *out_ = nullptr, *act_ = nullptr, *prepared_ = nullptr;
 };
 
 class ExpertsOp final : public Op {
@@ -221,9 +250,9 @@ class ExpertsOp final : public Op {
   int part_;
 };
 
-void append_experts(Program* program, std::shared_ptr<Experts> experts, index_t max_tokens) {
+void append_parts(Program* program, std::shared_ptr<Experts> experts, index_t max_tokens, int begin, int end) {
   program->reserve(experts->bytes(max_tokens));
-  for (int part = 0; part < Experts::kParts; ++part)
+  for (int part = begin; part < end; ++part)
     program->append(std::make_unique<ExpertsOp>(experts, program, max_tokens, part));
 }
 
@@ -232,10 +261,16 @@ void append_experts(Program* program, std::shared_ptr<Experts> experts, index_t 
 
 QT_EXPORT index_t qt_experts_bytes() { return sizeof(qt::ExpertsLayer); }
 
+// Divides a step's rows over ranks, counts[experts] of each, as a layer does: what it notes (`asked`) is what ranks would have to do.
+QT_EXPORT void qt_experts_divide(const qt::ExpertsLayer* layer, const std::int64_t* counts) {
+  qt::ExpertShares shares(*layer);
+  shares.divide(std::vector<index_t>(counts, counts + layer->routing.experts));
+}
+
 // y[rows, hidden] = the experts' sum for x[rows, hidden], chosen by scores[rows, experts]. dtype: of x, scores, biases and y.
 QT_EXPORT void qt_op_experts(const qt::ExpertsLayer* layer, const void* x, index_t x_stride, const void* scores,
                              index_t scores_stride, index_t rows, void* y, index_t y_stride, int dtype) {
-  qt::Experts experts(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype);
+  qt::Experts experts(*layer, x, x_stride, scores, scores_stride, {y, y_stride}, dtype);
   char* scratch = static_cast<char*>(std::aligned_alloc(64, experts.bytes(rows)));
   experts.describe(rows, rows, qt::pool().threads(), scratch);
   qt::Work works[qt::Experts::kParts];
@@ -249,16 +284,33 @@ QT_EXPORT void qt_op_experts(const qt::ExpertsLayer* layer, const void* x, index
 QT_EXPORT void qt_program_experts(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
                                   const void* scores, index_t scores_stride, index_t max_tokens, void* y, index_t y_stride,
                                   int dtype) {
-  qt::append_experts(
-      program, std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype), max_tokens);
+  using qt::Experts;
+  const auto experts = std::make_shared<Experts>(*layer, x, x_stride, scores, scores_stride, qt::Results{y, y_stride}, dtype);
+  qt::append_parts(program, experts, max_tokens, 0, Experts::kParts);
 }
 
-// Appends the sums in fp32, as they are, of experts of which a rank has some, or some of the width of each (ranks.hpp). dtype: of x
-// and scores.
+// Appends the sums in fp32, as they are, of experts of which a rank has some of the width of each (ranks.hpp). dtype: of x and
+// scores.
 QT_EXPORT void qt_program_experts_sums(qt::Program* program, const qt::ExpertsLayer* layer, const void* x, index_t x_stride,
                                        const void* scores, index_t scores_stride, index_t max_tokens, float* y,
                                        index_t y_stride, int dtype) {
-  qt::append_experts(program,
-                     std::make_shared<qt::Experts>(*layer, x, x_stride, scores, scores_stride, y, y_stride, dtype, true),
-                     max_tokens);
+  using qt::Experts;
+  const qt::Results results{.y = y, .y_stride = y_stride, .in_fp32 = true};
+  const auto experts = std::make_shared<Experts>(*layer, x, x_stride, scores, scores_stride, results, dtype);
+  qt::append_parts(program, experts, max_tokens, 0, Experts::kParts);
+}
+
+// Appends: leave the rows of those experts that this rank has where all find them, meet, y = a token's rows summed as one process
+// sums them, rounded; then (+ residual), rounded again. Who read what lay there before must have been met since.
+QT_EXPORT void qt_program_experts_of_ranks(qt::Program* program, qt::Ranks* ranks, const qt::ExpertsLayer* layer, const void* x,
+                                           index_t x_stride, const void* scores, index_t scores_stride, index_t max_tokens,
+                                           const void* residual, void* y, index_t y_stride, int dtype) {
+  using qt::Experts;
+  const qt::Results results{.y = y, .y_stride = y_stride, .rows = ranks->expert_rows(), .residual = residual};
+  const auto experts = std::make_shared<Experts>(*layer, x, x_stride, scores, scores_stride, results, dtype);
+  QT_REQUIRE(experts->row_bytes() <= ranks->shape().experts_row_bytes && max_tokens <= ranks->shape().max_tokens,
+             "%lld bytes of each of %lld tokens", (long long)experts->row_bytes(), (long long)max_tokens);
+  qt::append_parts(program, experts, max_tokens, 0, Experts::kCombine);
+  qt::append_meeting(program, ranks, false);
+  qt::append_parts(program, experts, max_tokens, Experts::kCombine, Experts::kParts);
 }

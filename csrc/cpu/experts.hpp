@@ -4,6 +4,9 @@
 //                    plan: pairs (token, k) sorted by expert, stably; each expert's two multiplications cut
 //   x ── gather: an expert's rows side by side ── gate, up ── activation ── down ── sum over k of weight * row
 //
+// Where ranks (ranks.hpp) have whole experts, each leaves its experts' rows in memory that all share, sorted by expert, meets the
+// others, and sums: so a token's sum is that of one process, whoever has made its rows.
+//
 // Which experts have rows is known only when the step runs, so all between plan and sum are late works (work.hpp). An expert's
 // weights are read once a step (once per panel of rows, as of every linear layer); what no token chose is not touched. A row's
 // multiplications depend on the row alone, and a token's sum goes over k = 0, 1, ... in fp32: the same bits in every batch.
@@ -40,13 +43,17 @@ struct Routing {
 struct ExpertsLayer {
   Routing routing;
   index_t scaled_inputs;         // whether the weight of a choice multiplies what goes in, not what comes out
-  index_t first, kept;           // experts [first, first + kept) are here; a choice of another adds nothing
-  const Weight* const* gate_up;  // [kept]: paired, [2 width, hidden]
-  const Weight* const* down;     // [kept]: [hidden, width]
-  const void* gate_up_bias;      // [kept][2 width] or null, in the rows' format
-  const void* down_bias;         // [kept][hidden] or null, in the results' format: fp32 where the sum is
+  index_t first, kept;           // experts [first, first + kept) are at home here; other ranks have the others
+  index_t rank, ranks;           // whose home this is, of how many: 0 of 1 where all are here
+  index_t places;                // of each rank for copies of experts that are at home elsewhere
+  const std::int32_t* copies;    // [ranks][places]: which expert lies there, or -1; may be others in the next step
+  const Weight* const* gate_up;  // [kept + places]: paired, [2 width, hidden]
+  const Weight* const* down;     // [kept + places]: [hidden, width]
+  const void* gate_up_bias;      // [kept + places][2 width] or null, in the rows' format
+  const void* down_bias;         // [kept + places][hidden] or null, likewise
   index_t activation, int8_activations;
   double gate_factor, gate_limit;  // of Activation::clamped_swiglu
+  std::int64_t* asked;  // [experts + 2] or null: work so far, in rows, of each expert; the busiest rank's in each step; all ranks'
 };
 
 struct RouteCall {
@@ -68,13 +75,14 @@ struct GatherCall {
   index_t y_stride;
 };
 
-// y[t] = sum over k of weights[t][k] * x[rows[t][k]], those with a row; weights null: all 1.
+// y[t] = sum over k of weights[t][k] * x[rows[t][k]], rounded; then (+ residual[t]), rounded again. weights null: all 1.
 struct CombineCall {
   const void* x;
   index_t x_stride, width;
-  const std::int32_t* rows;  // negative: none
+  const std::int32_t* rows;
   index_t chosen;
   const float* weights;
+  const void* residual;  // laid out like y, may be y; or null
   void* y;
   index_t y_stride;
 };

@@ -13,16 +13,16 @@ constexpr index_t kAddCost = 4;  // of a number of one rank, in multiplications
 // One piece: a thread that waits for other processes holds up nobody of its own, for all wait for this work.
 class Meet final : public Op {
  public:
-  Meet(Ranks* ranks, int extent) : ranks_(ranks), extent_(extent) {}
+  Meet(Ranks* ranks, bool of_outputs) : ranks_(ranks), of_outputs_(of_outputs) {}
   Work prepare(const Step& step, index_t) override {
-    return {.count = (extent_ ? step.num_outputs : step.num_tokens) > 0, .run = run, .call = ranks_};
+    return {.count = (of_outputs_ ? step.num_outputs : step.num_tokens) > 0, .run = run, .call = ranks_};
   }
 
  private:
   static void run(const void* ranks, index_t, index_t) { static_cast<Ranks*>(const_cast<void*>(ranks))->meet(); }
 
   Ranks* ranks_;
-  int extent_;
+  bool of_outputs_;
 };
 
 class AddSums final : public Op {
@@ -42,6 +42,11 @@ class AddSums final : public Op {
 };
 
 }  // namespace
+
+void append_meeting(Program* program, Ranks* ranks, bool of_outputs) {
+  program->append(std::make_unique<Meet>(ranks, of_outputs));
+}
+
 }  // namespace qt
 
 // Where a rank leaves its sums of up to max_tokens rows of `width`, of the layers whose turn is `turn`: 0 or 1, one after the other.
@@ -60,7 +65,7 @@ QT_EXPORT char* qt_ranks_gathered(qt::Ranks* ranks, index_t turn, index_t bytes)
 
 // Appends: wait until every rank is here. extent: as of other operations; of no rows nobody waits.
 QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int extent) {
-  program->append(std::make_unique<qt::Meet>(ranks, extent));
+  qt::append_meeting(program, ranks, extent != 0);
 }
 
 // Appends y = all ranks' sums, rank by rank (+ bias), rounded to dtype; then (+ residual), rounded again. Behind a meeting.

@@ -123,6 +123,8 @@ Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : s
   rotated_ = parts.take<char>(shape.max_tokens * shape.rotated_row_bytes);
   sums_ = parts.take<float>(2 * shape.ranks * shape.max_tokens * shape.sums_width);
   gathered_ = parts.take<char>(2 * shape.max_tokens * shape.gathered_row_bytes);
+  expert_rows_ = parts.take<char>(shape.max_tokens * shape.experts_row_bytes);
+  staging_ = parts.take<char>(shape.staging_bytes);
   logits_ = parts.take<char>(shape.max_outputs * shape.logits_row_bytes);
   step_.block_table = table_;
   step_.block_table_stride = shape.table_stride;
@@ -237,6 +239,10 @@ QT_EXPORT void* qt_ranks_logits(qt::Ranks* ranks) { return ranks->logits(); }
 QT_EXPORT void* qt_ranks_rotated(qt::Ranks* ranks) { return ranks->rotated(); }
 
 QT_EXPORT std::int32_t* qt_ranks_mail(qt::Ranks* ranks) { return ranks->mail(); }
+
+QT_EXPORT char* qt_ranks_staging(qt::Ranks* ranks) { return ranks->staging(); }
+
+QT_EXPORT void qt_ranks_meet(qt::Ranks* ranks) { ranks->meet(); }
 
 QT_EXPORT char* qt_ranks_payload(qt::Ranks* ranks) { return ranks->payload(); }
 

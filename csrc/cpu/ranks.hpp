@@ -4,13 +4,14 @@
 //     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, in the order of the ranks
 //
 //     | head | a line for each rank | orders, and of each the step's arrays, tables, mail, payload | rotations |
-//     | sums, twice | gathered, twice | logits |
+//     | sums, twice | gathered, twice | rows of experts | weights on their way | logits |
 //
 // Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
 // shows them, and know nothing else. A layer whose inputs are divided leaves a part of every output with each rank: fp32 sums,
 // which all ranks read and add in one order, so that they go on with the same bits. There are two places for a rank's sums, which
 // layers use in turn: whoever writes the next one's does not disturb a rank that still reads, and who is two layers on has met
-// everybody in between.
+// everybody in between. Whole experts leave a row for each of a token's choices, in one place: between two such layers there is a
+// meeting for something else.
 //
 // A stage and the next one (docs/parallel.md) are two ranks as well, that never meet: the first tells what the second shall go on
 // with, whose input is the order's payload. There may be several orders under way, each with arrays and a payload of its own.
@@ -34,6 +35,8 @@ struct RanksShape {
   index_t logits_row_bytes;                   // of one row of logits, all ranks' columns
   index_t rotated_row_bytes;                  // of cosines and sines of a token that depend on more than its position; or 0
   index_t gathered_row_bytes;                 // most bytes of a row that is put together of all ranks' columns; or 0
+  index_t experts_row_bytes;                  // most bytes of a token's rows that whole experts have made; or 0
+  index_t staging_bytes;                      // of weights on their way from one rank to another
   index_t depth;                              // orders that may be under way
   index_t payload_bytes;                      // of an order, besides its step
 };
@@ -94,6 +97,8 @@ class Ranks {
   float* sums(index_t turn, index_t rank) const;
   // Rows of all ranks' columns, of what is put together in the turn `turn`: likewise.
   char* gathered(index_t turn) const { return gathered_ + turn * shape_.max_tokens * shape_.gathered_row_bytes; }
+  char* expert_rows() const { return expert_rows_; }
+  char* staging() const { return staging_; }
   char* logits() const { return logits_; }
   // Of the order that rank 0 tells next; of the one that another has heard.
   std::int32_t* mail() const { return mail_ + place() * kMailInts; }
@@ -122,7 +127,12 @@ class Ranks {
   char* rotated_;
   float* sums_;
   char* gathered_;
+  char* expert_rows_;
+  char* staging_;
   char* logits_;
 };
+
+// Appends: wait until every rank is here. of_outputs: in steps that have some, or in all.
+void append_meeting(Program* program, Ranks* ranks, bool of_outputs);
 
 }  // namespace qt

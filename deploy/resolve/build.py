@@ -113,10 +113,11 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
     num_ranks = options.tensor_parallel_size
-    weight_bytes = (
-        weight_bytes_of(num_parameters or 0, DTYPE_BYTES[dtype], quantization, facts.stored, weights)
-        // num_ranks
+    copied, item_bytes = ranks.num_copied_parameters(options, facts), DTYPE_BYTES[dtype]
+    weight_bytes = weight_bytes_of(
+        num_parameters or 0, item_bytes, quantization, facts.stored, weights, copied
     )
+    weight_bytes //= num_ranks
     stages = options.pipeline_parallel_size
     if kind == "torch" and device == "cpu":
         notes.extend(

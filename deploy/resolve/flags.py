@@ -494,6 +494,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     enable_expert_parallel: Annotated[
         bool, Flag(PROCESSES, "each rank keeps some experts whole, not some columns of every expert")
     ] = False
+    enable_eplb: Annotated[
+        bool, Flag(PROCESSES, "experts that are asked for most are copied to ranks that have less to do")
+    ] = False
+    eplb_config: Annotated[
+        str | None,
+        Flag(
+            PROCESSES,
+            'how many, and when: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 8}',
+            "JSON",
+        ),
+    ] = None
     routing: Annotated[
         Routing,
         Flag(

@@ -48,8 +48,8 @@ def kv_peers_config(
     for host in allowed if not key_file else ():
         if not _is_this_machine(host):
             raise ConfigError(
-                f"--kv-peers {host}: whoever answers there would be believed, and other servers offer KV beyond their machine only"
-                " with a key: give --kv-peer-key FILE too, the same secret to every server"
+                f"--kv-peers {host}: whoever answers there would be believed, and other servers offer KV beyond their machine"
+                " only with a key: give --kv-peer-key FILE too, the same secret to every server"
             )
     request_bytes = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     offered_bytes = 0

@@ -46,12 +46,17 @@ def weight_bytes_of(
     quantization: Quantization,
     stored: Format | None,
     weights: WeightFacts | None,
+    num_copied: int,
 ) -> int:
-    """Return the memory that the weights of a checkpoint will take, as if all were linear layers."""
+    """Return the memory that the weights of a checkpoint will take, as if all were linear layers.
+
+    num_copied: parameters there is room for besides.
+    """
     if stored is not None and weights is not None and quantization == stored.name:
-        return stored.memory_bytes(weights.contents, dtype_bytes)
+        once = stored.memory_bytes(weights.contents, dtype_bytes)
+        return once + once * num_copied // max(1, num_parameters)
     bits = _WEIGHT_BITS.get(quantization, 8 * dtype_bytes)
-    return int(num_parameters * bits / 8)
+    return int((num_parameters + num_copied) * bits / 8)
 
 
 def check_weights_fit(weight_bytes: int, available_bytes: int, num_engines: int, num_ranks: int) -> None:

@@ -7,6 +7,7 @@ import sys
 
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import ModelFacts
+from quintet.deploy.resolve.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import FAMILIES
@@ -33,6 +34,7 @@ MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
 def check_flags(options: Options, device: str) -> None:
     """Reject what ranks do not do."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    eplb_config(options)
     if size == 1 and options.enable_expert_parallel:
         raise ConfigError(
             f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"
@@ -78,6 +80,9 @@ def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
         raise ConfigError(
             f"{FLAG} {size}: {path} has {odd}, which {size} ranks cannot share; sizes that fit: {fitting}"
         )
+    eplb = eplb_config(options)
+    if eplb is not None:
+        check_copies(eplb, spec, share)
     needs = (
         None
         if need is None
@@ -104,6 +109,12 @@ def check_attention(options: Options, facts: ModelFacts, block_size: int) -> Non
             )
 
 
+def num_copied_parameters(options: Options, facts: ModelFacts) -> int:
+    """Return how many numbers of experts all ranks have room for besides those of the model."""
+    eplb, spec = eplb_config(options), _spec_of(facts)
+    return 0 if eplb is None or spec is None else num_copied(eplb, spec)
+
+
 def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: int) -> int:
     """Return the bytes that all ranks of an engine share, at most, where the model was found to be divisible."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -112,7 +123,10 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
         return 0
     longest = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, card_path(facts.path))
     step_tokens = rules.most_step_tokens(options, device, longest)
-    return shared_bytes(spec, size, stages, step_tokens, options.max_num_seqs, item_bytes)
+    eplb = eplb_config(options)
+    places = 0 if eplb is None else eplb.num_redundant_experts // size
+    share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places)
+    return shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes)
 
 
 def _cut(options: Options, facts: ModelFacts) -> ModelFacts:

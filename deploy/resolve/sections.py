@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from quintet.deploy.resolve import network, rules
+from quintet.deploy.resolve.eplb import eplb_config
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import parse_size
 from quintet.wire.config import (
@@ -66,6 +67,7 @@ def executor_config(
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
         expert_parallel=options.enable_expert_parallel,
+        eplb=eplb_config(options),
         pin_threads=options.pin_threads,
         seed=options.seed,
         batch_invariant=options.batch_invariant,

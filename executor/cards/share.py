@@ -24,6 +24,10 @@ LINK_DEPTH = 2
 """Steps that may be on their way from a stage to the next."""
 SUM_BYTES = 4
 """Of a sum that ranks add: fp32."""
+STAGING_BYTES = 4 << 20
+"""Of an expert that is being copied: what goes from one rank to another at a time, in about a millisecond or two."""
+LINE_BYTES = 64
+"""Rows of experts may lie so much farther apart than they are wide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,8 @@ class Share:
     stages: int = 1
     layers: tuple[int, int] | None = None
     """Which layers the stage has, from the first to behind the last; None: all."""
+    places: int = 0
+    """Of each layer of experts: room for copies of such as other ranks keep."""
 
     @property
     def is_all(self) -> bool:
@@ -134,7 +140,8 @@ def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = Non
     size, stages = executor.tensor_parallel_size, executor.pipeline_parallel_size
     stage = rank // size
     layers = None if spec is None or stages == 1 else stage_layers(spec, stages)[stage]
-    return Share(rank % size, size, executor.expert_parallel, stage, stages, layers)
+    places = 0 if executor.eplb is None else executor.eplb.num_redundant_experts // size
+    return Share(rank % size, size, executor.expert_parallel, stage, stages, layers, places)
 
 
 def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
@@ -182,25 +189,37 @@ def gathered_width(spec: DecoderSpec) -> int:
     return max((width for layer in spec.layers for width in _normed_over(layer)), default=0)
 
 
+def chosen_bytes(spec: DecoderSpec, item_bytes: int) -> int:
+    """Return the memory of the rows that a token's experts make in a layer, at most; 0 where there are none."""
+    chosen = max(
+        (each.mlp.routing.chosen for each in spec.layers if isinstance(each.mlp, ExpertsSpec)), default=0
+    )
+    return chosen * (spec.hidden_size * item_bytes + LINE_BYTES)
+
+
 def results_depth(stages: int) -> int:
     """Return the steps whose logits may lie there until they are drawn from: a power of two."""
     return 1 << (stages - 1).bit_length()
 
 
 def shared_bytes(
-    spec: DecoderSpec, size: int, stages: int, step_tokens: int, max_num_seqs: int, item_bytes: int
+    spec: DecoderSpec, share: Share, step_tokens: int, max_num_seqs: int, item_bytes: int
 ) -> int:
-    """Return the memory that so many ranks of so many stages share for what is of a model's size.
+    """Return the memory that all ranks of all stages share for what is of a model's size.
 
-    At most, since pages are mapped when they are first used. step_tokens: of a step, at most; item_bytes: of a number.
+    At most, since pages are mapped when they are first used. share: of any rank; step_tokens: of a step, at most; item_bytes: of
+    a number.
     """
+    size, stages = share.size, share.stages
     tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
     hidden, logits = tokens * spec.hidden_size * item_bytes, outputs * spec.vocab_size * item_bytes
     handed_on = (stages - 1) * LINK_DEPTH * hidden + results_depth(stages) * logits if stages > 1 else 0
     if size == 1:
         return handed_on
     read = hidden * stages if stages > 1 else 0
-    return handed_on + read + stages * _shared_by_ranks(spec, size, tokens, item_bytes) + logits
+    rows = tokens * chosen_bytes(spec, item_bytes) if share.by_experts else 0
+    rows += STAGING_BYTES if share.places else 0
+    return handed_on + read + stages * (_shared_by_ranks(spec, size, tokens, item_bytes) + rows) + logits
 
 
 def _shared_by_ranks(spec: DecoderSpec, size: int, tokens: int, item_bytes: int) -> int:
@@ -236,9 +255,9 @@ def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
         if isinstance(layer.mlp, ExpertsSpec):
             count, wide = layer.mlp.routing.experts, layer.mlp.width
             of_each = f"{wide // size} of {wide} columns of each of {count} experts"
-            said.append(
-                f"{share.of_experts(count).count} of {count} experts" if share.by_experts else of_each
-            )
+            whole = f"{share.of_experts(count).count} of {count} experts"
+            whole += f" and room for copies of {share.places}" if share.places else ""
+            said.append(whole if share.by_experts else of_each)
     return [*dict.fromkeys(said), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
 
 

@@ -154,6 +154,8 @@ class DeviceWorker:
         """Slots that have a tenant."""
         return self.tables.num_tenants
 
+    experts = None  # nobody counts on the device
+
     @property
     def num_split(self) -> int:
         """Steps that were computed in parts."""

@@ -8,9 +8,9 @@ from typing import Protocol
 import torch
 
 from quintet.executor.cards.routing import Routing
-from quintet.executor.cards.share import Kept
+from quintet.executor.cards.share import WHOLE, Share
 from quintet.executor.ops.experts import ExpertTables, Gate, experts, route
-from quintet.executor.ops.host_experts import HostExperts
+from quintet.executor.ops.host_experts import ALL_HERE, Homes, HostExperts
 from quintet.executor.quant.stack import StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan
 
@@ -38,19 +38,19 @@ class Experts:
         correction: str | None = None,
         correction_in_row: bool = False,
         *,
-        kept: Kept | None = None,
-        is_partial: bool = False,
+        share: Share = WHOLE,
     ) -> None:
         """correction: name of the tensor that is added to scores for choosing; None for none. In a row: of a matrix.
 
-        kept: the experts that are here; None: all. is_partial: whether other ranks have others, or other columns of each, so that
-        the result is a part of each sum.
+        share: which experts are here, or some columns of all.
         """
         assert gate_up.columns == 2 * down.depth and gate_up.depth == down.columns, (gate_up, down)
         self.routing = routing
         self.gate = gate
-        self.is_partial = is_partial
-        self.kept = kept or Kept(0, routing.experts, routing.experts)
+        self.is_partial = not share.is_all
+        """Whether other ranks have other experts, or other columns of each."""
+        self.kept = share.of_experts(routing.experts)
+        self.homes = Homes(share.rank, share.size, share.places) if share.by_experts else ALL_HERE
         self.hidden = gate_up.depth
         self.widest = max(gate_up.columns, gate_up.depth)
         """Numbers of a chosen expert's row, at most."""
@@ -69,9 +69,6 @@ class Experts:
         """What the host kernels are told, once the weights are there; None where torch computes."""
         if self.gate_up.packed is None or self.down.packed is None:
             return None
-        down_bias = self.down.bias
-        if self.is_partial and down_bias is not None:
-            down_bias = down_bias.float()  # part of a sum in fp32
         return HostExperts(
             self.routing,
             self.gate,
@@ -79,9 +76,9 @@ class Experts:
             self.down.packed,
             correction=self.correction,
             gate_up_bias=self.gate_up.bias,
-            down_bias=down_bias,
+            down_bias=self.down.bias,
             int8_activations=self.gate_up.int8_activations,
-            first=self.kept.begin,
+            homes=self.homes,
         )
 
     @property

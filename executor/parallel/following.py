@@ -64,6 +64,8 @@ def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[O
                 host_blocks.copy_in(ranks.mail(order))
             case OrderKind.EMBEDS:
                 stage.put_told(ranks.mail(order))
+            case OrderKind.MOVE_EXPERT:
+                stage.move_told(ranks.mail(order))
             case OrderKind.CHORE:
                 pass
         ranks.done()
@@ -106,10 +108,11 @@ def be_a_stage(
                 case OrderKind.SWAP_IN:
                     host_blocks.copy_in(before.mail(order))
                 case OrderKind.CHORE:
+                    stage.do_chore()
                     for each in tellers:
                         each.tell_chore()
-                case OrderKind.EMBEDS:
-                    raise AssertionError("vectors of tokens are the first stage's")
+                case OrderKind.EMBEDS | OrderKind.MOVE_EXPERT:
+                    raise AssertionError(f"{kind.name}: told to ranks of a stage alone")
             before.done()
             if kind is OrderKind.CHORE:
                 _do_chore(pages)
@@ -173,4 +176,5 @@ def _note_for_ever(
     """Say what this stage and those behind it have done, and whether one of them has chores left."""
     while not is_over.wait(PROGRESS_EVERY_S):
         before.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in tellers))
-        before.note(Note.CHORES, _has_chores(pages) + sum(each.noted(Note.CHORES) for each in tellers))
+        own = _has_chores(pages) or stage.has_chores
+        before.note(Note.CHORES, own + sum(each.noted(Note.CHORES) for each in tellers))

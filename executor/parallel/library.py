@@ -25,6 +25,8 @@ class OrderKind(IntEnum):
     """Vectors of tokens are written over what the embedding made; see `vector_records`."""
     CHORE = 5
     """What a worker does while nobody waits."""
+    MOVE_EXPERT = 6
+    """A piece of an expert is copied from one rank to another; see `quintet.executor.parallel.expert_copies`."""
 
 
 class Note(IntEnum):
@@ -52,6 +54,8 @@ class CRanksShape(ctypes.Structure):
         ("logits_row_bytes", _SIZE),
         ("rotated_row_bytes", _SIZE),
         ("gathered_row_bytes", _SIZE),
+        ("experts_row_bytes", _SIZE),
+        ("staging_bytes", _SIZE),
         ("depth", _SIZE),
         ("payload_bytes", _SIZE),
     )
@@ -91,11 +95,14 @@ class RanksLibrary:
         self.note = declare(library, "qt_ranks_note", a, n, ctypes.c_uint64)
         self.noted = declare(library, "qt_ranks_noted", a, n, result=ctypes.c_uint64)
         self.payload = declare(library, "qt_ranks_payload", a, result=a)
+        self.meet_now = declare(library, "qt_ranks_meet", a)
+        self.staging = declare(library, "qt_ranks_staging", a, result=a)
         self.mail = declare(library, "qt_ranks_mail", a, result=a)
         self.mail_ints = int(declare(library, "qt_ranks_mail_ints", result=n)())
         self.sums = declare(library, "qt_ranks_sums", a, n, n, result=a)
         self.gathered = declare(library, "qt_ranks_gathered", a, n, n, result=a)
         self.linear_sums = declare(library, "qt_program_linear_sums", a, a, a, n, n, i, a, n, i)
         self.experts_sums = declare(library, "qt_program_experts_sums", a, a, a, n, a, n, n, a, n, i)
+        self.experts = declare(library, "qt_program_experts_of_ranks", a, a, a, a, n, a, n, n, a, a, n, i)
         self.meet = declare(library, "qt_program_meet", a, a, i)
         self.add_sums = declare(library, "qt_program_add_sums", a, a, n, n, a, a, a, n, i)

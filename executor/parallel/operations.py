@@ -22,6 +22,8 @@ class RankOperations:
         self._dtype = dtype
         self._max_tokens = max_tokens
         self._turn = self._gathered = 0
+        self._are_rows_read = False
+        """Whether nobody has been met since the rows of experts were read."""
 
     def linear(self, layer: Linear, x: Value, residual: Value | None, y: Value) -> None:
         """Append a layer of whose inputs each rank has some: its own sums, then a meeting, then everybody's sums.
@@ -41,14 +43,24 @@ class RankOperations:
         self._add_sums(turn, run.bias, residual, y)
 
     def experts(self, layer: Experts, x: Value, scores: Value, residual: Value | None, y: Value) -> None:
-        """Append experts of whose columns each rank has some; all ranks choose alike."""
-        host, library, turn = layer.host, self._library, self._next_turn()
+        """Append experts of which each rank has some, or some columns of each; all ranks choose alike."""
+        host, library = layer.host, self._library
         assert host is not None, "recorded without the host kernels"
-        library.experts_sums(
-            *(self._program, host.address, x.address, x.stride, scores.address, scores.stride),
-            *(self._max_tokens, library.sums(self._ranks.handle, turn, y.width), y.width, self._code),
+        assert residual is None or residual.stride == y.stride, (residual, y)
+        inputs = (host.address, x.address, x.stride, scores.address, scores.stride, self._max_tokens)
+        if layer.kept.is_all:
+            turn = self._next_turn()
+            sums = library.sums(self._ranks.handle, turn, y.width)
+            library.experts_sums(self._program, *inputs, sums, y.width, self._code)
+            self._add_sums(turn, None, residual, y)
+            return
+        if self._are_rows_read:
+            self.meet(Extent.TOKENS)
+        library.experts(
+            *(self._program, self._ranks.handle, *inputs),
+            *(None if residual is None else residual.address, y.address, y.stride, self._code),
         )
-        self._add_sums(turn, None, residual, y)
+        self._are_rows_read = True
 
     def _next_turn(self) -> int:
         turn, self._turn = self._turn, 1 - self._turn
@@ -57,7 +69,7 @@ class RankOperations:
     def _add_sums(self, turn: int, bias: torch.Tensor | None, residual: Value | None, y: Value) -> None:
         library, ranks = self._library, self._ranks.handle
         assert residual is None or residual.stride == y.stride, (residual, y)
-        library.meet(self._program, ranks, Extent.TOKENS)
+        self.meet(Extent.TOKENS)
         library.add_sums(
             *(self._program, ranks, turn, y.width, None if bias is None else bias.data_ptr()),
             *(None if residual is None else residual.address, y.address, y.stride, self._code),
@@ -83,3 +95,4 @@ class RankOperations:
     def meet(self, extent: Extent) -> None:
         """Append a meeting."""
         self._library.meet(self._program, self._ranks.handle, extent)
+        self._are_rows_read = self._are_rows_read and extent is not Extent.TOKENS

@@ -45,6 +45,8 @@ class Pipeline:
         self.depth = config.executor.pipeline_parallel_size
         """Steps whose logits may be still to come."""
         self.max_outputs = stage.max_outputs
+        self.expert_counts = stage.expert_counts
+        """Of the first stage's layers."""
         self._steps = [
             Step(stage.library, stage.max_tokens, config.scheduler.max_num_seqs)
             for _ in range(self.depth + 1)
@@ -76,8 +78,8 @@ class Pipeline:
 
     @property
     def has_chores(self) -> bool:
-        """Whether one of the other stages has chores left."""
-        return self._links.behind.noted(Note.CHORES) > 0
+        """Whether one of the stages has experts to copy, or another one anything else to do."""
+        return self._stage.has_chores or self._links.behind.noted(Note.CHORES) > 0
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
@@ -161,6 +163,7 @@ class Pipeline:
         self._links.behind.tell_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
         self._stage.copy_told(mail)
 
-    def tell_chore(self) -> None:
-        """Have the other stages do a chore."""
+    def do_chore(self) -> None:
+        """Copy a piece of an expert in the first stage, and have the other stages do their chores."""
+        self._stage.do_chore()
         self._links.behind.tell_chore()

@@ -104,6 +104,7 @@ class PipelineWorker:
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
         self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
+        self.experts = pipeline.expert_counts
         self._num_begun = 0
         self._undrawn: deque[PipelinedStep] = deque()
         max_num_seqs, model = config.scheduler.max_num_seqs, config.model
@@ -135,16 +136,16 @@ class PipelineWorker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether weights still lie on small pages, of any process."""
+        """Whether weights still lie on small pages, of any process, or on ranks that are too busy."""
         is_scattered = self._weights is not None and self._weights.is_scattered
         of_ranks = self._group is not None and self._group.noted(Note.CHORES) > 0
         return is_scattered or of_ranks or self._pipeline.has_chores
 
     def do_chore(self) -> None:
-        """Move some of them, in every process."""
+        """Move some of them, in every process, or an expert to another rank."""
+        self._pipeline.do_chore()
         if self._group is not None:
             self._group.tell_chore()
-        self._pipeline.tell_chore()
         if self._weights is not None and self._weights.is_scattered:
             self._weights.gather(CHORE_S)
 

@@ -12,7 +12,7 @@ import os
 import numpy as np
 import torch
 
-from quintet.executor.cards.share import Share, gathered_width
+from quintet.executor.cards.share import STAGING_BYTES, Share, chosen_bytes, gathered_width
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.host_library import open_library
@@ -66,6 +66,14 @@ class Ranks:
         """Return rows of ``width`` numbers in what comes with the order that rank 0 tells next, or that another has heard."""
         rows = self.shape.payload_bytes // (width * dtype.itemsize)
         return self._rows(self.library.payload(self.handle), rows, width, dtype)
+
+    def staging(self) -> torch.Tensor:
+        """Return the memory, uint8, of weights on their way from one rank to another."""
+        return self._rows(self.library.staging(self.handle), 1, self.shape.staging_bytes, torch.uint8)[0]
+
+    def meet(self) -> None:
+        """Wait until every rank is here: all of them, in the same order."""
+        self.library.meet_now(self.handle)
 
     def make_room(self) -> None:
         """Rank 0: wait until there is room for another order, and so for its payload."""
@@ -158,6 +166,8 @@ def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_byt
         logits_row_bytes=model.vocab_size * item_bytes,
         rotated_row_bytes=2 * sum(by_token) * item_bytes,
         gathered_row_bytes=gathered_width(spec) * item_bytes,
+        experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
+        staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
         depth=1,
         payload_bytes=max_tokens * spec.hidden_size * item_bytes
         if config.executor.pipeline_parallel_size > 1

@@ -23,6 +23,7 @@ from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, Sele
 from quintet.executor.ops.activation import ACTIVATION_CODES
 from quintet.executor.ops.host_attention import c_attention, query_width
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.ops.host_experts import HostExperts
 from quintet.executor.parallel.operations import RankOperations
 from quintet.executor.parallel.ranks import Ranks, input_place
 from quintet.executor.program.library import ProgramLibrary
@@ -91,6 +92,8 @@ class Recorder:
         self._marks: list[int] = []
         self.memory: list[torch.Tensor] = []
         """What values lie in: must live as long as the program is run."""
+        self.expert_layers: list[HostExperts] = []
+        """Of all layers that have some, in order."""
         self.embedded: Value | None = None
         """What the embedding makes: there until the operation behind it."""
         self.given: Value | None = None
@@ -324,6 +327,7 @@ class Recorder:
         assert host is not None, "recorded without the host kernels"
         assert (x.width, scores.width) == (layer.hidden, layer.routing.experts), (x.width, scores.width)
         assert x.extent is scores.extent is Extent.TOKENS, "experts are chosen for every token of a step"
+        self.expert_layers.append(host)
 
         def emit() -> None:
             self._library.experts(

@@ -14,7 +14,10 @@ import torch
 
 from quintet.executor.cards.share import Share
 from quintet.executor.embeds import StepEmbeds
+from quintet.executor.expert_figures import ExpertCounts
 from quintet.executor.models.model import CausalModel
+from quintet.executor.parallel.balancer import Balancer
+from quintet.executor.parallel.expert_copies import ExpertCopies
 from quintet.executor.parallel.library import OrderKind
 from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks, vector_records
 from quintet.executor.program.library import ProgramLibrary
@@ -75,6 +78,17 @@ class Stage:
         assert self._embedded is None or self.spans[0].name == "embedding", self.spans[0]
         self.seconds = 0.0
         """Time spent in the program so far."""
+        eplb = config.executor.eplb
+        self._copies = (
+            ExpertCopies(recorder.expert_layers, ranks) if ranks is not None and share.places else None
+        )
+        self._balancer = None
+        if self._copies is not None and share.rank == 0 and eplb is not None:
+            self._balancer = Balancer(self._copies, eplb)
+        self.expert_counts = None
+        if recorder.expert_layers:
+            counts = [each.asked for each in recorder.expert_layers]
+            self.expert_counts = ExpertCounts(counts, recorder.expert_layers[0].homes.ranks, self._copied)
 
     @property
     def work_done(self) -> int:
@@ -91,6 +105,8 @@ class Stage:
 
         length: the step's largest position plus 1. What is behind the logits is this process's alone.
         """
+        if self._balancer is not None and begin == 0:
+            self._balancer.note_step()
         begun = time.perf_counter()
         if self._ranks is not None and begin < self.end:
             self._ranks.tell_run(step, begin, min(end, self.end), length)
@@ -98,6 +114,24 @@ class Stage:
         spent = time.perf_counter() - begun
         self.seconds += spent
         return spent
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether experts are to be copied between ranks, or it is to be found out whether."""
+        return self._balancer is not None and self._balancer.has_chores
+
+    def do_chore(self) -> None:
+        """Do a piece of that, with the other ranks; nothing where there is nothing to do."""
+        if self._balancer is not None:
+            self._balancer.do_chore()
+
+    def move_told(self, mail: bytes) -> None:
+        """Take part in copying an expert, as rank 0 does."""
+        assert self._copies is not None, "experts are copied that have no place to go"
+        self._copies.move_told(mail)
+
+    def _copied(self) -> tuple[int, int]:
+        return (0, 0) if self._balancer is None else (self._balancer.num_copies, self._balancer.bytes_moved)
 
     def embed(self, step: object, length: int, embeds: StepEmbeds) -> None:
         """Compute the beginning of a step that brings vectors of its own."""

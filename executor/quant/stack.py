@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.ops.host_linear import LinearLibrary
+from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
 from quintet.executor.quant.formats.scheme import Scheme
@@ -89,6 +90,8 @@ class StackShape:
     """Of ``[columns]`` an expert; empty: there are none."""
     is_exact: bool = False
     """See `quintet.executor.quant.method.LinearShape`."""
+    places: int = 0
+    """Behind the experts, for copies of others: nothing of the checkpoint goes there."""
 
 
 class StackMethod(Protocol):
@@ -96,11 +99,11 @@ class StackMethod(Protocol):
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """``[experts, columns]`` in the model's number format."""
+        """``[experts + places, columns]`` in the model's number format."""
 
     @property
     def packed(self) -> Sequence[PackedWeight] | None:
-        """The weights in the form of the host library; None where torch multiplies."""
+        """The weights in the form of the host library, those of places last; None where torch multiplies."""
 
     @property
     def table(self) -> torch.Tensor | None:
@@ -123,7 +126,7 @@ class RowMajorStack:
 
 
 class PackedStack:
-    """Weights packed for the host kernels, all in one section. A `StackMethod` and a `PackedStore`."""
+    """Weights packed for the host kernels, all in one section, and places besides. A `StackMethod` and a `PackedStore`."""
 
     table = None
 
@@ -136,6 +139,11 @@ class PackedStack:
         )
         self.num_bytes: int = one * shape.experts
         plan.store(self)
+        self._places: list[PackedWeight] = []
+        if shape.places:
+            memory = HugePages(one * shape.places).memory
+            self._places = [*map(self._weight, memory.chunk(shape.places))]
+            plan.num_bytes += one * shape.places
         for piece in shape.weights:
             piece.declare(plan, plan.pack, self._fill)
         self.bias = bias_of(shape, plan)
@@ -163,31 +171,31 @@ class PackedStack:
 
     def open(self, memory: torch.Tensor) -> None:
         """See `PackedStore`."""
+        self._packed = [*map(self._weight, memory.chunk(self._shape.experts)), *self._places]
+
+    def _weight(self, memory: torch.Tensor) -> PackedWeight:
         shape, numbers = self._shape, self._numbers
-        self._packed = [
-            PackedWeight(
-                self._library,
-                numbers.weight_format,
-                shape.columns,
-                shape.depth,
-                group=numbers.group,
-                paired=shape.paired,
-                memory=part,
-            )
-            for part in memory.chunk(shape.experts)
-        ]
+        return PackedWeight(
+            self._library,
+            numbers.weight_format,
+            shape.columns,
+            shape.depth,
+            group=numbers.group,
+            paired=shape.paired,
+            memory=memory,
+        )
 
     def _fill(self, expert: int, begin: int, rows: Rows) -> None:
         fill(self.packed[expert], rows, begin)
 
 
 def bias_of(shape: StackShape, plan: WeightPlan) -> torch.Tensor | None:
-    """Return what will hold the biases ``[experts, columns]``; None where there are none."""
-    return _filled(shape.biases, plan, shape.experts, shape.columns) if shape.biases else None
+    """Return what will hold the biases ``[experts + places, columns]``; None where there are none."""
+    return _filled(shape.biases, plan, shape.experts + shape.places, shape.columns) if shape.biases else None
 
 
 def _filled(pieces: Sequence[StackRows], plan: WeightPlan, *size: int) -> torch.Tensor:
-    """Return a tensor ``[experts, columns, …]`` that pieces will fill."""
+    """Return a tensor ``[experts, columns, …]`` that pieces will fill, but for what they do not have."""
     whole = torch.empty(size, dtype=plan.dtype, device=plan.device)
     plan.num_bytes += whole.numel() * whole.element_size()
 

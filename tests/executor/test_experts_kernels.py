@@ -164,7 +164,7 @@ def test_integers(weight_format: WeightFormat, group: int, eight: bool, slack: f
     host = packed_experts(
         "mixtral", tables_of(routing, torch.float32, False), SILU, weight_format, group, eight
     )
-    gate_up, down, _ = host._alive
+    gate_up, down = host._weights
     tables = ExpertTables(
         *(torch.stack([one.read() for one in each]) for each in (gate_up, down)), None, None
     )

@@ -70,6 +70,7 @@ class Device:
     kv_peers: None = None
     swap_bytes_per_s: int = 0
     num_split: int = 0
+    experts: None = None
     num_tenants: int = 0
     work_done: int = 0
     chores: list[str] = field(default_factory=list)

@@ -183,14 +183,17 @@ def test_meetings_go_on_where_their_number_begins_anew(spins: int) -> None:
         assert met == (last + rounds) % 2**32, "not the place of that number"
 
 
-def test_what_is_counted_as_shared_is_what_is_mapped(tmp_path: Path) -> None:
+@pytest.mark.parametrize("experts", [False, True])
+def test_what_is_counted_as_shared_is_what_is_mapped(experts: bool, tmp_path: Path) -> None:
     """But for the mail, and a step's arrays and tables, which are no larger than it."""
     library = open_library()
     assert library is not None
-    model = write_model(tmp_path, vocab_size=50_000)
+    routed = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 6, "num_experts_per_tok": 2}
+    model = write_model(tmp_path, vocab_size=50_000, **(routed if experts else {}))
     options = Options(
         model=str(model), load_format="dummy", device="cpu", max_num_seqs=8, max_model_len=64,
-        max_num_batched_tokens=512, tensor_parallel_size=2,
+        max_num_batched_tokens=512, tensor_parallel_size=2, enable_expert_parallel=experts,
+        enable_eplb=experts, eplb_config='{"num_redundant_experts": 2}' if experts else None,
     )  # fmt: skip
     config = resolve(options, tmp_path).config
     item_bytes = DTYPE_BYTES[config.model.dtype]

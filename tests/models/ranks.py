@@ -33,6 +33,7 @@ def config_of(
     swap_space: float | None,
     *,
     experts: bool,
+    eplb: str | None = None,
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
     asked = Options(
@@ -49,6 +50,8 @@ def config_of(
         swap_space=swap_space,
         tensor_parallel_size=size,
         enable_expert_parallel=experts,
+        enable_eplb=eplb is not None,
+        eplb_config=eplb,
         pipeline_parallel_size=stages,
     )
     return with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
@@ -64,6 +67,7 @@ def in_ranks(
     swap_space: float | None = None,
     experts: bool = False,
     stages: int = 1,
+    eplb: str | None = None,
     change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
 ) -> Iterator[Loaded]:
     """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks behind it.
@@ -71,8 +75,8 @@ def in_ranks(
     Each has one thread. change: what to make of the configuration before anybody has it.
     """
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
-    config = config_of(folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space, experts=experts)
-    config = change(config)
+    asked = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
+    config = change(config_of(*asked, experts=experts, eplb=eplb))
     groups = [os.memfd_create("ranks") for _ in range(stages if size > 1 else 0)]
     links = [os.memfd_create("links") for _ in range(stages if stages > 1 else 0)]
     platform = open_platform(config.executor)

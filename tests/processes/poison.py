@@ -18,6 +18,7 @@ import numpy as np
 from quintet.deploy import cli
 from quintet.deploy.supervisor import supervisor
 from quintet.executor import main
+from quintet.executor.expert_figures import ExpertCounts
 from quintet.executor.interface import Pending, StepWorker
 from quintet.process.runtime import child_main
 from quintet.wire.ids import Role
@@ -83,6 +84,11 @@ class PoisonedWorker:
     def num_split(self) -> int:
         """Pass on."""
         return self._worker.num_split
+
+    @property
+    def experts(self) -> ExpertCounts | None:
+        """Pass on."""
+        return self._worker.experts
 
     @property
     def has_chores(self) -> bool:

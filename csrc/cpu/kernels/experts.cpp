@@ -155,14 +155,16 @@ void combine(const void* described, index_t begin, index_t end) {
   for (index_t token = begin; token < end; ++token) {
     const std::int32_t* rows = call.rows + token * call.chosen;
     const float* weights = call.weights ? call.weights + token * call.chosen : nullptr;
+    const Element* residual =
+        call.residual ? static_cast<const Element*>(call.residual) + token * call.y_stride : nullptr;
     Element* y = static_cast<Element*>(call.y) + token * call.y_stride;
     for (index_t i = 0; i < call.width; i += kLanes) {
       f32v sum{};
       for (index_t k = 0; k < call.chosen; ++k) {
-        if (rows[k] < 0) continue;
         const f32v value = load(static_cast<const Element*>(call.x) + rows[k] * call.x_stride + i, call.width - i);
         sum = fma(value, all(weights ? weights[k] : 1.0f), sum);
       }
+      if (residual) sum = rounded_to<Element>(sum) + load(residual + i, call.width - i);
       store(y + i, sum, call.width - i);
     }
   }

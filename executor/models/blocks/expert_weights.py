@@ -55,6 +55,7 @@ def gate_up_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     return StackShape(
         label=f"{scope.name('experts')}: gates, ups, {spec.layout}{kept.label}{_label(here)}",
         experts=here.count,
+        places=scope.share.places,
         columns=2 * kept.count,
         depth=hidden,
         paired=True,
@@ -85,6 +86,7 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     return StackShape(
         label=f"{scope.name('experts')}: downs, {spec.layout}{kept.label}{_label(here)}",
         experts=here.count,
+        places=scope.share.places,
         columns=hidden,
         depth=kept.count,
         paired=False,

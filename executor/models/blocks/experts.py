@@ -36,8 +36,7 @@ class ExpertsBlock:
             down_of(scope, spec),
             scope.name(names.correction) if spec.corrected else None,
             spec.correction_in_row,
-            kept=scope.share.of_experts(count),
-            is_partial=not scope.share.is_all,
+            share=scope.share,
         )
         self._shared = None
         if spec.shared_width is not None:

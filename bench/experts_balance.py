@@ -1,0 +1,191 @@
+"""How evenly ranks share experts' work, with copies of hot experts and without: routing is drawn, the balancer real.
+
+    python -m bench.experts_balance [--ranks 4 8] [--rows 32 512] [--zipf 0.5 1] [--places 1 2 4] [--steps 1500] [--save FILE]
+
+One layer. A token chooses its experts by popularity, after Zipf; every so often two experts swap theirs (``--drift``). A step's
+rows are divided as the kernels divide them (`qt_experts_divide`), loads are read, looked at and acted upon by
+`quintet.executor.parallel.balancer`, a chore every fourth step. Printed: the work of the busiest rank over the mean, summed over
+steps behind the first look: how much longer experts take than if all ranks had equally much to do; the same if an expert's rows
+were divided evenly among those who have it, whatever else they have to do; and what was copied from then on. Nothing is computed
+or timed: the same command prints the same figures everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from bench.overhead.run import Machine, _commit, machine
+from quintet.executor.ops.host_experts import NO_EXPERT, CExperts, Homes
+from quintet.executor.ops.host_library import declare, open_library
+from quintet.executor.parallel.balancer import Balancer
+from quintet.executor.parallel.expert_copies import Piece
+from quintet.executor.parallel.placement import Copy, homes_of
+from quintet.executor.worker import STEPS_PER_CHORE
+from quintet.wire.config import EplbConfig
+
+EXPERTS, CHOSEN = 128, 8
+EXPERT_BYTES = 3 * 2048 * 768 * 2
+"""Of Qwen3-30B-A3B in bf16."""
+READ_ROWS = 12
+"""So many rows are multiplied in the time in which an expert is read: ``csrc/cpu/expert_shares.hpp``."""
+STAGING_BYTES = 4 << 20
+SETTLING = 400
+"""Steps from the first look to the first one that counts: longer than all is copied."""
+
+
+class Figures(msgspec.Struct, frozen=True):
+    """One run."""
+
+    ranks: int
+    rows: int
+    zipf: float
+    drift: int
+    places: int
+    busiest: float
+    """Over the mean."""
+    divided_evenly: float
+    copied: int
+    """Experts."""
+    moved_bytes: int
+    steps: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """The file."""
+
+    date: str
+    commit: str
+    machine: Machine
+    command: str
+    figures: list[Figures]
+
+
+@dataclass(slots=True)
+class Layer:
+    """As much of `quintet.executor.ops.host_experts.HostExperts` as a balancer looks at."""
+
+    homes: Homes
+    copies: NDArray[np.int32]
+    asked: NDArray[np.int64]
+
+
+class Carrier:
+    """`quintet.executor.parallel.expert_copies.ExpertCopies` without weights."""
+
+    def __init__(self, layer: Layer) -> None:
+        self.layers = [layer]
+
+    def pieces_of(self, layer: int, copy: Copy) -> Iterator[Piece]:
+        """See there."""
+        for begin in range(0, EXPERT_BYTES, STAGING_BYTES):
+            end = min(begin + STAGING_BYTES, EXPERT_BYTES)
+            yield Piece(layer, copy.expert, copy.source, copy.target, copy.place, begin, end, EXPERT_BYTES)
+
+    def tell(self, piece: Piece) -> None:
+        """See there."""
+        is_there = piece.end == piece.size
+        self.layers[0].copies[piece.target, piece.place] = piece.expert if is_there else NO_EXPERT
+
+
+def routing(seed: int, rows: int, zipf: float, drift: int, steps: int) -> Iterator[NDArray[np.int64]]:
+    """Draw how many rows each expert gets in each step. drift: steps between two swaps of popularities."""
+    rng = np.random.default_rng(seed)
+    likes = -zipf * np.log(np.arange(1, EXPERTS + 1))
+    rng.shuffle(likes)
+    for step in range(steps):
+        if step % drift == drift - 1:
+            one, other = rng.choice(EXPERTS, 2, replace=False)
+            likes[one], likes[other] = likes[other], likes[one]
+        noise = rng.gumbel(size=(rows, EXPERTS)).astype(np.float32)
+        chosen = np.argpartition(-(likes + noise), CHOSEN, axis=1)[:, :CHOSEN]
+        yield np.bincount(chosen.ravel(), minlength=EXPERTS)
+
+
+def play(
+    ranks: int, rows: int, zipf: float, places: int, drift: int, steps: int, config: EplbConfig
+) -> Figures:
+    """Route and balance for so many steps."""
+    library = open_library()
+    assert library is not None, "the host kernels are not built"
+    divide = declare(library, "qt_experts_divide", ctypes.c_void_p, ctypes.c_void_p)
+    copies = np.full((ranks, places), NO_EXPERT, np.int32)
+    layer = Layer(Homes(0, ranks, places), copies, np.zeros(EXPERTS + 2, np.int64))
+    kept = EXPERTS // ranks
+    described = CExperts(experts=EXPERTS, kept=kept, ranks=ranks, places=places)
+    described.copies, described.asked = copies.ctypes.data, layer.asked.ctypes.data
+    balancer = Balancer(Carrier(layer), config)  # type: ignore[arg-type]
+    homes, evenly = np.array(homes_of(EXPERTS, ranks)), 0.0
+    first, before = config.step_interval + SETTLING, (0, 0)
+    for step, counts in enumerate(routing(7, rows, zipf, drift, first + steps)):
+        if step == first:
+            layer.asked[-2:], evenly, before = 0, 0.0, (balancer.num_copies, balancer.bytes_moved)
+        balancer.note_step()
+        if places and step % STEPS_PER_CHORE == 0:
+            balancer.do_chore()
+        divide(ctypes.addressof(described), counts.ctypes.data)
+        evenly += _busiest_evenly(counts, homes, copies)
+    busiest, everybody = layer.asked[-2:].tolist()
+    return Figures(
+        *(ranks, rows, zipf, drift, places, busiest * ranks / everybody, evenly * ranks / everybody),
+        *(balancer.num_copies - before[0], balancer.bytes_moved - before[1], steps),
+    )
+
+
+def _busiest_evenly(counts: NDArray[np.int64], homes: NDArray[np.int64], copies: NDArray[np.int32]) -> float:
+    """Return the work of the busiest rank where all who have an expert get as many of its rows."""
+    ranks = len(copies)
+    has = np.zeros((ranks, EXPERTS), bool)
+    has[homes, np.arange(EXPERTS)] = True
+    for rank, its in enumerate(copies):
+        has[rank, its[its != NO_EXPERT]] = True
+    rows = has * (counts / has.sum(0))
+    return float(np.where(rows > 0, np.maximum(rows, READ_ROWS), 0).sum(1).max())
+
+
+def main() -> None:
+    """Play, print and save."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8])
+    parser.add_argument("--rows", type=int, nargs="+", default=[32, 512])
+    parser.add_argument("--zipf", type=float, nargs="+", default=[0.5, 1.0])
+    parser.add_argument("--places", type=int, nargs="+", default=[1, 2, 4], help="of each rank, for copies")
+    parser.add_argument("--drift", type=int, default=100, help="steps between two swaps of popularities")
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--window", type=int, default=250, help="steps, as in --eplb-config")
+    parser.add_argument("--interval", type=int, default=250, help="steps, likewise")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
+    args = parser.parse_args()
+    config, figures = EplbConfig(args.window, args.interval), []
+    print(
+        "| ranks | rows | Zipf | places | busiest over mean | divided evenly | copied | moved, MB a 1000 steps |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for ranks, rows, zipf, places in itertools.product(args.ranks, args.rows, args.zipf, [0, *args.places]):
+        each = play(ranks, rows, zipf, places, args.drift, args.steps, config)
+        figures.append(each)
+        moved = each.moved_bytes / 1e6 * 1000 / each.steps
+        print(
+            f"| {ranks} | {rows} | {zipf} | {places} | {each.busiest:.2f} | {each.divided_evenly:.2f} | {each.copied} |"
+            f" {moved:.0f} |"
+        )
+    if args.save is not None:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        flags = " ".join(f"--{name} {value}" for name, value in vars(args).items() if name != "save")
+        report = Report(date, _commit(), machine(), flags, figures)
+        args.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

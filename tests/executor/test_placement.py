@@ -1,0 +1,106 @@
+"""Which experts are copied where: what must hold of every placement, whatever is asked of experts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from quintet.executor.parallel.placement import (
+    LEAST_GAIN,
+    Spares,
+    busiest,
+    copies_between,
+    homes_of,
+    no_copies,
+    placed,
+)
+
+SIZES = [(8, 2, 1), (13, 3, 2), (64, 4, 2), (128, 8, 2), (256, 8, 4)]
+"""Experts, ranks, places of each."""
+
+
+def zipf(rng: random.Random, experts: int, power: float) -> list[float]:
+    loads = [1000.0 / (rank + 1) ** power for rank in range(experts)]
+    rng.shuffle(loads)
+    return loads
+
+
+def drawn(seed: int) -> tuple[list[float], list[int], Spares]:
+    """Return loads, homes, and places with anything in them that may be there."""
+    rng = random.Random(seed)
+    experts, ranks, places = rng.choice(SIZES)
+    homes = homes_of(experts, ranks)
+    others = ([e for e in range(experts) if homes[e] != rank] for rank in range(ranks))
+    spares = tuple(
+        tuple(expert if rng.random() < 0.7 else None for expert in rng.sample(its, places)) for its in others
+    )
+    loads = zipf(rng, experts, rng.choice([0.0, 0.5, 1.0, 2.0]))
+    if rng.random() < 0.2:
+        loads = [load if rng.random() < 0.5 else 0.0 for load in loads]
+    return loads, homes, spares
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_a_placement_is_lawful_no_worse_and_stays(seed: int) -> None:
+    loads, homes, spares = drawn(seed)
+    found = placed(loads, homes, spares)
+    assert [len(places) for places in found] == [len(places) for places in spares]
+    for rank, places in enumerate(found):
+        there = [expert for expert in places if expert is not None]
+        assert len(set(there)) == len(there), "twice at one rank"
+        assert all(homes[expert] != rank for expert in there), "copied to where it is at home"
+    mean = sum(loads) / len(spares)
+    assert mean <= busiest(loads, homes, found) + 1e-6
+    assert busiest(loads, homes, found) <= busiest(loads, homes, spares) + LEAST_GAIN * mean + 1e-6
+    assert placed(loads, homes, spares) == found, "drawn by nothing but the loads"
+    soon = placed(loads, homes, found)
+    assert placed(loads, homes, soon) == soon, "who is asked again moves nothing"
+    begun = placed(loads, homes, no_copies(len(spares), len(spares[0])))
+    assert placed(loads, homes, begun) == begun
+    for copy in copies_between(spares, found, homes):
+        assert homes[copy.expert] == copy.source != copy.target
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_placement_of_one_copy_is_better(seed: int) -> None:
+    """Two ranks, one place each: all that could be are tried."""
+    rng = random.Random(seed)
+    loads, homes = zipf(rng, 8, 1.2), homes_of(8, 2)
+    least = min(
+        busiest(loads, homes, ((left,), (right,)))
+        for left, right in itertools.product((None, 4, 5, 6, 7), (None, 0, 1, 2, 3))
+    )
+    assert busiest(loads, homes, placed(loads, homes, no_copies(2, 1))) <= least + LEAST_GAIN * sum(loads) / 2
+
+
+def test_the_load_of_one_hot_expert_is_divided_evenly() -> None:
+    homes = homes_of(8, 4)
+    loads = [70.0, 0.0, 10.0, 0.0, 0.0, 10.0, 10.0, 0.0]
+    found = placed(loads, homes, no_copies(4, 1))
+    assert [its[0] for its in found[1:]] == [0, 0, 0]
+    assert busiest(loads, homes, no_copies(4, 1)) == 70.0
+    assert busiest(loads, homes, found) == pytest.approx(25.0)
+
+
+def test_places_that_level_nothing_have_what_is_asked_for_most() -> None:
+    """Loads are even on average, and places empty: a step may ask for more of one rank's. What is nearly as hot stays."""
+    homes, loads = homes_of(8, 2), [4.0, 3.0, 2.0, 1.0, 4.0, 3.0, 2.0, 1.0]
+    found = placed(loads, homes, no_copies(2, 2))
+    assert found == ((4, 5), (0, 1))
+    loads[1], loads[2] = loads[2], loads[1]
+    assert placed(loads, homes, found) == found
+    loads[1], loads[2], loads[3] = 0.5, 3.5, 2.0
+    assert placed(loads, homes, found) == ((4, 5), (0, 2))
+
+
+def test_few_experts_move_when_what_is_asked_for_changes_a_little() -> None:
+    rng = random.Random(3)
+    loads, homes = zipf(rng, 64, 1.0), homes_of(64, 4)
+    now = placed(loads, homes, no_copies(4, 3))
+    for _ in range(20):
+        loads = [load * rng.uniform(0.95, 1.05) for load in loads]
+        new = placed(loads, homes, now)
+        assert len(copies_between(now, new, homes)) <= 2
+        now = new

@@ -1,0 +1,63 @@
+"""Experts are copied to other ranks while requests are computed, and no bit of them is another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.models.equal import WAYS, Loaded, Outcome, alone, in_every_way, run
+from tests.models.ranks import in_ranks
+from tests.models.test_engine import changed
+from tests.models.test_equal import ROWS, made
+
+from quintet.executor.parallel.pipeline_worker import PipelineWorker
+from quintet.wire.config import Quantization
+
+OFTEN = '{{"window_size": 8, "step_interval": 4, "num_redundant_experts": {}}}'
+
+
+def num_copied(loaded: Loaded) -> int:
+    counts = loaded.worker.experts
+    assert counts is not None
+    return counts.copied()[0]
+
+
+def said(loaded: Loaded, prompts: Sequence[list[int]]) -> Outcome:
+    """Compute each prompt by itself; keep the logits, where the worker has a runner that they can be seen at."""
+    if not isinstance(loaded.worker, PipelineWorker):
+        return alone(loaded, prompts)
+    config = changed(loaded.config)
+    return Outcome([run(loaded, config, [prompt]).outputs[0] for prompt in prompts], 0, 0, {})
+
+
+def check(folder: Path, name: str, size: int, quantization: Quantization, stages: int) -> None:
+    """Compare what the same ranks say with experts where they are at home, and while they are copied about."""
+    prompts = [each.prompt for each in made(ROWS[name], folder)]
+    with in_ranks(folder, size, "bfloat16", quantization, experts=True, stages=stages) as loaded:
+        still = said(loaded, prompts)
+    config = OFTEN.format(size)
+    with in_ranks(folder, size, "bfloat16", quantization, experts=True, stages=stages, eplb=config) as loaded:
+        before = num_copied(loaded)
+        moving = said(loaded, prompts)
+        again = said(loaded, prompts)
+        assert before == 0 < num_copied(loaded), "nothing was copied"
+        for way, outcome in in_every_way(loaded, prompts, watched=False, ways={"together": WAYS["together"]}):
+            assert outcome.outputs == still.outputs, way
+    for outcome in (moving, again):
+        assert outcome.outputs == still.outputs and outcome.bits == still.bits
+
+
+def test_a_requests_bits_are_the_same_before_and_after_experts_are_copied(tmp_path: Path) -> None:
+    check(tmp_path, "mixtral", 2, "none", 1)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 1), (2, 2)], ids=["2", "4", "2x2"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "gpt-oss"])
+def test_so_they_are_of_other_experts_ranks_and_formats(
+    name: str, size: int, stages: int, quantization: Quantization, tmp_path: Path
+) -> None:
+    """Experts with biases too, and two stages that each copy theirs."""
+    check(tmp_path, name, size, quantization, stages)
