@@ -41,6 +41,7 @@ from bench.peers.models import SHAPES, make_model
 
 PHASES = ("alone", "together", "apart", "beside")
 NUM_OUTPUTS = 8
+MAX_LEN = 4096
 STREAM_TOKENS = 64
 """Of the prompts of those who are being answered."""
 
@@ -89,7 +90,7 @@ def asked(prompt: list[int], **more: object) -> dict[str, object]:
 
 def stream(url: str, prompt: list[int], until: threading.Event, times: list[float]) -> None:
     """Read one answer, noting when each of its tokens came, until there is no need any more."""
-    for line in post(url, asked(prompt, max_tokens=100_000, stream=True)):
+    for line in post(url, asked(prompt, max_tokens=MAX_LEN - STREAM_TOKENS - 1, stream=True)):
         if line.startswith(b"data: {"):
             times.append(time.perf_counter())
         if until.is_set():
@@ -120,13 +121,17 @@ def run_phase(
 ) -> tuple[Phase, list[str]]:
     """Answer streams for so many seconds, while prompts come."""
     until, times = threading.Event(), [list[float]() for _ in range(args.streams)]
+    streams: list[Future[None]] = []
     rng = random.Random(name)
     with ThreadPoolExecutor(args.streams + len(prompts) + 1) as clients:
         for each in times:
             prompt = [rng.randrange(300, 30_000) for _ in range(STREAM_TOKENS)]
-            clients.submit(stream, decode, prompt, until, each)
+            streams.append(clients.submit(stream, decode, prompt, until, each))
         while min(map(len, times)) < 5:
             time.sleep(0.01)
+            for ended in streams:
+                if ended.done():
+                    ended.result()  # raises what ended it
         begun_s, came = time.perf_counter(), list[Future[tuple[float, int, str]]]()
         while (left_s := begun_s + args.seconds - time.perf_counter()) > 0:
             if name != "alone" and len(came) < len(prompts):
@@ -190,7 +195,7 @@ def main() -> None:
         phase: [[rng.randrange(300, 30_000) for _ in range(args.tokens)] for _ in range(num_prompts)]
         for phase in PHASES
     }
-    flags = ["--max-model-len", "4096", "--kv-cache-memory", "512MiB", "--threads", "1", *args.flags]
+    flags = ["--max-model-len", str(MAX_LEN), "--kv-cache-memory", "512MiB", "--threads", "1", *args.flags]
     listen = f"127.0.0.1:{free_port()}"
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory() as scratch:

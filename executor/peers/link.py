@@ -35,7 +35,7 @@ MAX_QUESTIONS = 2
 """That wait for answers: while one is answered the next is there."""
 MAX_FRAMES = 64
 """Read before others have their turn."""
-SILENCE_S = 3.0
+SILENCE_S = 5.0
 """A peer that has been asked, and brings nothing of that for so long, is given up."""
 QUESTION_S = 20.0
 """So long a question may take, however much comes meanwhile."""
