@@ -154,8 +154,8 @@ class Passing:
                 self._figures.retries.inc()
             elif may_copy:
                 self._patience.hedging.earn()
-            if ready is None:
-                ready = await self._ready_for(held, outgoing, asked)
+            if ready is None:  # what is there already is not computed
+                ready = outgoing if is_kept else await self._ready_for(held, outgoing, asked)
             try:
                 if may_copy and not self._num_lost:  # two at once might be two that are lost of it
                     flow, held = await self._send_twice(held, ready, asked)

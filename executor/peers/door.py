@@ -22,6 +22,8 @@ MAX_UNREAD = 4 * MAX_KEYS
 """Answers that wait for one who asks and does not listen; more are lost."""
 BIND_S = 5.0
 """So long the address may still be the one's who had it before."""
+SILENCE_S = 60.0
+"""Between two lines of the log that say that somebody asks who is no server of ours."""
 _decoder = msgspec.msgpack.Decoder(Ask)
 
 
@@ -41,6 +43,7 @@ class Door:
         self._offered = offered
         self._whose = whose
         self._parts = dict(parts)
+        self._silent_until = 0.0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
@@ -63,7 +66,7 @@ class Door:
         except UNREADABLE:
             ask = None
         if ask is None or not ask.makes_sense:
-            log.warning("somebody who is no server of ours asks for blocks")
+            self._complain()
             return
         if ask.whose != self._whose or ask.version != VERSION:
             self.socket.send_multipart((who, encode(Foreign(ask.number, self._parts))))
@@ -77,6 +80,12 @@ class Door:
             head = encode(Given(ask.number, index, digest_of(self._whose, key, memoryview(block))))
             self.socket.send_multipart((who, head, block), copy=False)
         self.socket.send_multipart((who, encode(Lacking(ask.number, lacking))))
+
+    def _complain(self) -> None:
+        """Say that somebody asks who is no server of ours; not of each question."""
+        if time.monotonic() >= self._silent_until:
+            log.warning("somebody who is no server of ours asks for blocks of KV")
+            self._silent_until = time.monotonic() + SILENCE_S
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> None:

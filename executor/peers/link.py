@@ -208,9 +208,9 @@ class Link:
         row.data[:] = block
 
     def _differing(self, answer: Foreign) -> str:
-        names = {*self._parts, *answer.parts}
-        differing = sorted(name for name in names if self._parts.get(name) != answer.parts.get(name))
-        return ", ".join(differing[:8]) or "version"
+        """Return what differs by our names alone: theirs may be anything."""
+        differing = sorted(name for name, part in self._parts.items() if part != answer.parts.get(name))
+        return ", ".join(differing) or "version"
 
     def _ask(self, now_s: float) -> None:
         while self._waiting and len(self._asked) < MAX_QUESTIONS:

@@ -73,6 +73,15 @@ def test_where_that_is_no_help_a_request_is_sent_as_it_came(path: str, changed: 
     run(story())
 
 
+def test_who_comes_back_for_an_answer_has_no_prompt_computed() -> None:
+    async def story() -> None:
+        async with pair(COMPUTED, ANSWERED) as w:
+            await w.ask(C, LONG, last_event_id="a1-b2:3")
+            assert not w.ups[0].asked
+
+    run(story())
+
+
 def test_who_answers_nobody_else_computes_the_prompt_too() -> None:
     async def story() -> None:
         async with pair(COMPUTED, ANSWERED, is_busy=False) as w:
