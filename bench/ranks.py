@@ -34,6 +34,7 @@ class Figure(msgspec.Struct, frozen=True):
     rows: int
     new: int
     step_ms: float
+    whole_experts: bool = False
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -48,14 +49,18 @@ class Report(msgspec.Struct, frozen=True):
     figures: list[Figure]
 
 
-def measure(shape: str, ranks: int, threads: int) -> list[Figure]:
-    """Run `bench.step` once for each kind of batch."""
+def measure(shape: str, ranks: int, threads: int, whole_experts: bool) -> list[Figure]:
+    """Run `bench.step` once for each kind of batch. threads: of each rank."""
     found = []
     for batch, steps in zip(BATCHES, STEPS, strict=True):
         flags = ["--shape", shape, "--ranks", str(ranks), "--threads", str(threads), "--repetitions", steps]
+        flags += ["--whole-experts"] * whole_experts
         command = [sys.executable, "-m", "bench.step", *flags, "--brief", *batch]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        found += [Figure(ranks, int(rows), int(new), float(ms)) for rows, new, ms in LINE.findall(printed)]
+        found += [
+            Figure(ranks, int(rows), int(new), float(ms), whole_experts)
+            for rows, new, ms in LINE.findall(printed)
+        ]
     return found
 
 
@@ -71,20 +76,24 @@ def main() -> None:
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args()
     figures: list[Figure] = []
+    layouts = {f"one process, {args.threads} threads": (1, False), f"{args.ranks} ranks": (args.ranks, False)}
+    if "num_experts" in SHAPES[args.shape]:
+        layouts["with whole experts"] = (args.ranks, True)
     for _ in range(args.repetitions):
-        figures += measure(args.shape, 1, args.threads)
-        figures += measure(args.shape, args.ranks, args.threads // args.ranks)
-    print(
-        f"| rows x new tokens | one process, {args.threads} threads | {args.ranks} ranks | |\n|---|---|---|---|"
-    )
+        for ranks, whole_experts in layouts.values():
+            figures += measure(args.shape, ranks, args.threads // ranks, whole_experts)
+    print("| rows x new tokens |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
     for rows, new in dict.fromkeys((each.rows, each.new) for each in figures):
-        one, many = (
+        medians = [
             median(
-                each.step_ms for each in figures if (each.ranks, each.rows, each.new) == (ranks, rows, new)
+                each.step_ms
+                for each in figures
+                if (each.ranks, each.whole_experts, each.rows, each.new) == (*layout, rows, new)
             )
-            for ranks in (1, args.ranks)
-        )
-        print(f"| {rows} x {new} | {one:.2f} ms | {many:.2f} ms | {many / one - 1:+.1%} |")
+            for layout in layouts.values()
+        ]
+        cells = [f"{each:.2f} ms ({each / medians[0] - 1:+.0%})" for each in medians[1:]]
+        print(f"| {rows} x {new} | {medians[0]:.2f} ms |", " | ".join(cells), "|")
     if args.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         report = Report(date, _commit(), machine(), args.shape, args.threads, figures)

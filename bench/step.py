@@ -76,10 +76,32 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
+    "E": {  # two of the layers of OLMoE-1B-7B
+        "architectures": ["OlmoeForCausalLM"],
+        "hidden_size": 2048,
+        "intermediate_size": 1024,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "vocab_size": 50304,
+        "max_position_embeddings": 4096,
+        "rope_theta": 1e4,
+        "rms_norm_eps": 1e-5,
+    },
 }
 
 
-def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace, ranks: int = 1) -> EngineConfig:
+def config_of(
+    folder: Path,
+    card: dict[str, Any],
+    args: argparse.Namespace,
+    ranks: int = 1,
+    *,
+    whole_experts: bool = False,
+) -> EngineConfig:
     """Return a configuration for a model card, with room for what ``args`` ask for; ``folder`` is its run folder."""
     heads = card["num_attention_heads"]
     head_dim = card.get("head_dim") or card["hidden_size"] // heads
@@ -116,6 +138,7 @@ def config_of(folder: Path, card: dict[str, Any], args: argparse.Namespace, rank
             quantization=args.quantization,
             pin_threads=args.pin,
             tensor_parallel_size=ranks,
+            expert_parallel=whole_experts,
         ),
         frontend=FrontendConfig(),
         processes=ProcessesConfig(),
@@ -237,7 +260,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="S", help="S: Qwen2.5-0.5B, M: Llama-3.2-1B")
+    parser.add_argument(
+        "--shape", choices=SHAPES, default="S", help="S: Qwen2.5-0.5B, M: Llama-3.2-1B, E: layers of OLMoE"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests in a step")
     parser.add_argument("--context", type=int, default=256, help="tokens each has before")
     parser.add_argument("--new", type=int, default=1, help="tokens each computes in a step")
@@ -248,13 +273,15 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, default=1, help="as --tensor-parallel-size; --threads are of each"
     )
+    parser.add_argument("--whole-experts", action="store_true", help="as --enable-expert-parallel")
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--brief", action="store_true", help="no operation by operation")
     args = parser.parse_args()
     card = SHAPES[args.shape]
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        with loaded(config_of(Path(folder), card, args, args.ranks)) as (worker, config):
+        config = config_of(Path(folder), card, args, args.ranks, whole_experts=args.whole_experts)
+        with loaded(config) as (worker, config):
             print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
             while worker.has_chores:  # what a server has behind it after its first idle seconds
                 worker.do_chore()

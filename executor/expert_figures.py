@@ -50,6 +50,8 @@ class ExpertFigures:
 
     def note_step(self) -> None:
         """Count a step; look at what was asked now and then."""
+        copies, moved = self._counts.copied()
+        self._copies.value, self._bytes.value = float(copies), float(moved)
         self._num_steps += 1
         if self._num_steps % LOOK_EVERY == 0:
             self._look()
@@ -63,5 +65,3 @@ class ExpertFigures:
             busiest, everybody = busiest + int(lately[-2]), everybody + int(lately[-1])
             gauge.set(float(of_experts.max()) / max(float(of_experts.mean()), 1e-9))
         self._busiest.set(busiest * self._counts.ranks / max(everybody, 1))
-        copies, moved = self._counts.copied()
-        self._copies.value, self._bytes.value = float(copies), float(moved)

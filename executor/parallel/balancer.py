@@ -75,8 +75,7 @@ class Balancer:
                     self.bytes_moved += piece.end - piece.begin
                     yield "copied"
                 self.num_copies += 1
-        if self.num_copies > before:
-            log.info("%d experts copied to other ranks, by what was asked of them", self.num_copies - before)
+        log.debug("%d experts copied to other ranks, by what was asked of them", self.num_copies - before)
 
 
 def _spares_of(copies: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Spares:
