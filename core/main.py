@@ -358,7 +358,8 @@ class Core:
     def _note_endings(self) -> None:
         """Count what this turn ended, and what is left."""
         state = self.engine.state
-        self.process.pending = self.engine.num_live if self._has_executor() else 0
+        is_ours = self._has_executor() and not (state is not None and state.is_waiting_for_contents)
+        self.process.pending = self.engine.num_live if is_ours else 0
         if state is not None and (state.endings or state.queue_times_ns):
             self.metrics.note_endings(state, self.process.now_ns)
 

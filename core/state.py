@@ -146,6 +146,11 @@ class State:
         return self.in_flight[-1].step if self.in_flight else None
 
     @property
+    def is_waiting_for_contents(self) -> bool:
+        """Whether no step is in flight and contents are on their way: so long there may be nothing to compute."""
+        return not self.in_flight and self.pool.tiers.is_fetching
+
+    @property
     def num_unpromised(self) -> int:
         """Tokens that KV memory could hold beside those; negative when it cannot hold those."""
         return self.limits.num_blocks * self.limits.block_size - self.num_promised

@@ -18,6 +18,8 @@ from quintet.core.kv.host_pool import HostPool
 
 PATIENCE_NS = 10_000_000_000
 """A fetch of which, and of those before it, nothing is heard for so long is given up: somebody hangs, or an answer was lost."""
+MOST_NS = 60_000_000_000
+"""A fetch that takes longer is given up, however much is heard of it: who brings a block now and then keeps nobody."""
 
 
 @dataclass(slots=True)
@@ -31,6 +33,8 @@ class Wish:
     """The number of the newest fetch among these."""
     deadline_ns: int = 0
     """When it is given up; 0: soon known."""
+    last_deadline_ns: int = 0
+    """No deadline is later; 0: soon known."""
 
 
 class Fetches:
@@ -98,7 +102,8 @@ class Fetches:
         """Let patience begin with orders that are made now, between two plans: what was left since the last one is free."""
         self.free_left()
         for wish in self._untimed:
-            wish.deadline_ns = now_ns + PATIENCE_NS
+            wish.last_deadline_ns = wish.last_deadline_ns or now_ns + MOST_NS
+            wish.deadline_ns = min(now_ns + PATIENCE_NS, wish.last_deadline_ns)
         self._untimed.clear()
 
     def expire(self, now_ns: int) -> None:
@@ -130,6 +135,11 @@ class Fetches:
             for wish in self.wishes.values():
                 wish.pending.discard(key)
         return settled
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for what is on its way."""
+        return any(wish.pending for wish in self.wishes.values())
 
     @property
     def frees_room(self) -> bool:

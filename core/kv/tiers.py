@@ -69,6 +69,11 @@ class Tiers:
         for tier in self._all:
             tier.forget(request_id)
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether somebody waits for what is on its way; how long, `expire` bounds."""
+        return any(tier.fetches.is_awaited for tier in (self.disk, self.peers) if tier is not None)
+
     def expire(self, now_ns: int) -> None:
         """Give up what was fetched for too long."""
         for tier in (self.disk, self.peers):

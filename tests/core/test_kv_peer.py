@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 
-from quintet.core.kv.fetches import PATIENCE_NS
+from quintet.core.kv.fetches import MOST_NS, PATIENCE_NS
 from quintet.core.state import State
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.kv_disk import KvAnswers
 from quintet.wire.kv_spec import KvGroup
 from quintet.wire.request import Handover
 
@@ -115,6 +119,27 @@ def test_a_peer_that_hangs_keeps_nobody_and_others_pass() -> None:
     world.run()
     assert world.outcomes[2].num_cached == 0
     world.engine.kv_answers(late)
+    world.assert_idle()
+
+
+def test_a_peer_that_brings_a_block_now_and_then_keeps_nobody_for_long() -> None:
+    peers, prompt = FakePeers(20), list(range(10, 91))
+    world = World(peers=peers)
+    compute(world, prompt=prompt)
+    admit(world, 2, 20, prompt)
+    assert world.plan() is None
+    whole = peers.answers.popleft()
+    begun, blocks = world.now, deque(unpack_i32(whole.pulled))
+    while state_of(world).pool.tiers.is_fetching:
+        world.now += PATIENCE_NS // 2
+        world.apply(world.engine.expire(world.now))
+        one = pack_i32([blocks.popleft()])
+        world.engine.kv_answers(KvAnswers(whole.executor_epoch, whole.tables, pulled=one))
+        world.plan()
+    assert MOST_NS <= world.now - begun <= MOST_NS + PATIENCE_NS
+    world.run()
+    assert world.outcomes[2].num_cached == 0
+    world.engine.kv_answers(KvAnswers(whole.executor_epoch, whole.tables, pulled=pack_i32(blocks)))
     world.assert_idle()
 
 

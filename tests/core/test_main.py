@@ -21,11 +21,13 @@ from quintet.wire.config import (
     EngineConfig,
     ExecutorConfig,
     FrontendConfig,
+    KvPeersConfig,
     ProcessesConfig,
     SchedulerConfig,
 )
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
+from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import (
     Admit,
@@ -40,7 +42,7 @@ from quintet.wire.messages import (
 )
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Claim, RequestSpec
+from quintet.wire.request import Claim, Handover, RequestSpec
 from quintet.wire.step import Capacity, StepPlan
 from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
 from tests.wire.respec import changed
@@ -239,13 +241,15 @@ class Driven:
         assert len(batch) == count
         self.core.apply(batch)  # type: ignore[arg-type]
 
+    def close(self) -> None:
+        self.core.process.close()
+        self.neighbours.close()
+
 
 @pytest.fixture
 def driven(config: EngineConfig) -> Iterator[Driven]:
-    driven = Driven(config)
-    yield driven
-    driven.core.process.close()
-    driven.neighbours.close()
+    with contextlib.closing(Driven(config)) as driven:
+        yield driven
 
 
 NEW_EXECUTOR, NEW_DETOKENIZER = WorkerId(Role.EXECUTOR, 0, 2), WorkerId(Role.DETOKENIZER, 0, 2)
@@ -508,6 +512,26 @@ def test_an_executor_gets_no_plan_before_its_capacity_is_known(driven: Driven) -
     neighbours.send(Capacity(2, 32, 4, 8, 128))
     driven.deliver(1)
     assert len(engine.state.in_flight) == 2 and driven.core.process.pending == 1
+
+
+def test_waiting_for_kv_of_another_server_is_no_stall(config: EngineConfig) -> None:
+    peers = KvPeersConfig(role="decode", allowed=["127.0.0.1"], staging_bytes=1 << 20)
+    cache = CacheConfig(memory_bytes=0, peers=peers)
+    with contextlib.closing(Driven(msgspec.structs.replace(config, cache=cache))) as driven:
+        neighbours, core = driven.neighbours, driven.core
+        neighbours.bind(EXECUTOR, StepPlan | KvOrders)
+        neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
+        neighbours.send(Capacity(1, 32, 4, 8, 128, num_peer_blocks=8))
+        handover = Handover(peer="127.0.0.1:5600", num_blocks=2)
+        neighbours.send(changed(admit(RequestIds(0, 1).take(), PROMPT, 6), handover=handover))
+        driven.deliver(3)
+        orders = neighbours.receive(EXECUTOR)
+        assert isinstance(orders, KvOrders)
+        assert (core.engine.num_live, core.process.pending) == (1, 0)
+        neighbours.send(KvAnswers(1, 0, lacking=orders.pulls[0].host_blocks))
+        driven.deliver(1)
+        assert core.engine.state is not None and core.engine.state.in_flight
+        assert core.process.pending == 1
 
 
 def test_its_figures(driven: Driven) -> None:
