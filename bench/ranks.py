@@ -4,6 +4,8 @@ Both compute the same steps with `bench.step`, in turn; medians of the repetitio
 price of meeting and of adding sums, which several nodes have to earn back.
 
     python -m bench.ranks --shape S --ranks 2 [--repetitions 3] [--save FILE]
+
+With --layout-invariant it is the same number of ranks, one or several, without that flag beside with it.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import subprocess
 import sys
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,6 +30,14 @@ BATCHES = (("--rows", "1", "8", "32", "--context", "256"), ("--rows", "1", "--ne
 STEPS = ("20", "5")
 
 
+class Layout(NamedTuple):
+    """How a model is divided."""
+
+    ranks: int
+    whole_experts: bool = False
+    invariant: bool = False
+
+
 class Figure(msgspec.Struct, frozen=True):
     """A batch's median step."""
 
@@ -35,6 +46,12 @@ class Figure(msgspec.Struct, frozen=True):
     new: int
     step_ms: float
     whole_experts: bool = False
+    invariant: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        """Of whom."""
+        return Layout(self.ranks, self.whole_experts, self.invariant)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -49,16 +66,17 @@ class Report(msgspec.Struct, frozen=True):
     figures: list[Figure]
 
 
-def measure(shape: str, ranks: int, threads: int, whole_experts: bool) -> list[Figure]:
-    """Run `bench.step` once for each kind of batch. threads: of each rank."""
+def measure(shape: str, layout: Layout, threads: int) -> list[Figure]:
+    """Run `bench.step` once for each kind of batch. threads: in all."""
     found = []
     for batch, steps in zip(BATCHES, STEPS, strict=True):
-        flags = ["--shape", shape, "--ranks", str(ranks), "--threads", str(threads), "--repetitions", steps]
-        flags += ["--whole-experts"] * whole_experts
+        flags = ["--shape", shape, "--ranks", str(layout.ranks), "--repetitions", steps]
+        flags += ["--threads", str(threads // layout.ranks)]
+        flags += ["--whole-experts"] * layout.whole_experts + ["--layout-invariant"] * layout.invariant
         command = [sys.executable, "-m", "bench.step", *flags, "--brief", *batch]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found += [
-            Figure(ranks, int(rows), int(new), float(ms), whole_experts)
+            Figure(layout.ranks, int(rows), int(new), float(ms), layout.whole_experts, layout.invariant)
             for rows, new, ms in LINE.findall(printed)
         ]
     return found
@@ -72,23 +90,29 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="S")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="in all")
+    parser.add_argument("--layout-invariant", action="store_true", help="without this flag beside with it")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args()
     figures: list[Figure] = []
-    layouts = {f"one process, {args.threads} threads": (1, False), f"{args.ranks} ranks": (args.ranks, False)}
-    if "num_experts" in SHAPES[args.shape]:
-        layouts["with whole experts"] = (args.ranks, True)
+    has_experts = "num_experts" in SHAPES[args.shape]
+    layouts = {f"one process, {args.threads} threads": Layout(1), f"{args.ranks} ranks": Layout(args.ranks)}
+    if has_experts:
+        layouts["with whole experts"] = Layout(args.ranks, whole_experts=True)
+    if args.layout_invariant:
+        plain = Layout(args.ranks, whole_experts=has_experts and args.ranks > 1)
+        layouts = {
+            f"ranks: {args.ranks}, threads: {args.threads}": plain,
+            "--layout-invariant": plain._replace(invariant=True),
+        }
     for _ in range(args.repetitions):
-        for ranks, whole_experts in layouts.values():
-            figures += measure(args.shape, ranks, args.threads // ranks, whole_experts)
+        for layout in layouts.values():
+            figures += measure(args.shape, layout, args.threads)
     print("| rows x new tokens |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
     for rows, new in dict.fromkeys((each.rows, each.new) for each in figures):
         medians = [
             median(
-                each.step_ms
-                for each in figures
-                if (each.ranks, each.whole_experts, each.rows, each.new) == (*layout, rows, new)
+                each.step_ms for each in figures if (each.layout, each.rows, each.new) == (layout, rows, new)
             )
             for layout in layouts.values()
         ]

@@ -24,7 +24,10 @@ from typing import Any
 import numpy as np
 
 from quintet.executor.batch import Rows
-from quintet.executor.cards.share import Share
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.share import Share, leaves_of
+from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.parallel.followers import Followers
 from quintet.executor.parallel.leader import make_leading_worker
 from quintet.executor.platforms.shares import take_share
@@ -101,6 +104,7 @@ def config_of(
     ranks: int = 1,
     *,
     whole_experts: bool = False,
+    leaves: int = 1,
 ) -> EngineConfig:
     """Return a configuration for a model card, with room for what ``args`` ask for; ``folder`` is its run folder."""
     heads = card["num_attention_heads"]
@@ -139,10 +143,17 @@ def config_of(
             pin_threads=args.pin,
             tensor_parallel_size=ranks,
             expert_parallel=whole_experts,
+            sum_leaves=leaves,
         ),
         frontend=FrontendConfig(),
         processes=ProcessesConfig(),
     )
+
+
+def _leaves_of(card: dict[str, Any]) -> int:
+    spec = FAMILIES[card["architectures"][0]].read(ModelCard(card, "the shape"))
+    assert isinstance(spec, DecoderSpec), spec
+    return leaves_of(spec)
 
 
 class Steps:
@@ -274,13 +285,20 @@ def main() -> None:
         "--ranks", type=int, default=1, help="as --tensor-parallel-size; --threads are of each"
     )
     parser.add_argument("--whole-experts", action="store_true", help="as --enable-expert-parallel")
+    parser.add_argument(
+        "--layout-invariant", action="store_true", help="bits that no number of ranks changes"
+    )
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--brief", action="store_true", help="no operation by operation")
     args = parser.parse_args()
     card = SHAPES[args.shape]
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        config = config_of(Path(folder), card, args, args.ranks, whole_experts=args.whole_experts)
+        config = config_of(
+            *(Path(folder), card, args, args.ranks),
+            whole_experts=args.whole_experts,
+            leaves=_leaves_of(card) if args.layout_invariant else 1,
+        )
         with loaded(config) as (worker, config):
             print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
             while worker.has_chores:  # what a server has behind it after its first idle seconds

@@ -14,7 +14,7 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
-from quintet.executor.cards.share import WHOLE, Share
+from quintet.executor.cards.share import WHOLE, Share, share_of
 from quintet.executor.disk.boot import open_kv_disk
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
@@ -258,7 +258,7 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks |
     num_blocks = num_blocks_of(config)
     if config.model.implementation == "transformers":
         return _make_transformers_worker(config, platform, num_blocks, begun, span)
-    model = load_model(config, platform, share=WHOLE if ranks is None else ranks.share)
+    model = load_model(config, platform, share=share_of(config.executor, 0) if ranks is None else ranks.share)
     facts = facts_of(config, platform, model.weights.num_bytes, begun)
     stage = _open_stage(model, config, platform, num_blocks, WHOLE if ranks is None else ranks.share, ranks)
     return Worker(
@@ -323,7 +323,7 @@ def _runner_of(
     widest = _widest(model)
     if stage is not None:
         return ProgramRunner(stage, config, span)
-    if ranks is not None:
+    if ranks is not None or config.executor.sum_leaves > 1:
         raise _not_compiled(model, config)
     if platform.name == "cpu" and program_library() is not None:
         log.warning(

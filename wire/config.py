@@ -240,6 +240,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether each of several ranks keeps whole experts, not some columns of each."""
     eplb: EplbConfig | None = None
     """Whether hot ones are copied to other ranks besides; None: no."""
+    sum_leaves: int = 1
+    """In how many leaves of a tree sums over what ranks divide are added, whatever their number; 1: each rank's part is one."""
     has_own_cores: bool = False
     """Whether each compute thread of all ranks has a core: found out by the process that takes its share of them."""
     pin_threads: bool = False

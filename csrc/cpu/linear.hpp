@@ -19,6 +19,9 @@
 // Where columns are few, K is cut into slices, so that many threads find work: the sum over a slice begins at zero, and an
 // output's total is ((slice 0 + slice 1) + slice 2) + ... A weight's slices follow from its shape alone (weight.cpp), so the
 // bits depend on neither rows nor threads. Exact sums of integers over all of k have no order, and need no care for it.
+//
+// K may be in leaves, two, four or eight alike: each packed, rounded and sliced for itself, with scales of x of its own. Their sums
+// are added as a tree, (0 + 1) + (2 + 3): who has half of the leaves, and all else alike, has half of the sum (docs/parallel.md).
 #pragma once
 
 #include "dispatch.hpp"
@@ -29,6 +32,9 @@ namespace qt {
 inline constexpr index_t kTileColumns = 64;
 inline constexpr index_t kPairedColumns = kTileColumns / 2;
 inline constexpr index_t kWholeDepth = 0;  // a weight's `group`: one scale for each column
+inline constexpr index_t kMostLeaves = 8;
+inline constexpr index_t kTreeHeight = 4;  // places for sums of leaves that are not added yet, at most: log2(kMostLeaves) + 1
+static_assert(1 << (kTreeHeight - 1) == kMostLeaves);
 
 // How integers are stored: so many bits each. table: 4, which choose one of 16 bytes.
 enum class Codes : int { eight, four, table, six, five, three, two };
@@ -85,6 +91,7 @@ constexpr bool shifts(Scales scales) {
          scales == Scales::nibbles || scales == Scales::single_zero || scales == Scales::single_shift;
 }
 
+// Of a weight in leaves the first; the others follow in memory, and say of themselves what this one says.
 struct Weight {
   Dtype format;  // int8 for integers of all kinds
   index_t columns, depth;
@@ -105,6 +112,8 @@ struct Weight {
   Values values;
   // k [i * slice_depth, (i + 1) * slice_depth) are slice i; the last may be shorter. A multiple of 256, and so of whole groups
   index_t slices, slice_depth;
+  index_t leaves;  // `depth`, `slices`, and all else but these, is of one
+  index_t whole_depth, whole_slices;
 };
 
 // One multiplication. Its work's items are slices of panels of parts: the first of k, or all of it, for rows
@@ -126,13 +135,14 @@ struct LinearCall {
   bool is_prepared;
   void* prepared;
   index_t prepared_stride;  // bytes from a row to the next
+  index_t prepared_leaf;   // bytes from a leaf of k to the next
   index_t x_group;          // of k that share a scale of x (integers only)
   // how it is split
   index_t panel_rows, panels, width, parts, items, threads;
-  // Whether each slice is an item of its own. It leaves its sums in `partials`; who brings an output's last one adds them up
-  // and finishes. Otherwise an item has all slices in turn.
+  // Whether each slice of each leaf is an item of its own. It puts its sums in `partials`; who brings an output's last one adds
+  // them up and finishes. Otherwise an item has all slices in turn.
   bool sliced;
-  float* partials;         // [slices][tiles][rows][64]
+  float* partials;         // [leaves][slices][tiles][rows][64]
   std::uint32_t* pending;  // [panels][parts]: slices that are there; zeros before and after
 };
 
@@ -140,13 +150,15 @@ struct LinearCall {
 // the ups that go with these gates as well: [from + 32, to + 32).
 struct LinearItem {
   index_t tile, from, to, spans;
-  index_t row, rows;  // of x and y
-  index_t slice;      // of a sliced call
-  index_t k, k_end;
-  index_t output;     // which of `pending`
+  index_t row, rows;    // of x and y
+  index_t leaf, slice;  // of a sliced call; slices of all leaves are counted through
+  index_t k, k_end;     // of a leaf
+  index_t output;       // which of `pending`
 };
 
 LinearItem item_of(const LinearCall& call, index_t item);
+// The call of one leaf of k, as far as its sums.
+LinearCall leaf_of(const LinearCall& call, index_t leaf);
 
 struct Preparation {
   index_t from_rows;  // fewer rows need none
@@ -160,7 +172,7 @@ inline constexpr index_t kNever = 1 << 30;  // rows
 
 struct LinearKernels {
   Preparation (*preparation)(const Weight& weight, Dtype dtype, bool int8_activations);  // how x must be rewritten
-  index_t (*prepare_items)(const LinearCall& call);  // how many items `prepare` has
+  index_t (*prepare_items)(const LinearCall& call);  // how many items `prepare` has, of one leaf of k
   void (*prepare)(const void* call, index_t begin, index_t end);   // work over them
   void (*multiply)(const void* call, index_t begin, index_t end);  // work over its items
 };
@@ -173,7 +185,8 @@ struct PackCall {
   index_t source_stride;  // elements
   index_t first, count;
   index_t first_tile;
-  float* out;  // of `read`: [count][depth]
+  float* out;  // of `read`: [count][depth], rows `out_stride` apart
+  index_t out_stride;
 };
 
 // What the numbers of a checkpoint are that the packed form does not hold; see qt_weight_fill_codes.

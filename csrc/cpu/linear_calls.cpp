@@ -28,8 +28,11 @@ struct Linear {
   // So many bytes of scratch for slices' sums of up to `rows`.
   index_t sliced_bytes(index_t rows) const {
     const Weight& weight = *call.weight;
-    return weight.slices == 1 ? 0 : weight.slices * weight.tiles * std::min(rows, kSlicedRows) * kTileColumns * 4;
+    const index_t slices = weight.whole_slices;
+    return slices == 1 ? 0 : slices * weight.tiles * std::min(rows, kSlicedRows) * kTileColumns * 4;
   }
+  // So many bytes of prepared x, of all leaves.
+  index_t prepared_bytes(index_t rows) const { return call.weight->leaves * qt::prepared_bytes(preparation, rows); }
 
   // Both works of the call for `rows`, but for where they leave what is between them.
   void describe(index_t rows, index_t threads) {
@@ -47,15 +50,28 @@ struct Linear {
   }
   Work prepare() const {
     const LinearKernels& kernels = linear_kernels_of(*call.weight);
-    Work work{call.is_prepared ? kernels.prepare_items(call) : 0, kPrepareGrain, kernels.prepare, &call};
-    if (work.count > 0) work.each_cost = kPrepareCost * call.rows * call.weight->depth / work.count;
+    const index_t leaves = call.weight->leaves;
+    const auto run = leaves == 1 ? kernels.prepare : prepare_leaves;
+    Work work{call.is_prepared ? leaves * kernels.prepare_items(call) : 0, kPrepareGrain, run, &call};
+    if (work.count > 0) work.each_cost = kPrepareCost * call.rows * call.weight->whole_depth / work.count;
     return work;
+  }
+  static void prepare_leaves(const void* described, index_t begin, index_t end) {
+    const LinearCall& call = *static_cast<const LinearCall*>(described);
+    const LinearKernels& kernels = linear_kernels_of(*call.weight);
+    const index_t each = kernels.prepare_items(call);
+    for (index_t leaf = begin / each; begin < end; ++leaf) {
+      const LinearCall its = leaf_of(call, leaf);
+      const index_t last = std::min(end, (leaf + 1) * each);
+      kernels.prepare(&its, begin - leaf * each, last - leaf * each);
+      begin = last;
+    }
   }
   Work multiply() const {
     const index_t grain = grain_of(call, preparation.together, call.threads, call.items);
     Work work{call.items, grain, linear_kernels_of(*call.weight).multiply, &call};
     work.cost = cost_of_item;
-    const index_t weight_bytes = call.weight->tiles * call.weight->tile_bytes;
+    const index_t weight_bytes = call.weight->leaves * call.weight->tiles * call.weight->tile_bytes;
     work.bytes = call.panels * weight_bytes, work.bytes_again = work.bytes - weight_bytes * (call.panels > 0);
     if (call.panels == 1) work.region = region_of_item;
     return work;
@@ -70,7 +86,7 @@ class LinearOp final : public Op {
       : linear_(std::move(linear)), program_(program), max_rows_(max_rows), outputs_only_(outputs_only), work_(work) {}
   Work prepare(const Step& step, index_t threads) override {
     linear_->describe(outputs_only_ ? step.num_outputs : step.num_tokens, threads);
-    linear_->place(program_->scratch(), program_->scratch() + prepared_bytes(linear_->preparation, max_rows_));
+    linear_->place(program_->scratch(), program_->scratch() + linear_->prepared_bytes(max_rows_));
     return (linear_.get()->*work_)();
   }
 
@@ -96,7 +112,7 @@ class PackedEmbeddingOp final : public Op {
 
 void append_linear(Program* program, const LinearCall& call, index_t max_rows, int extent) {
   auto linear = std::make_shared<Linear>(call);
-  program->reserve(prepared_bytes(linear->preparation, max_rows) + linear->sliced_bytes(max_rows));
+  program->reserve(linear->prepared_bytes(max_rows) + linear->sliced_bytes(max_rows));
   for (const auto work : {&Linear::prepare, &Linear::multiply})
     if (work == &Linear::multiply || max_rows >= linear->preparation.from_rows)
       program->append(std::make_unique<LinearOp>(linear, program, max_rows, extent != 0, work));
@@ -115,7 +131,7 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
   qt::Linear linear(
       qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations));
   linear.describe(rows, qt::pool().threads());
-  const index_t prepared = prepared_bytes(linear.preparation, rows), partials = linear.call.sliced ? linear.sliced_bytes(rows) : 0;
+  const index_t prepared = linear.prepared_bytes(rows), partials = linear.call.sliced ? linear.sliced_bytes(rows) : 0;
   char* scratch = prepared + partials == 0 ? nullptr : static_cast<char*>(std::aligned_alloc(64, prepared + partials));
   linear.place(scratch, scratch + prepared);
   const qt::Work works[] = {linear.prepare(), linear.multiply()};
@@ -127,9 +143,9 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
 QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                  index_t max_rows, int dtype, const void* bias, const void* residual, void* y,
                                  index_t y_stride, int activation, int int8_activations, int extent) {
-  QT_REQUIRE(x_stride >= weight->depth && y_stride >= weight->columns / (weight->paired ? 2 : 1),
+  QT_REQUIRE(x_stride >= weight->whole_depth && y_stride >= weight->columns / (weight->paired ? 2 : 1),
              "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
-             (long long)weight->depth, (long long)weight->columns);
+             (long long)weight->whole_depth, (long long)weight->columns);
   qt::append_linear(
       program, qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations),
       max_rows, extent);
@@ -138,9 +154,9 @@ QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight,
 // Appends x · Wᵀ of the step's tokens as the fp32 sums that they are: a rank's part of them (ranks.hpp). The weight is not paired.
 QT_EXPORT void qt_program_linear_sums(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                       index_t max_rows, int dtype, float* y, index_t y_stride, int int8_activations) {
-  QT_REQUIRE(!weight->paired && x_stride >= weight->depth && y_stride >= weight->columns,
+  QT_REQUIRE(!weight->paired && x_stride >= weight->whole_depth && y_stride >= weight->columns,
              "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
-             (long long)weight->depth, (long long)weight->columns);
+             (long long)weight->whole_depth, (long long)weight->columns);
   qt::LinearCall call = qt::linear_call(weight, x, x_stride, dtype, nullptr, nullptr, y, y_stride, 0, int8_activations);
   call.y_dtype = qt::Dtype::fp32;
   qt::append_linear(program, call, max_rows, 0);
@@ -150,8 +166,8 @@ QT_EXPORT void qt_program_linear_sums(qt::Program* program, const qt::Weight* we
 // not paired; dtype: of y, a floating-point weight has the same.
 QT_EXPORT void qt_program_embedding_packed(qt::Program* program, const qt::Weight* weight, void* y, index_t y_stride,
                                            int dtype) {
-  QT_REQUIRE(!weight->paired && y_stride >= weight->depth, "rows %lld apart, of a weight %lld deep", (long long)y_stride,
-             (long long)weight->depth);
+  QT_REQUIRE(!weight->paired && weight->leaves == 1 && y_stride >= weight->depth, "rows %lld apart, of a weight %lld deep",
+             (long long)y_stride, (long long)weight->depth);
   program->append(
       std::make_unique<qt::PackedEmbeddingOp>(qt::PackedEmbeddingCall{weight, nullptr, y, y_stride, qt::Dtype(dtype)}));
 }

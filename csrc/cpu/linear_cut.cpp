@@ -22,12 +22,12 @@ index_t quotient_up(index_t a, index_t b) { return (a + b - 1) / b; }
 // and those that are smaller (the last panel's, or the last slice's) come last. And what the cut itself costs.
 double cost_of(const Weight& weight, index_t rows, index_t threads, const Cut& cut) {
   const index_t parts = weight.tiles * kTileColumns / cut.width, panels = quotient_up(rows, cut.panel_rows);
-  const index_t last_rows = rows - (panels - 1) * cut.panel_rows, slices = cut.sliced ? weight.slices : 1;
-  const index_t depth = cut.sliced ? weight.slice_depth : weight.depth;
-  const index_t last_depth = weight.depth - (slices - 1) * depth;
+  const index_t last_rows = rows - (panels - 1) * cut.panel_rows, slices = cut.sliced ? weight.whole_slices : 1;
+  const index_t depth = cut.sliced ? weight.slice_depth : weight.whole_depth;
+  const index_t last_depth = cut.sliced ? weight.depth - (weight.slices - 1) * depth : depth;
   const double whole = double(least(rows, cut.panel_rows)) * depth;  // of one part: the largest item's
   const double smallest = double(last_rows) * last_depth;
-  const double mean = double(parts) * rows * weight.depth / threads;
+  const double mean = double(parts) * rows * weight.whole_depth / threads;
   const index_t items = parts * panels * slices, large = items - parts * (panels > 1 || slices > 1);
   // Whoever ends last began its last item no later than all would have ended had they shared the others evenly.
   const double by_last = mean + smallest * double(threads - 1) / threads;
@@ -61,7 +61,7 @@ Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows,
     before = panel_rows;
     for (index_t width = kTileColumns; width >= narrowest; width /= 2)
       for (const bool sliced : {false, true}) {
-        if (sliced && (!may_slice || weight.slices == 1 || rows > kSlicedRows || panel_rows < rows)) continue;
+        if (sliced && (!may_slice || weight.whole_slices == 1 || rows > kSlicedRows || panel_rows < rows)) continue;
         const Cut cut{panel_rows, width, sliced};
         const double its = cost_of(weight, rows, threads, cut);
         if (its < cost) best = cut, cost = its;
@@ -99,12 +99,13 @@ void cut_call(LinearCall& call, const Preparation& preparation, index_t rows, in
   call.rows = rows;
   call.is_prepared = rows >= preparation.from_rows;
   call.prepared_stride = call.is_prepared ? preparation.row_bytes : call.x_stride * (call.dtype == Dtype::fp32 ? 4 : 2);
+  call.prepared_leaf = prepared_bytes(preparation, rows);
   call.x_group = preparation.x_group;
   call.threads = threads;
   call.panel_rows = cut.panel_rows, call.width = cut.width, call.sliced = cut.sliced;
   call.panels = quotient_up(rows, cut.panel_rows);
   call.parts = weight.tiles * kTileColumns / cut.width;
-  call.items = call.panels * call.parts * (cut.sliced ? weight.slices : 1);
+  call.items = call.panels * call.parts * (cut.sliced ? weight.whole_slices : 1);
 }
 
 index_t prepared_bytes(const Preparation& preparation, index_t rows) {
@@ -113,7 +114,7 @@ index_t prepared_bytes(const Preparation& preparation, index_t rows) {
 
 index_t grain_of(const LinearCall& call, index_t together, index_t threads, index_t items) {
   if (call.rows > kStreamRows) return together;
-  const index_t k = call.sliced ? call.weight->slice_depth : call.weight->depth;
+  const index_t k = call.sliced ? call.weight->slice_depth : call.weight->whole_depth;
   const index_t item_bytes = call.weight->tile_bytes * call.width / kTileColumns * k / call.weight->depth;
   return most(1, least(kStreamChunk / most(1, item_bytes), items / (threads * kChunksPerThread)));
 }
@@ -121,7 +122,7 @@ index_t grain_of(const LinearCall& call, index_t together, index_t threads, inde
 index_t cost_of_item(const void* described, index_t item) {
   const LinearCall& call = *static_cast<const LinearCall*>(described);
   const LinearItem at = item_of(call, item);
-  return most(at.rows, kReadRows) * call.width * (at.k_end - at.k);
+  return most(at.rows, kReadRows) * call.width * (at.k_end - at.k) * (call.sliced ? 1 : call.weight->leaves);
 }
 
 Region region_of_item(const void* described, index_t item) {
@@ -129,8 +130,9 @@ Region region_of_item(const void* described, index_t item) {
   const Weight& weight = *call.weight;
   const LinearItem at = item_of(call, item);
   const index_t bytes = weight.tile_bytes * (at.k_end - at.k) / weight.depth;
-  const char* memory = weight.memory + at.tile * weight.tile_bytes + weight.tile_bytes * at.k / weight.depth;
-  if (call.width == kTileColumns) return {memory, bytes, bytes, 1};
+  const char* memory = call.weight[at.leaf].memory + at.tile * weight.tile_bytes + weight.tile_bytes * at.k / weight.depth;
+  if (call.width == kTileColumns)
+    return {memory, bytes, weight.tiles * weight.tile_bytes, call.sliced ? 1 : weight.leaves};
   const index_t line = kTileColumns * 4, width = line * (at.to - at.from) / kTileColumns;
   return {memory + at.from * 4, width, line, bytes / line};
 }
@@ -149,10 +151,20 @@ LinearItem item_of(const LinearCall& call, index_t item) {
   at.row = row;
   at.rows = least(call.rows - row, call.panel_rows);
   at.slice = slice;
-  at.k = slice * weight.slice_depth;
+  at.leaf = weight.leaves > 1 ? slice / weight.slices : 0;
+  at.k = (slice - at.leaf * weight.slices) * weight.slice_depth;
   at.k_end = call.sliced ? least(weight.depth, at.k + weight.slice_depth) : weight.depth;
   at.output = output;
   return at;
+}
+
+LinearCall leaf_of(const LinearCall& call, index_t leaf) {
+  LinearCall its = call;
+  its.weight = call.weight + leaf;
+  const index_t x_bytes = leaf * call.weight->depth * (call.dtype == Dtype::fp32 ? 4 : 2);
+  its.x = static_cast<const char*>(call.x) + x_bytes;
+  its.prepared = static_cast<char*>(call.prepared) + (call.is_prepared ? leaf * call.prepared_leaf : x_bytes);
+  return its;
 }
 
 }  // namespace qt

@@ -68,9 +68,10 @@ QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int exten
   qt::append_meeting(program, ranks, extent != 0);
 }
 
-// Appends y = all ranks' sums, rank by rank (+ bias), rounded to dtype; then (+ residual), rounded again. Behind a meeting.
+// Appends y = all ranks' sums, as a tree (+ bias), rounded to dtype; then (+ residual), rounded again. Behind a meeting.
 QT_EXPORT void qt_program_add_sums(qt::Program* program, qt::Ranks* ranks, index_t turn, index_t width, const void* bias,
                                    const void* residual, void* y, index_t y_stride, int dtype) {
+  QT_REQUIRE(ranks->shape().ranks <= qt::kMostRanks, "%lld ranks", (long long)ranks->shape().ranks);
   QT_REQUIRE(y_stride >= width && dtype >= 0 && dtype <= int(qt::Dtype::fp32), "rows of %lld, %lld apart, format %d",
              (long long)width, (long long)y_stride, dtype);
   const index_t pieces = (width + qt::kSumColumns - 1) / qt::kSumColumns;

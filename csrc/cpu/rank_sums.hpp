@@ -17,6 +17,7 @@ struct RankSumCall {
   index_t y_stride;
 };
 inline constexpr index_t kSumColumns = 512;
+inline constexpr index_t kMostRanks = 64;
 
 // Indexed by Dtype (bf16, fp16, fp32): of bias, residual and y.
 struct RankKernels {

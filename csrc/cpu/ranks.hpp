@@ -1,7 +1,7 @@
 // Ranks: processes that compute one model together, each with a share of every layer's weights, over memory that they share.
 //
 //     rank 0      tell ──▶ order, the step's arrays ──▶ hear      the others
-//     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, in the order of the ranks
+//     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, as one tree
 //
 //     | head | a line for each rank | orders, and of each the step's arrays, tables, mail, payload | rotations |
 //     | sums, twice | gathered, twice | rows of experts | weights on their way | logits |

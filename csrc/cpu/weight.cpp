@@ -6,6 +6,7 @@
 
 #include "linear.hpp"
 #include "pool.hpp"
+#include "require.hpp"
 
 namespace qt {
 namespace {
@@ -64,8 +65,13 @@ constexpr index_t kNarrowest = 16;   // columns of an item; of gates and of ups
 
 index_t rounded_up(index_t value, index_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-void cut_depth(Weight& weight) {
-  const index_t items = weight.tiles * (weight.paired ? kPairedColumns : kTileColumns) / kNarrowest;
+index_t tiles_of(index_t columns, bool paired) {
+  return paired ? rounded_up(columns / 2, kPairedColumns) / kPairedColumns : rounded_up(columns, kTileColumns) / kTileColumns;
+}
+
+// columns: that are multiplied at once, those of other processes among them.
+void cut_depth(Weight& weight, index_t columns) {
+  const index_t items = tiles_of(columns, weight.paired) * (weight.paired ? kPairedColumns : kTileColumns) / kNarrowest;
   const index_t wanted = (kFewestItems + items - 1) / items, depth = weight.depth / wanted / kSliceStep * kSliceStep;
   const CodeStep step = step_of(weight.codes);
   const index_t bits = weight.format == Dtype::int8 ? step.bytes * 8 / kTileColumns / step.k : 16;  // of a number
@@ -125,13 +131,9 @@ bool describe(int format, index_t columns, index_t depth, index_t group, bool pa
   weight = {};
   if (format < 0 || format >= kFirstForm + kFormCount || columns < 1 || depth < 1 || (paired && columns % 2)) return false;
   weight.format = format < kFirstForm ? Dtype(format) : Dtype::int8;
-  weight.columns = columns, weight.depth = depth, weight.paired = paired;
-  weight.tiles = paired ? rounded_up(columns / 2, kPairedColumns) / kPairedColumns
-                        : rounded_up(columns, kTileColumns) / kTileColumns;
-  if (!(format < kFirstForm ? describe_floats(group, weight) : describe_integers(kForms[format - kFirstForm], group, weight)))
-    return false;
-  cut_depth(weight);
-  return true;
+  weight.columns = columns, weight.depth = depth, weight.paired = paired, weight.leaves = 1;
+  weight.tiles = tiles_of(columns, paired);
+  return format < kFirstForm ? describe_floats(group, weight) : describe_integers(kForms[format - kFirstForm], group, weight);
 }
 
 // VDPBF16PS does four multiplications where an fp32 FMA does two, but at a quarter of its rate on Intel's cores. ARM's
@@ -182,47 +184,62 @@ void fill_tiles(PackCall& call, void (*fill)(const void*, index_t, index_t), con
 }  // namespace
 }  // namespace qt
 
-// Bytes of a packed weight [columns, depth]; 0 where there is no such format. group: of k that share a scale (16, 32,
-// 64, 128), 0 for one scale per column (int8), for floating-point formats and those that have their own. format: a Dtype of
+// Bytes of a packed weight [columns, depth], or of one of its leaves; 0 where there is no such format. group: of k that share a
+// scale (16, 32, 64, 128), 0 for one scale per column (int8), for floating-point formats and those that have their own. format: a Dtype of
 // floats, or kFirstForm and on: kForms.
 QT_EXPORT index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired) {
   qt::Weight weight;
   return qt::describe(format, columns, depth, group, paired != 0, weight) ? weight.tiles * weight.tile_bytes : 0;
 }
 
-// memory: qt_weight_bytes, 64-byte aligned, the caller's; zeros before anything is filled, or packed before.
-QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired,
-                                    void* memory) {
+// depth: of a leaf; there are 1, 2, 4 or 8. cut_columns: for so many outputs, of other processes and of all leaves too, slices are
+// cut; the weight's own, if it is all there is. memory: qt_weight_bytes of each leaf, 64-byte aligned, the caller's; zeros before
+// anything is filled, or packed before.
+QT_EXPORT qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, index_t leaves,
+                                    index_t cut_columns, void* memory) {
   qt::Weight weight;
   if (!qt::describe(format, columns, depth, group, paired != 0, weight)) return nullptr;
+  QT_REQUIRE(leaves >= 1 && leaves <= qt::kMostLeaves && std::has_single_bit(std::size_t(leaves)) && (leaves == 1 || !paired),
+             "%lld leaves of a weight that is %spaired", (long long)leaves, paired ? "" : "not ");
+  qt::cut_depth(weight, cut_columns);
+  weight.leaves = leaves, weight.whole_depth = leaves * weight.depth, weight.whole_slices = leaves * weight.slices;
   weight.memory = static_cast<char*>(memory);
   weight.dot = qt::dot_is_fast(), weight.fetches = qt::fetches_help();
-  return new (std::nothrow) qt::Weight(weight);
+  qt::Weight* const all = new (std::nothrow) qt::Weight[std::size_t(leaves)];
+  for (index_t leaf = 0; all && leaf < leaves; ++leaf, weight.memory += weight.tiles * weight.tile_bytes) all[leaf] = weight;
+  return all;
 }
 
-QT_EXPORT void qt_weight_delete(qt::Weight* weight) { delete weight; }
+QT_EXPORT void qt_weight_delete(qt::Weight* weight) { delete[] weight; }
 
 // Whether a bf16 weight is multiplied with the processor's dot product of pairs, where there is one, or in fp32: chosen
 // when the weight is made by what this processor does faster. Results differ in their last bits; for tests and
 // benchmarks.
-QT_EXPORT void qt_weight_set_dot(qt::Weight* weight, int dot) { weight->dot = dot != 0; }
-
-// Packs source [count, depth], rows `stride` elements apart, into columns [first, first + count).
-QT_EXPORT void qt_weight_fill(qt::Weight* weight, const void* source, int source_dtype, index_t stride, index_t first,
-                              index_t count) {
-  qt::PackCall call = qt::pack_call(*weight, first, count);
-  call.source = source, call.source_dtype = qt::Dtype(source_dtype), call.source_stride = stride;
-  qt::fill_tiles(call, QT_CHOOSE(pack).fill, &call);
+QT_EXPORT void qt_weight_set_dot(qt::Weight* weight, int dot) {
+  for (index_t leaf = 0; leaf < weight->leaves; ++leaf) weight[leaf].dot = dot != 0;
 }
 
-// Packs integers as they are into columns [first, first + count), of an integer weight: codes [count, depth] of one byte each, rows
-// `stride` apart, signed or as they are stored (linear.hpp), times scales [count, ceil(depth / scale_group)]. scale_group: a
+// Packs source [count, depth of all leaves], rows `stride` elements apart, into columns [first, first + count).
+QT_EXPORT void qt_weight_fill(qt::Weight* weight, const void* source, int source_dtype, index_t stride, index_t first,
+                              index_t count) {
+  const index_t leaf_bytes = weight->depth * (source_dtype == int(qt::Dtype::fp32) ? 4 : 2);
+  for (index_t leaf = 0; leaf < weight->leaves; ++leaf) {
+    qt::PackCall call = qt::pack_call(weight[leaf], first, count);
+    call.source = static_cast<const char*>(source) + leaf * leaf_bytes;
+    call.source_dtype = qt::Dtype(source_dtype), call.source_stride = stride;
+    qt::fill_tiles(call, QT_CHOOSE(pack).fill, &call);
+  }
+}
+
+// Packs integers as they are into columns [first, first + count), of an integer weight in one leaf: codes [count, depth] of one
+// byte each, rows `stride` apart, signed or as they are stored (linear.hpp), times scales [count, ceil(depth / scale_group)]. scale_group: a
 // multiple of the weight's group, or at least depth: one scale for each column. Of MXFP4 and NVFP4 scales are bytes (int8), and
 // `factors` [count] in fp32 what each column is multiplied with besides, or null: 1; otherwise null. zeros: bytes, or fp32 where the
 // weight has such, laid out like the scales, or null: 8 (int4) or 128; of a weight with zero points. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
 QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
                                    int scale_dtype, index_t scale_stride, index_t scale_group, const float* factors,
                                    const void* zeros, index_t zero_stride, index_t first, index_t count) {
+  QT_REQUIRE(weight->leaves == 1, "codes of a weight in %lld leaves", (long long)weight->leaves);
   std::uint32_t problems = 0;
   qt::CodesCall call{};
   call.codes = qt::pack_call(*weight, first, count);
@@ -236,18 +253,21 @@ QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is
   return int(problems);
 }
 
-// Packs rows of a GGUF file into columns [first, first + count): blocks, rows `stride` bytes apart. Their type is the weight's:
-// Q8_0 in int8 and Q4_0 in int4, both in groups of 32, others in the formats that are named like them.
+// Packs rows of a GGUF file into columns [first, first + count), of a weight in one leaf: blocks, rows `stride` bytes apart. Their
+// type is the weight's: Q8_0 in int8 and Q4_0 in int4, both in groups of 32, others in the formats that are named like them.
 QT_EXPORT void qt_weight_fill_blocks(qt::Weight* weight, const void* blocks, index_t stride, index_t first, index_t count) {
+  QT_REQUIRE(weight->leaves == 1, "blocks of a weight in %lld leaves", (long long)weight->leaves);
   qt::PackCall call = qt::pack_call(*weight, first, count);
   call.source = blocks, call.source_dtype = qt::Dtype::int8, call.source_stride = stride;
   qt::fill_tiles(call, QT_CHOOSE(pack).fill_blocks, &call);
 }
 
-// The numbers of columns [first, first + count) as they are multiplied: out [count, depth].
+// The numbers of columns [first, first + count) as they are multiplied: out [count, depth of all leaves].
 QT_EXPORT void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out) {
-  qt::PackCall call = qt::pack_call(*weight, first, count);
-  call.out = out;
-  const qt::Work work{count, 16, QT_CHOOSE(pack).read, &call};
-  qt::pool().run(&work, 1);
+  for (index_t leaf = 0; leaf < weight->leaves; ++leaf) {
+    qt::PackCall call = qt::pack_call(weight[leaf], first, count);
+    call.out = out + leaf * weight->depth, call.out_stride = weight->whole_depth;
+    const qt::Work work{count, 16, QT_CHOOSE(pack).read, &call};
+    qt::pool().run(&work, 1);
+  }
 }

@@ -92,6 +92,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     ranks.check_flags(options, device)
     folder = locate_model(options.model, reads_weights, with_code=options.trust_remote_code)
     facts = ranks.of_one_rank(options, read_facts(folder, options.generation_config, options.model_impl))
+    sum_leaves = ranks.sum_leaves(options, facts)
     quantization = choose_quantization(options, device, facts)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
@@ -142,7 +143,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         cache=cache,
         scheduler=scheduler_config(options, kind, device, fitted, notes),
         executor=executor_config(
-            options, kind, device, quantization, weight_bytes // stages if reads_weights else 0, shared_bytes
+            *(options, kind, device, quantization, weight_bytes // stages if reads_weights else 0),
+            *(shared_bytes, sum_leaves),
         ),
         frontend=frontend_config(options),
         processes=processes_config(options, http, external_frontends),

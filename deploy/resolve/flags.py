@@ -491,6 +491,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "STAGES",
         ),
     ] = 1
+    layout_invariant: Annotated[
+        bool,
+        Flag(
+            PROCESSES,
+            "CPU: the same bits with 1, 2, 4 or 8 ranks, as far as the model can be divided so, and with any stages: a request "
+            "may go on where there are others",
+        ),
+    ] = False
     enable_expert_parallel: Annotated[
         bool, Flag(PROCESSES, "each rank keeps some experts whole, not some columns of every expert")
     ] = False

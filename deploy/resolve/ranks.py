@@ -15,6 +15,7 @@ from quintet.executor.cards.share import (
     MOST_RANKS,
     Share,
     has_experts,
+    leaves_of,
     misfit,
     shared_bytes,
     sizes_that_fit,
@@ -27,6 +28,7 @@ from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
 
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
+INVARIANT_FLAG = "--layout-invariant"
 MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
 """What the compiled attention takes, and ranks compute with no other: ``takes`` of ``csrc/cpu/paged.hpp``."""
 
@@ -38,6 +40,10 @@ def check_flags(options: Options, device: str) -> None:
     if size == 1 and options.enable_expert_parallel:
         raise ConfigError(
             f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"
+        )
+    if options.layout_invariant and (options.executor == "mock" or device != "cpu"):
+        raise ConfigError(
+            f"{INVARIANT_FLAG} is of ranks, which compute real models, on the CPU so far: drop it, or add --device cpu"
         )
     if size * stages == 1:
         return
@@ -92,9 +98,37 @@ def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
     return dataclasses.replace(facts, kv_needs=tuple(needs))
 
 
+def sum_leaves(options: Options, facts: ModelFacts) -> int:
+    """Return in how many leaves sums are added so that the number of ranks does not matter; 1 where nobody asked.
+
+    Rejects numbers of ranks that have no whole branch each, and columns of experts.
+    """
+    if not options.layout_invariant:
+        return 1
+    size, path, spec = options.tensor_parallel_size, card_path(facts.path), _spec_of(facts)
+    if spec is None:
+        raise ConfigError(
+            f"{INVARIANT_FLAG}: the layers of {path} are those of transformers, which no ranks divide; drop the flag"
+        )
+    divided = facts.stored is None or (facts.stored.name == "mxfp4" and has_experts(spec))
+    leaves = leaves_of(spec) if divided else 1
+    if size > 1 and has_experts(spec) and not options.enable_expert_parallel:
+        raise ConfigError(
+            f"{INVARIANT_FLAG}: a sum over columns of experts is another one than that of one rank, a sum over whole experts is"
+            " not: add --enable-expert-parallel, or drop the flag"
+        )
+    if leaves % size:
+        fitting = ", ".join(str(each) for each in (1, 2, 4, 8) if each <= leaves)
+        raise ConfigError(
+            f"{INVARIANT_FLAG} with {FLAG} {size}: sums of {path} are added as a tree of {leaves} leaves, of which each rank has"
+            f" one branch; sizes that fit: {fitting}"
+        )
+    return leaves
+
+
 def check_attention(options: Options, facts: ModelFacts, block_size: int) -> None:
     """Reject heads and blocks that only torch computes with: every rank would load its weights before it says so."""
-    if options.tensor_parallel_size * options.pipeline_parallel_size == 1:
+    if options.tensor_parallel_size * options.pipeline_parallel_size == 1 and not options.layout_invariant:
         return
     if block_size % TILE_TOKENS:
         raise ConfigError(
@@ -152,7 +186,8 @@ def _cut(options: Options, facts: ModelFacts) -> ModelFacts:
 def _given(options: Options) -> str:
     """Return the flags that ask for ranks, as they were given."""
     sizes = ((FLAG, options.tensor_parallel_size), (STAGES_FLAG, options.pipeline_parallel_size))
-    return " ".join(f"{flag} {size}" for flag, size in sizes if size > 1)
+    given = [f"{flag} {size}" for flag, size in sizes if size > 1]
+    return " ".join(given + [INVARIANT_FLAG] * options.layout_invariant)
 
 
 def _spec_of(facts: ModelFacts) -> DecoderSpec | None:

@@ -55,6 +55,7 @@ def executor_config(
     quantization: Quantization,
     weight_bytes: int,
     shared_bytes: int,
+    sum_leaves: int,
 ) -> ExecutorConfig:
     """Return how steps are computed."""
     return ExecutorConfig(
@@ -68,6 +69,7 @@ def executor_config(
         pipeline_parallel_size=options.pipeline_parallel_size,
         expert_parallel=options.enable_expert_parallel,
         eplb=eplb_config(options),
+        sum_leaves=sum_leaves,
         pin_threads=options.pin_threads,
         seed=options.seed,
         batch_invariant=options.batch_invariant,

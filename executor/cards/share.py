@@ -18,6 +18,8 @@ from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, 
 from quintet.wire.config import ExecutorConfig
 
 MOST_RANKS = 64
+MOST_LEAVES = 8
+"""``kMostLeaves`` of ``csrc/cpu/linear.hpp``."""
 MIN_OUTPUTS = 256
 """Rows of logits that a program has room for at least (`quintet.executor.program.stage.most_outputs`)."""
 LINK_DEPTH = 2
@@ -73,6 +75,8 @@ class Share:
     """Which layers the stage has, from the first to behind the last; None: all."""
     places: int = 0
     """Of each layer of experts: room for copies of such as other ranks keep."""
+    leaves: int = 1
+    """Of the tree in which sums over what ranks divide are added, whoever has them; 1: each rank's part is one."""
 
     @property
     def is_all(self) -> bool:
@@ -94,11 +98,17 @@ class Share:
         return self.layers is None or self.layers[0] <= index < self.layers[1]
 
     @property
+    def own_leaves(self) -> int:
+        """How many of the leaves this rank has: neighbours that are a branch."""
+        return max(1, self.leaves // self.size)
+
+    @property
     def label(self) -> str:
         """Which of how many, in words; of all nothing."""
         experts = ", whole experts" if self.by_experts else ""
         words = [f"rank {self.rank} of {self.size}{experts}"] * (not self.is_all)
         words += [f"stage {self.stage} of {self.stages}"] * (self.stages > 1)
+        words += [f"{self.leaves} leaves"] * (self.leaves > 1)
         return ", ".join(words)
 
     def of(self, count: int) -> Kept:
@@ -141,7 +151,8 @@ def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = Non
     stage = rank // size
     layers = None if spec is None or stages == 1 else stage_layers(spec, stages)[stage]
     places = 0 if executor.eplb is None else executor.eplb.num_redundant_experts // size
-    return Share(rank % size, size, executor.expert_parallel, stage, stages, layers, places)
+    leaves = executor.sum_leaves
+    return Share(rank % size, size, executor.expert_parallel, stage, stages, layers, places, leaves)
 
 
 def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
@@ -177,6 +188,18 @@ def sizes_that_fit(spec: DecoderSpec, *, by_experts: bool) -> list[int]:
     """Return how many ranks can share a model, from 2 on."""
     shares = (Share(0, size, by_experts) for size in range(2, MOST_RANKS + 1))
     return [share.size for share in shares if misfit(spec, share) is None]
+
+
+def leaves_of(spec: DecoderSpec) -> int:
+    """Return the leaves that make bits those of any number of ranks: the most of 8, 4 and 2 ranks that can share it, or 1.
+
+    Ranks then have whole experts: a sum over columns of each would be another one.
+    """
+    by_experts = has_experts(spec)
+    if why_not(spec, by_experts=by_experts) is not None:
+        return 1
+    fitting = {1, *sizes_that_fit(spec, by_experts=by_experts)}
+    return max(leaves for leaves in (1, 2, 4, MOST_LEAVES) if leaves in fitting)
 
 
 def has_experts(spec: DecoderSpec) -> bool:

@@ -75,6 +75,7 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
         "weights": _weights_of(config),
         "dtype": model.dtype,
         "quantization": config.executor.quantization,
+        "sum_leaves": config.executor.sum_leaves,
         "kv_dtype": config.cache.dtype,
         "kv": msgspec.to_builtins(model.kv),
         "max_model_len": model.max_model_len,

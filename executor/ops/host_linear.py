@@ -140,7 +140,9 @@ class LinearLibrary:
 
         self.weight_bytes = function("qt_weight_bytes", _INT, _SIZE, _SIZE, _SIZE, _INT, result=_SIZE)
         self.weight_new = function(
-            "qt_weight_new", _INT, _SIZE, _SIZE, _SIZE, _INT, _ADDRESS, result=_ADDRESS
+            "qt_weight_new",
+            *(_INT, _SIZE, _SIZE, _SIZE, _INT, _SIZE, _SIZE, _ADDRESS),
+            result=_ADDRESS,
         )
         self.weight_delete = function("qt_weight_delete", _ADDRESS)
         self.weight_fill = function("qt_weight_fill", _ADDRESS, _ADDRESS, _INT, _SIZE, _SIZE, _SIZE)

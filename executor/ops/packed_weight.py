@@ -14,6 +14,8 @@ from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.linear import GatedActivation
 
 ALIGNMENT = 64
+LEAVES = (1, 2, 4, 8)
+"""Into how many a depth may be divided."""
 
 
 class PackedWeightError(ValueError):
@@ -25,10 +27,13 @@ class PackedWeight:
 
     ``paired``: columns ``[0, n / 2)`` are gates and the others the ups that belong to them, for a `GatedActivation`. ``group``:
     how many k share a scale (16, 32, 64 or 128; 0: one scale per column, int8 only, or what GGUF's formats have). ``memory``:
-    bytes packed before, which may be read-only; otherwise zeros, to be filled.
+    bytes packed before, which may be read-only; otherwise zeros, to be filled. ``leaves``: 2, 4 or 8 pieces of k alike, that are
+    packed and rounded each for itself, and whose sums are added as a tree: what is not paired, and not filled with codes or
+    blocks. ``cut_columns``: for how many outputs k is cut into slices, which decide on bits: those of other processes and of all
+    leaves among them; None: this weight's.
     """
 
-    __slots__ = ("_handle", "_library", "columns", "depth", "format", "group", "memory", "paired")
+    __slots__ = ("_handle", "_library", "columns", "depth", "format", "group", "leaves", "memory", "paired")
 
     def __init__(
         self,
@@ -40,9 +45,19 @@ class PackedWeight:
         group: int = 0,
         paired: bool = False,
         memory: torch.Tensor | None = None,
+        leaves: int = 1,
+        cut_columns: int | None = None,
     ) -> None:
         self._handle: int | None = None
-        size_bytes = library.weight_bytes(int(weight_format), columns, depth, group, int(paired))
+        if depth % leaves or leaves not in LEAVES or (leaves > 1 and paired):
+            raise PackedWeightError(
+                f"no packed weight [{columns}, {depth}] in {leaves} leaves, paired {paired}: there are 1, 2, 4 or 8, which"
+                " divide the depth; 1 of paired columns"
+            )
+        leaf_depth = depth // leaves
+        size_bytes = (
+            library.weight_bytes(int(weight_format), columns, leaf_depth, group, int(paired)) * leaves
+        )
         if size_bytes == 0:
             raise PackedWeightError(
                 f"no packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: sizes are "
@@ -62,9 +77,10 @@ class PackedWeight:
             )
         self._library = library
         self.format, self.columns, self.depth = weight_format, columns, depth
-        self.group, self.paired, self.memory = group, paired, memory
+        self.group, self.paired, self.memory, self.leaves = group, paired, memory, leaves
         self._handle = library.weight_new(
-            int(weight_format), columns, depth, group, int(paired), memory.data_ptr()
+            *(int(weight_format), columns, leaf_depth, group, int(paired), leaves),
+            *(columns if cut_columns is None else cut_columns, memory.data_ptr()),
         )
 
     def __del__(self) -> None:
@@ -134,6 +150,7 @@ class PackedWeight:
         if scales.dim() == 2 and scales.shape[1] == 1:
             group = self.depth
         self._check_codes(codes, scales, zeros, group)
+        self._check_is_whole()
         self._check_columns(first_column, count)
         codes, scales = _with_rows(codes), _with_rows(scales)
         zeros = None if zeros is None else _with_rows(zeros)
@@ -168,6 +185,7 @@ class PackedWeight:
         groups of 16 (`WeightFormat.NVFP4`). factors: what each column is multiplied with besides, ``float32[count]``. Raises
         `PackedWeightError` for codes above 15 and scales that are not a number.
         """
+        self._check_is_whole()
         group, count = self.format.bytes_group, codes.shape[0]
         if group == 0:
             raise PackedWeightError(f"fp4 numbers for a {self.format.name} weight")
@@ -202,6 +220,7 @@ class PackedWeight:
         Their type is this weight's format: Q8_0 is `WeightFormat.INT8` and Q4_0 `WeightFormat.INT4`, both in groups of 32. What
         `read` gives afterwards is what the file's format defines. Rows may lie apart.
         """
+        self._check_is_whole()
         block = self.format.block(self.group)
         if block is None:
             raise PackedWeightError(
@@ -323,6 +342,12 @@ class PackedWeight:
         if zeros.shape != shape or zeros.dtype is not dtype:
             raise PackedWeightError(
                 f"zeros are {zeros.dtype}{list(zeros.shape)}; expected {dtype}{list(shape)}"
+            )
+
+    def _check_is_whole(self) -> None:
+        if self.leaves > 1:
+            raise PackedWeightError(
+                f"a weight in {self.leaves} leaves takes numbers that are rounded by leaf, not a checkpoint's codes and blocks"
             )
 
     def _check_columns(self, first: int, count: int) -> None:

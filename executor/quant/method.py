@@ -43,6 +43,16 @@ class LinearShape:
         return any(part.kept_inputs is not None for part in self.parts)
 
     @property
+    def leaves(self) -> int:
+        """Into how many alike the inputs are divided; see `Part`."""
+        return max(part.leaves for part in self.parts)
+
+    @property
+    def cut_columns(self) -> int:
+        """What slices of the inputs are cut for; see `Part`."""
+        return sum(part.cut_columns for part in self.parts)
+
+    @property
     def sources(self) -> list[RowSource]:
         """What a checkpoint in floating-point numbers has of the weight, in the order of the parts."""
         return [PlainRows(part, self.depth) for part in self.parts]

@@ -15,6 +15,7 @@ from quintet.executor.quant.packed import PackedLinear
 from quintet.executor.quant.source import Rows, RowSource, floats_of
 from quintet.executor.quant.stack import PackedStack, RowMajorStack, StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan
+from quintet.wire.errors import ConfigError
 
 
 class Unquantized:
@@ -54,6 +55,11 @@ class RowMajorLinear:
         self, shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource] | None = None
     ) -> None:
         """sources: see `quintet.executor.quant.packed.PackedLinear`."""
+        if shape.leaves > 1:
+            raise ConfigError(
+                "--layout-invariant needs Quintet's host kernels, and they were not built: install a C++ compiler (g++ or"
+                " clang++) and Quintet again, or drop the flag"
+            )
         self._activation = shape.activation
         self.table = torch.empty((shape.columns, shape.depth), dtype=plan.dtype, device=plan.device)
         plan.num_bytes += self.table.nbytes

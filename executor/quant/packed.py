@@ -101,8 +101,9 @@ class PackedLinear:
         self._packed: PackedWeight | None = None
         self.is_quantized = sources is None and not numbers.weight_format.is_float
         self.int8_activations = numbers.int8_activations
-        self.num_bytes: int = library.weight_bytes(
-            *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, bool(shape.activation))
+        self.num_bytes: int = shape.leaves * library.weight_bytes(
+            *(int(numbers.weight_format), shape.columns, shape.depth // shape.leaves),
+            *(numbers.group, bool(shape.activation)),
         )
         plan.store(self)
         first = 0
@@ -135,6 +136,7 @@ class PackedLinear:
             "columns": self._shape.columns,
             "depth": self._shape.depth,
             "paired": bool(self._shape.activation),
+            "leaves": self._shape.leaves,
         }
 
     def open(self, memory: torch.Tensor) -> None:
@@ -148,6 +150,8 @@ class PackedLinear:
             group=numbers.group,
             paired=bool(shape.activation),
             memory=memory,
+            leaves=shape.leaves,
+            cut_columns=shape.cut_columns,
         )
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -37,6 +37,8 @@ class Part:
     """Which of the rows that the above describes these ``rows`` are; None: all."""
     kept_inputs: Kept | None = None
     """Which columns of the weight are taken; None: all."""
+    leaves: int = 1
+    """Into how many alike these inputs are divided; see `quintet.executor.ops.packed_weight.PackedWeight`."""
 
     def __post_init__(self) -> None:
         total, described = self.height, self.described
@@ -60,9 +62,15 @@ class Part:
         assert self.kept_rows is None and kept.whole == self.rows, (self, kept)
         return replace(self, rows=kept.count, kept_rows=None if kept.is_all else kept)
 
-    def of_inputs(self, kept: Kept) -> Part:
-        """Return the part that has these columns alone."""
-        return replace(self, kept_inputs=None if kept.is_all else kept)
+    def of_inputs(self, kept: Kept, leaves: int) -> Part:
+        """Return the part that has these columns alone, in so many leaves."""
+        return replace(self, kept_inputs=None if kept.is_all else kept, leaves=leaves)
+
+    @property
+    def cut_columns(self) -> int:
+        """Outputs that all ranks have, of each of all leaves: what slices are cut for, whoever multiplies."""
+        others = 1 if self.kept_inputs is None else self.kept_inputs.whole // self.kept_inputs.count
+        return self.described * self.leaves * others
 
     def weight_shape(self, depth: int) -> tuple[int, int]:
         """Return the checkpoint's shape of the weight, of which ``depth`` inputs are taken."""

@@ -15,7 +15,15 @@ from bench.chaos.streams import crowd, differences, play
 
 from tests.processes.server import Server, serve, wait_until
 
-FLAGS = {"mock": ("--executor", "mock", "--step-ms", "4"), "model": ("--kv-cache-memory", "64MiB")}
+FLAGS: dict[str, list[tuple[str, ...]]] = {
+    "mock": [("--executor", "mock", "--step-ms", "4")] * 2,
+    "model": [("--kv-cache-memory", "64MiB")] * 2,
+    "layouts": [
+        ("--kv-cache-memory", "64MiB", "--layout-invariant", "--threads", "1", "--tensor-parallel-size", size)
+        for size in ("2", "1")
+    ],
+}
+"""Of the first server, which is killed, and of the second."""
 LISTENING = re.compile(r"listening on (\S+) port (\d+)")
 
 
@@ -55,10 +63,10 @@ def route(*flags: str) -> Iterator[Server]:
 @pytest.mark.parametrize("kind", FLAGS)
 def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
     asked = crowd(1, 24, (60, 120))
-    flags = (*FLAGS[kind], "--max-model-len", "1024")
+    of_first, of_second = ((*flags, "--max-model-len", "1024") for flags in FLAGS[kind])
     with (
-        serve(*flags) as first,
-        serve(*flags) as second,
+        serve(*of_first) as first,
+        serve(*of_second) as second,
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
         wait_until(lambda: router.get("/readyz")[1].find('"servers":2') > 0, "both servers")

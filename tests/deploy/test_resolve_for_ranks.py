@@ -129,6 +129,41 @@ def test_whole_experts_that_cannot_be_divided_are_refused(
         config_of(tmp_path, size, enable_expert_parallel=True)
 
 
+@pytest.mark.parametrize(
+    ("changes", "leaves"),
+    [
+        ({}, 4),
+        ({"num_attention_heads": 8, "head_dim": 16}, 8),
+        ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}, 1),
+        ({"architectures": ["MambaForCausalLM"]}, 1),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}, 2),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, 1),
+    ],
+    ids=["4 heads", "8 heads", "3 heads", "states", "3 experts", "stored codes"],
+)
+def test_leaves_follow_from_the_model(tmp_path: Path, changes: dict[str, Any], leaves: int) -> None:
+    write_model(tmp_path, **changes)
+    assert config_of(tmp_path, 1).executor.sum_leaves == 1
+    assert config_of(tmp_path, 1, layout_invariant=True).executor.sum_leaves == leaves
+
+
+@pytest.mark.parametrize(
+    ("size", "flags", "changes", "words"),
+    [
+        (3, {}, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 96},
+         r"--tensor-parallel-size 3: .* 1 leaves, .* one branch; sizes that fit: 1$"),
+        (2, {}, {"architectures": ["MixtralForCausalLM"]}, "over whole experts .* add --enable-expert-parallel"),
+        (1, {"executor": "mock"}, {}, "is of ranks, which compute real models"),
+    ],
+)  # fmt: skip
+def test_layouts_whose_bits_would_differ_are_refused(
+    tmp_path: Path, size: int, flags: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    write_model(tmp_path, **changes)
+    with pytest.raises(ConfigError, match=f"--layout-invariant.*{words}"):
+        config_of(tmp_path, size, layout_invariant=True, **flags)
+
+
 def test_plan_says_which_experts_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=6, num_experts_per_tok=2)
     words = ["plan", str(tmp_path), "--device", "cpu", "--load-format", "dummy", "--enable-expert-parallel"]

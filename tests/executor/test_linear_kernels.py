@@ -315,6 +315,54 @@ def test_a_sum_is_its_slices_one_after_another(dtype: torch.dtype, threads: int)
     assert torch.equal(bits(packed.linear(x)), bits(total.to(dtype)))
 
 
+LEAVED = [
+    (None, 0, False),
+    (WeightFormat.INT8, 0, False),
+    (WeightFormat.INT8, 0, True),
+    (WeightFormat.INT4, 128, False),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 32], indirect=True)
+@pytest.mark.parametrize("depth", [8 * 28, 8 * 700])
+@pytest.mark.parametrize(("weight_format", "group", "eight"), LEAVED)
+def test_leaves_are_added_as_a_tree(
+    weight_format: WeightFormat | None, group: int, eight: bool, depth: int, threads: int
+) -> None:
+    """Each has the bits of a weight of its own, sliced alike: so who has half of the leaves has half of the sum."""
+    columns, chosen = 100, weight_format or WeightFormat.FP32
+    weight, x = noise(columns, depth), noise(130, depth, seed=1)
+
+    def of(begin: int, end: int, leaves: int) -> tuple[PackedWeight, torch.Tensor]:
+        part = slice(begin * depth // 8, end * depth // 8)
+        packed = PackedWeight(
+            kernels(),
+            chosen,
+            columns,
+            (end - begin) * depth // 8,
+            group=group,
+            leaves=leaves,
+            cut_columns=8 * columns,
+        )
+        packed.fill(weight[:, part])
+        return packed, x[:, part]
+
+    def sums(begin: int, end: int, rows: int) -> torch.Tensor:
+        if end - begin == 1:
+            packed, inputs = of(begin, end, 1)
+            return packed.linear(inputs[:rows], int8_activations=eight)
+        middle = (begin + end) // 2
+        return sums(begin, middle, rows) + sums(middle, end, rows)
+
+    for begin, end in ((0, 8), (2, 4), (4, 8)):
+        packed, inputs = of(begin, end, end - begin)
+        apart = torch.cat([of(leaf, leaf + 1, 1)[0].read() for leaf in range(begin, end)], 1)
+        assert torch.equal(bits(packed.read()), bits(apart))
+        for rows in (1, 5, 130):
+            out = packed.linear(inputs[:rows], int8_activations=eight)
+            assert torch.equal(bits(out), bits(sums(begin, end, rows))), (begin, end, rows)
+
+
 @integers
 def test_integers_have_the_bits_of_exact_sums(weight_format: WeightFormat, group: int) -> None:
     """One group of k: the result is a product of exact integers, scaled. So it is the same on every instruction set."""

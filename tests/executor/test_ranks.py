@@ -53,7 +53,7 @@ def test_the_rows_of_all_ranks_are_those_of_the_part(part: Part, size: int) -> N
 def test_the_columns_of_all_ranks_are_those_of_the_part(transposed: bool) -> None:
     part = Part("down", 4, transposed=transposed)
     tensor = torch.arange(4 * DEPTH).view(part.weight_shape(DEPTH))
-    shares = [part.of_inputs(Share(rank, 2).of(DEPTH)) for rank in range(2)]
+    shares = [part.of_inputs(Share(rank, 2).of(DEPTH), 1) for rank in range(2)]
     assert torch.equal(torch.cat([share.weight(tensor) for share in shares], 1), part.weight(tensor))
     assert all(share.weight_shape(DEPTH // 2) == part.weight_shape(DEPTH) for share in shares)
 

@@ -34,6 +34,7 @@ def config_of(
     *,
     experts: bool,
     eplb: str | None = None,
+    invariant: bool = False,
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
     asked = Options(
@@ -52,6 +53,7 @@ def config_of(
         enable_expert_parallel=experts,
         enable_eplb=eplb is not None,
         eplb_config=eplb,
+        layout_invariant=invariant,
         pipeline_parallel_size=stages,
     )
     return with_blocks(resolve(asked, RUN_DIR, http=False).config, NUM_BLOCKS)
@@ -69,6 +71,7 @@ def in_ranks(
     stages: int = 1,
     eplb: str | None = None,
     change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
+    invariant: bool = False,
 ) -> Iterator[Loaded]:
     """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks behind it.
 
@@ -76,7 +79,7 @@ def in_ranks(
     """
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
     asked = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
-    config = change(config_of(*asked, experts=experts, eplb=eplb))
+    config = change(config_of(*asked, experts=experts, eplb=eplb, invariant=invariant))
     groups = [os.memfd_create("ranks") for _ in range(stages if size > 1 else 0)]
     links = [os.memfd_create("links") for _ in range(stages if stages > 1 else 0)]
     platform = open_platform(config.executor)

@@ -76,10 +76,14 @@ def test_every_family_is_cut_or_refused(name: str, tmp_path: Path) -> None:
         assert "cannot be cut: " in str(error), error
 
 
-@pytest.mark.parametrize("name", ["llama"])
-def test_logits_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "invariant"),
+    [("llama", 1, False), ("llama", 2, True), ("qwen3 next", 1, True)],
+    ids=["stages", "ranks of stages, invariant", "a hybrid, invariant"],
+)
+def test_logits_have_the_bits_of_one_process(name: str, size: int, invariant: bool, tmp_path: Path) -> None:
     prompts = [each.prompt for each in made(ROWS[name], tmp_path)]
-    whole = load(tmp_path, "bfloat16")
+    whole = load(tmp_path, "bfloat16", layout_invariant=invariant)
     expected = alone(whole, prompts).bits
     seen: list[bytes] = []
     take = Pipeline.take
@@ -90,7 +94,8 @@ def test_logits_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
         seen.extend(row.view(torch.uint8).numpy().tobytes() for row in logits[:count])
         return logits
 
-    with in_ranks(tmp_path, 1, "bfloat16", stages=2) as loaded, mock.patch.object(Pipeline, "take", watched):
+    ranks = in_ranks(tmp_path, size, "bfloat16", stages=2, invariant=invariant)
+    with ranks as loaded, mock.patch.object(Pipeline, "take", watched):
         for i, prompt in enumerate(prompts):
             seen.clear()
             run(loaded, changed(loaded.config), [prompt])

@@ -18,8 +18,8 @@
 // bandwidth up to some 12 rows, then the multiply rate.
 //
 // Reduction order: one fp32 sum per output and slice of k (linear.hpp), k ascending (dot products: in pairs); the slices'
-// sums, ascending; then the bias, one rounding. It depends on neither M nor the place of a row or column in units, blocks,
-// panels and pieces, nor on whether slices are one item's or several's: a row has the same bits in every batch.
+// sums, ascending; leaves' sums, as a tree; then the bias, one rounding. It depends on neither M nor the place of a row or
+// column in units, blocks, panels and pieces, nor on whether slices are one item's or several's: a row has the same bits in every batch.
 #include "linear_unit.hpp"
 #include "linear_values.hpp"
 #include "thread_memory.hpp"
@@ -111,8 +111,8 @@ void widen_block(const Weight& of, const char* weight, index_t depth, index_t co
 
 // An item's buffers, the thread's.
 struct alignas(64) Buffers {
-  float sums[kMaxPanelRows * kTileColumns];   // of a slice
-  float total[kMaxPanelRows * kTileColumns];  // of the slices so far
+  float sums[kMaxPanelRows * kTileColumns];                // of a slice
+  float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
   float weights[kPiece * kTileColumns / 2];
   float x[kOwnRows * kPiece];
 };
@@ -215,18 +215,34 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
   }
 }
 
+// The sums of an item's leaves, added up in buffers.total[0].
+void multiply_leaves(const LinearCall& call, const LinearItem& item, const char* next_memory, Buffers& buffers) {
+  const Weight* const weights = call.weight;
+  add_as_tree(
+      weights->leaves,
+      [&](index_t leaf, index_t place) {
+        const char* const next = leaf + 1 < weights->leaves ? memory_at(weights[leaf + 1], item.tile, 0) : next_memory;
+        multiply_slices(leaf_of(call, leaf), item, next, buffers.total[place], buffers);
+      },
+      [&](index_t from, index_t to) { add_sums(item, item.rows, buffers.total[from], buffers.total[to]); });
+}
+
 void multiply_item(const LinearCall& call, const LinearItem& item, const char* next_memory, Buffers& buffers) {
   const Units units = Units::of(item.rows);
-  float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
-  multiply_slices(call, item, next_memory, sums, buffers);
   if (call.sliced) {
+    float* const sums = partials_of(call, item, item.slice);
+    multiply_slices(item.leaf == 0 ? call : leaf_of(call, item.leaf), item, next_memory, sums, buffers);
     if (!brings_last_slice(call, item)) return;
-    add_slices(call, item, buffers.total);
+    add_slices(call, item, buffers.total[0]);
+  } else if (call.weight->leaves == 1) {
+    multiply_slices(call, item, next_memory, buffers.total[0], buffers);
+  } else {
+    multiply_leaves(call, item, next_memory, buffers);
   }
   const Finish target{call, item.tile, item.from, item.to};
   const FinishRows finish_rows = finish_for(call.y_dtype);
   for (index_t u = 0; u < units.count; ++u)
-    finish_rows(target, buffers.total + units.begin(u) * kTileColumns, item.row + units.begin(u), units.rows_of(u));
+    finish_rows(target, buffers.total[0] + units.begin(u) * kTileColumns, item.row + units.begin(u), units.rows_of(u));
 }
 
 void multiply_items(const void* described, index_t begin, index_t end) {
@@ -234,7 +250,7 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   const Weight& weight = *call.weight;
   const auto memory_of = [&](index_t item) {
     const LinearItem at = item_of(call, item);
-    return memory_at(weight, at.tile, at.k);
+    return memory_at(call.weight[at.leaf], at.tile, at.k);
   };
   prefetch_begin(memory_of(begin), weight.memory + weight.tiles * weight.tile_bytes);
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));

@@ -15,7 +15,8 @@
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result), and where the format has zero
 // points or minima fma(shift of w, scale of x * float(middle * sum of x), result), see linear_scales.hpp; the slices' results,
-// ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too.
+// ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too. Leaves'
+// results, as a tree.
 #include "linear_integer_piece.hpp"
 #include "thread_memory.hpp"
 
@@ -158,8 +159,8 @@ struct Ahead {
 
 // An item's buffers, the thread's.
 struct alignas(64) Buffers {
-  float sums[kMaxPanelRows * kTileColumns];   // of a slice
-  float total[kMaxPanelRows * kTileColumns];  // of the slices so far
+  float sums[kMaxPanelRows * kTileColumns];                // of a slice
+  float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
   char bytes[kExpandedPiece * kTileColumns];
   char singles[kPiece / kLeastGroup * single_bytes(Scales::single_shift)];  // of a piece's groups
 };
@@ -188,10 +189,10 @@ void make_singles(const Weight& weight, const Plan& plan, const LinearItem& item
 }
 
 // The sums of an item's slices: the first one's, or what the only one's are, begin in `first_sums`, where the total is left;
-// finished if the item has all.
+// finished if the item has all. after: what this thread probably multiplies next.
 template <class Dot>
-void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem& item, const LinearItem& next_item,
-                     float* first_sums, Buffers& buffers) {
+void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem& item, const Piece& after, float* first_sums,
+                     Buffers& buffers) {
   const Weight& weight = *call.weight;
   const Finish target{call, item.tile, item.from, item.to};
   const FinishRows finish_rows = finish_for(call.y_dtype);
@@ -215,8 +216,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
     unit.heads = plan.singles ? buffers.singles : piece.memory;
     if (plan.singles) make_singles(weight, plan, item, piece, buffers.singles);
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
-    const Piece next = end == item.k_end ? piece_at(weight, plan, next_item, next_item.k)
-                                         : piece_at(weight, plan, item, end);
+    const Piece next = end == item.k_end ? after : piece_at(weight, plan, item, end);
     Ahead ahead(next, item, plan, steps);
     for (index_t part = 0; part < plan.parts; ++part) {
       unit.column = column_of(item, part * plan.width);
@@ -225,7 +225,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
         expand_piece(weight, plan, piece, unit.column, buffers.bytes);
         unit.weight = buffers.bytes;
       }
-      const bool finishes = unit.last && part + 1 == plan.parts;
+      const bool finishes = unit.last && part + 1 == plan.parts && weight.leaves == 1;
       for (index_t u = 0, row = 0, rows; u < plan.units; ++u, row += rows) {
         rows = plan.unit_rows + (u < plan.larger_units);
         if (finishes) prefetch_outputs(target, item.row + row, rows);
@@ -244,24 +244,42 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
   }
 }
 
+// The results of an item's leaves, added up in buffers.total[0].
 template <class Dot>
-void multiply_item(const LinearCall& call, const Plan& plan, const LinearItem& item, const LinearItem& next_item,
-                   Buffers& buffers) {
-  float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
-  multiply_slices<Dot>(call, plan, item, next_item, sums, buffers);
-  if (!call.sliced || !brings_last_slice(call, item)) return;
-  add_integer_slices(call, item, buffers.total);
-  finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
+void multiply_leaves(const LinearCall& call, const Plan& plan, const LinearItem& item, const Piece& after, Buffers& buffers) {
+  const Weight* const weights = call.weight;
+  add_as_tree(
+      weights->leaves,
+      [&](index_t leaf, index_t place) {
+        const Piece next = leaf + 1 < weights->leaves ? piece_at(weights[leaf + 1], plan, item, item.k) : after;
+        multiply_slices<Dot>(leaf_of(call, leaf), plan, item, next, buffers.total[place], buffers);
+      },
+      [&](index_t from, index_t to) { add_sums(item, item.rows, buffers.total[from], buffers.total[to]); });
+}
+
+template <class Dot>
+void multiply_item(const LinearCall& call, const Plan& plan, const LinearItem& item, const Piece& after, Buffers& buffers) {
+  float* const total = buffers.total[0];
+  if (call.sliced) {
+    float* const sums = partials_of(call, item, item.slice);
+    multiply_slices<Dot>(item.leaf == 0 ? call : leaf_of(call, item.leaf), plan, item, after, sums, buffers);
+    if (!brings_last_slice(call, item)) return;
+    add_integer_slices(call, item, total);
+  } else if (call.weight->leaves == 1) {
+    return multiply_slices<Dot>(call, plan, item, after, total, buffers);
+  } else {
+    multiply_leaves<Dot>(call, plan, item, after, buffers);
+  }
+  finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
 }
 
 template <class Dot>
 void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
-  const Weight& weight = *call.weight;
   const index_t turn = (end - begin) * call.threads;
   LinearItem item = item_of(call, begin);
   Plan plan = plan_of<Dot>(call, item);
   if (begin < turn) {  // nothing went before that fetched it
-    const Piece piece = piece_at(weight, plan, item, item.k);
+    const Piece piece = piece_at(call.weight[item.leaf], plan, item, item.k);
     prefetch_begin(piece.memory, piece.memory + piece.bytes);
   }
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
@@ -269,7 +287,8 @@ void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
     const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
     const LinearItem next_item = item_of(call, next < call.items ? next : i);
     if (item.rows != plan.rows) plan = plan_of<Dot>(call, item);
-    multiply_item<Dot>(call, plan, item, next_item, buffers);
+    const Piece after = piece_at(call.weight[next_item.leaf], plan, next_item, next_item.k);
+    multiply_item<Dot>(call, plan, item, after, buffers);
     item = next_item;
   }
 }

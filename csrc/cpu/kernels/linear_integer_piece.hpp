@@ -56,14 +56,18 @@ void clear(float* sums, const LinearItem& item) {
 void add_integer_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const bool whole = call.int8_activations && call.weight->group == kWholeDepth;
   const float* const first = partials_of(call, item, 0);
-  const float* const scales = (const float*)(call.weight->memory + item.tile * call.weight->tile_bytes);
   const char* x_scales = (const char*)call.prepared + item.row * call.prepared_stride + quantized_x(call).scales_at;
   for (index_t r = 0; r < item.rows; ++r, x_scales += call.prepared_stride)
     for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
       const index_t column = column_of(item, place), at = r * kTileColumns + column;
-      const f32v value = whole ? to_float(total_of_slices<i32v>(call, first + at)) * all(*(const float*)x_scales)
-                               : total_of_slices<f32v>(call, first + at);
-      store(total + at, value * load(scales + column));
+      const auto of_leaf = [&](index_t leaf) {
+        const Weight& weight = call.weight[leaf];
+        const f32v scale = load((const float*)(weight.memory + item.tile * weight.tile_bytes) + column);
+        if (!whole) return total_of_slices<f32v>(call, first + at, leaf) * scale;
+        const f32v x_scale = all(*(const float*)(x_scales + leaf * call.prepared_leaf));
+        return to_float(total_of_slices<i32v>(call, first + at, leaf)) * x_scale * scale;
+      };
+      store(total + at, total_of_leaves(call.weight->leaves, of_leaf));
     }
 }
 

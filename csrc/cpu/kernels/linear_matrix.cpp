@@ -12,7 +12,7 @@
 // GHz. Of a panel of 384 rows the weight streams at 384 operations a byte, 5 GB/s a thread at that rate.
 //
 // Reduction order: of a slice of k (linear.hpp), steps of 32 k ascending, in a step the two chains of the unit (amx.hpp);
-// the slices' sums, ascending; then the bias, one rounding. A depth that is no multiple of 32 has zeros behind it. A row's
+// the slices' sums, ascending; the leaves', as a tree; then the bias, one rounding. A depth that is no multiple of 32 has zeros behind it. A row's
 // sums depend on nothing but the row.
 #include "amx.hpp"
 
@@ -33,8 +33,8 @@ static_assert(kPiece % kAmxPairs == 0 && kHighestPanel % kUnitRows == 0 && kToge
 
 // The thread's.
 struct alignas(64) Buffers {
-  float total[kTogetherRows * kTileColumns];  // of the slices so far
-  float sums[kHighestPanel * kTileColumns];   // of one slice
+  float total[kTreeHeight][kTogetherRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
+  float sums[kHighestPanel * kTileColumns];                // of one slice
   char x[kUnitRows * kAmxRowBytes];           // the last k of a unit's rows, with zeros behind them
   char weight[kAmxRows * kLineBytes];         // likewise of a tile
 };
@@ -135,26 +135,48 @@ void multiply_slice(Registers& registers, const LinearCall& call, const LinearIt
                   buffers);
 }
 
-// Items [begin, end), which are of one panel, or of one slice of it; `next`: what this thread probably multiplies then.
-void multiply_together(Registers& registers, const LinearCall& call, index_t begin, index_t end, index_t next, Buffers& buffers) {
+// All slices of items [begin, end) in turn, of one leaf, whose sums begin in `totals`; after: the weights that come then.
+void multiply_slices(Registers& registers, const LinearCall& call, index_t begin, index_t end, const char* after, float* totals,
+                     Buffers& buffers) {
   const Weight& weight = *call.weight;
-  const LinearItem first = item_of(call, begin), after = item_of(call, next < call.items ? next : begin);
+  const LinearItem first = item_of(call, begin);
   for (index_t k = first.k; k < first.k_end; k += weight.slice_depth) {
     for (index_t i = begin; i < end; ++i) {
       const LinearItem item = item_of(call, i);
       const bool in_first = k == first.k;
-      float* const mine = buffers.total + (i - begin) * item.rows * kTileColumns;
+      float* const mine = totals + (i - begin) * item.rows * kTileColumns;
       float* const total = call.sliced ? partials_of(call, item, item.slice) : mine;
       const bool last = k + weight.slice_depth >= first.k_end;
       const char* fetch = i + 1 < end ? memory_at(weight, item_of(call, i + 1).tile, k)
                           : !last     ? memory_at(weight, first.tile, k + weight.slice_depth)
-                                      : memory_at(weight, after.tile, after.k);
+                                      : after;
       multiply_slice(registers, call, item, k, in_first ? total : buffers.sums, in_first ? nullptr : total, fetch, buffers);
     }
   }
+}
+
+// Items [begin, end), which are of one panel, or of one slice of it; `next`: what this thread probably multiplies then.
+void multiply_together(Registers& registers, const LinearCall& call, index_t begin, index_t end, index_t next, Buffers& buffers) {
+  const Weight* const weights = call.weight;
+  const LinearItem first = item_of(call, begin), next_item = item_of(call, next < call.items ? next : begin);
+  const char* const after = memory_at(weights[next_item.leaf], next_item.tile, next_item.k);
+  if (call.sliced) {
+    multiply_slices(registers, leaf_of(call, first.leaf), begin, end, after, buffers.total[0], buffers);
+  } else {
+    add_as_tree(
+        weights->leaves,
+        [&](index_t leaf, index_t place) {
+          const char* const then = leaf + 1 < weights->leaves ? memory_at(weights[leaf + 1], first.tile, 0) : after;
+          multiply_slices(registers, leaf_of(call, leaf), begin, end, then, buffers.total[place], buffers);
+        },
+        [&](index_t from, index_t to) {
+          for (index_t i = begin, at = 0; i < end; ++i, at += first.rows * kTileColumns)
+            add_sums(item_of(call, i), first.rows, buffers.total[from] + at, buffers.total[to] + at);
+        });
+  }
   for (index_t i = begin; i < end; ++i) {
     const LinearItem item = item_of(call, i);
-    float* const total = buffers.total + (i - begin) * item.rows * kTileColumns;
+    float* const total = buffers.total[0] + (i - begin) * item.rows * kTileColumns;
     if (call.sliced) {
       if (!brings_last_slice(call, item)) continue;
       add_slices(call, item, total);
@@ -169,7 +191,8 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   if (weight.format != Dtype::bf16) return kParent.multiply(described, begin, end);
   const auto next_of = [&](index_t done) { return done < end ? done : end + (end - begin) * (call.threads - 1); };
   const LinearItem first = item_of(call, begin);
-  prefetch_begin(memory_at(weight, first.tile, first.k), weight.memory + weight.tiles * weight.tile_bytes);
+  const Weight& of_first = call.weight[first.leaf];
+  prefetch_begin(memory_at(of_first, first.tile, first.k), of_first.memory + weight.tiles * weight.tile_bytes);
   Registers registers;
   Buffers& buffers = *(Buffers*)thread_memory(sizeof(Buffers));
   for (index_t i = begin; i < end;) {

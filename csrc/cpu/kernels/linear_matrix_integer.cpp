@@ -39,9 +39,9 @@ static_assert(kPiece % kXGroup == 0 && kMaxPanelRows % kUnitRows == 0);
 
 // The thread's.
 struct alignas(64) Buffers {
-  float sums[kMaxPanelRows * kTileColumns];         // of a slice
-  float total[kMaxPanelRows * kTileColumns];        // of the slices so far
-  std::int32_t integers[kUnitRows * kTileColumns];  // a unit's sums of a group: rows, or first of high and then of low bytes
+  float sums[kMaxPanelRows * kTileColumns];                // of a slice
+  float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
+  std::int32_t integers[kUnitRows * kTileColumns];         // a unit's sums of a group: rows, or first of high and then of low bytes
   char bytes[kPiece * kTileColumns];                // of weights of fewer bits
   char last[kAmxRows * kLineBytes];                 // the last k, with zeros behind them
 };
@@ -248,8 +248,9 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
   }
 }
 
-void multiply_slices(Registers& registers, const LinearCall& call, const LinearItem& item, const LinearItem& next_item,
-                     float* first_sums, Buffers& buffers) {
+// after: what this thread probably multiplies next.
+void multiply_slices(Registers& registers, const LinearCall& call, const LinearItem& item, const Piece& after, float* first_sums,
+                     Buffers& buffers) {
   const Weight& weight = *call.weight;
   const Plan plan(call);
   const QuantizedX x = quantized_x(call);
@@ -279,14 +280,25 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
     work.unit.sums = work.sums;
     work.unit.total = in_first ? nullptr : first_sums;
     work.unit.first = item.k == 0, work.unit.last = all && !call.sliced;
-    const LinearItem& after = all ? next_item : item;
-    work.next = piece_at(weight, plan, after, all ? after.k : end);
+    work.next = all ? after : piece_at(weight, plan, item, end);
     if (!plan.whole && work.begins) clear(work.sums, item);
     const index_t units = item.rows / plan.unit_rows, rest = item.rows % plan.unit_rows;
     if (units != 0) multiply_part(registers, call, item, plan, columns, work, 0, plan.unit_rows, units, true, buffers);
     if (rest != 0)
       multiply_part(registers, call, item, plan, columns, work, units * plan.unit_rows, rest, 1, units == 0, buffers);
   }
+}
+
+// The results of an item's leaves, added up in buffers.total[0].
+void multiply_leaves(Registers& registers, const LinearCall& call, const LinearItem& item, const Piece& after, Buffers& buffers) {
+  const Weight* const weights = call.weight;
+  add_as_tree(
+      weights->leaves,
+      [&](index_t leaf, index_t place) {
+        const Piece next = leaf + 1 < weights->leaves ? piece_at(weights[leaf + 1], Plan(call), item, item.k) : after;
+        multiply_slices(registers, leaf_of(call, leaf), item, next, buffers.total[place], buffers);
+      },
+      [&](index_t from, index_t to) { add_sums(item, item.rows, buffers.total[from], buffers.total[to]); });
 }
 
 void multiply_items(const void* described, index_t begin, index_t end) {
@@ -298,13 +310,18 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   for (index_t i = begin; i < end; ++i) {
     const LinearItem item = item_of(call, i);
     const index_t next = i + 1 < end ? i + 1 : begin + turn;  // what this thread probably takes
-    float* const sums = call.sliced ? partials_of(call, item, item.slice) : buffers.total;
-    multiply_slices(registers, call, item, item_of(call, next < call.items ? next : i), sums, buffers);
+    const LinearItem next_item = item_of(call, next < call.items ? next : i);
+    const Piece after = piece_at(call.weight[next_item.leaf], Plan(call), next_item, next_item.k);
+    float* const total = buffers.total[0];
     if (call.sliced) {
+      float* const sums = partials_of(call, item, item.slice);
+      multiply_slices(registers, leaf_of(call, item.leaf), item, after, sums, buffers);
       if (!brings_last_slice(call, item)) continue;
-      add_integer_slices(call, item, buffers.total);
+      add_integer_slices(call, item, total);
+    } else {
+      multiply_leaves(registers, call, item, after, buffers);
     }
-    finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
+    finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
   }
 }
 

@@ -115,7 +115,7 @@ void read_column(const Weight& weight, index_t column, float* out) {
 
 void read(const void* described, index_t begin, index_t end) {
   const PackCall& call = *(const PackCall*)described;
-  for (index_t i = begin; i < end; ++i) read_column(*call.weight, call.first + i, call.out + i * call.weight->depth);
+  for (index_t i = begin; i < end; ++i) read_column(*call.weight, call.first + i, call.out + i * call.out_stride);
 }
 
 template <class Element>

@@ -1,6 +1,8 @@
 // What every multiplication kernel shares: the rows and columns of an item, what happens to finished sums.
 #pragma once
 
+#include <bit>
+
 #include "activations.hpp"
 #include "linear.hpp"
 #include "simd.hpp"
@@ -102,6 +104,28 @@ QT_INLINE index_t column_of(const LinearItem& item, index_t place) {
   return item.from + (place < in_span ? place : place - in_span + kPairedColumns);
 }
 
+// --- leaves of k ---
+
+// Adds leaves as a tree while they come: `take(leaf, place)` puts a leaf's sum in a place, `add(from, to)` adds one to another.
+// Place 0 has the whole in the end.
+template <class Take, class Add>
+QT_INLINE void add_as_tree(index_t leaves, const Take& take, const Add& add) {
+  for (index_t leaf = 0; leaf < leaves; ++leaf) {
+    index_t place = std::popcount(std::size_t(leaf));
+    take(leaf, place);
+    for (index_t done = leaf; done & 1; done >>= 1, --place) add(place, place - 1);
+  }
+}
+
+// Adds sums [rows][64] of an item's columns to others.
+QT_INLINE void add_sums(const LinearItem& item, index_t rows, const float* sums, float* to) {
+  for (index_t r = 0; r < rows; ++r)
+    for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
+      const index_t at = r * kTileColumns + column_of(item, place);
+      store(to + at, load(to + at) + load(sums + at));
+    }
+}
+
 // --- slices that are items of their own ---
 
 // Where the sums of an item's rows and columns over a slice are: [rows][64].
@@ -112,15 +136,16 @@ QT_INLINE float* partials_of(const LinearCall& call, const LinearItem& item, ind
 // After an item's sums are in their place: whether all other slices of its outputs are as well. To one of the items only.
 QT_INLINE bool brings_last_slice(const LinearCall& call, const LinearItem& item) {
   std::uint32_t* pending = call.pending + item.output;
-  if (index_t(__atomic_add_fetch(pending, 1, __ATOMIC_ACQ_REL)) != call.weight->slices) return false;
+  if (index_t(__atomic_add_fetch(pending, 1, __ATOMIC_ACQ_REL)) != call.weight->whole_slices) return false;
   __atomic_store_n(pending, 0, __ATOMIC_RELAXED);  // for the next step
   return true;
 }
 
-// An output's total, slices ascending, as Vector adds: f32v, or i32v for integers.
+// A leaf's total, slices ascending, as Vector adds: f32v, or i32v for integers. first: the first leaf's first.
 template <class Vector>
-QT_INLINE Vector total_of_slices(const LinearCall& call, const float* first) {
+QT_INLINE Vector total_of_slices(const LinearCall& call, const float* first, index_t leaf) {
   const index_t stride = call.weight->tiles * call.rows * kTileColumns;
+  first += leaf * call.weight->slices * stride;
   Vector total;
   std::memcpy(&total, first, sizeof total);
   for (index_t slice = 1; slice < call.weight->slices; ++slice) {
@@ -131,13 +156,24 @@ QT_INLINE Vector total_of_slices(const LinearCall& call, const float* first) {
   return total;
 }
 
+// An output's total, where `of_leaf` is each leaf's.
+template <class OfLeaf>
+QT_INLINE f32v total_of_leaves(index_t leaves, const OfLeaf& of_leaf) {
+  f32v sums[kTreeHeight];
+  add_as_tree(
+      leaves, [&](index_t leaf, index_t place) { sums[place] = of_leaf(leaf); },
+      [&](index_t from, index_t to) { sums[to] += sums[from]; });
+  return sums[0];
+}
+
 // The totals of an item's outputs, whose slices are all there: [rows][64].
 QT_INLINE void add_slices(const LinearCall& call, const LinearItem& item, float* total) {
   const float* const first = partials_of(call, item, 0);
   for (index_t r = 0; r < item.rows; ++r)
     for (index_t place = 0; place < (item.to - item.from) * item.spans; place += kLanes) {
       const index_t at = r * kTileColumns + column_of(item, place);
-      store(total + at, total_of_slices<f32v>(call, first + at));
+      const auto of_leaf = [&](index_t leaf) { return total_of_slices<f32v>(call, first + at, leaf); };
+      store(total + at, total_of_leaves(call.weight->leaves, of_leaf));
     }
 }
 

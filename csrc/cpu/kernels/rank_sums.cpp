@@ -1,14 +1,29 @@
-// y = sums of rank 0 + sums of rank 1 + ... (+ bias), rounded; then (+ residual), rounded again: what a linear layer does with its
-// sums, where several processes have made parts of them.
+// y = all ranks' sums (+ bias), rounded; then (+ residual), rounded again: what a linear layer does with its sums, where several
+// processes have made parts of them.
 //
 // A thread owns up to 512 numbers of a row. Bytes: four of each rank's sums, written by another core just before, two or four of y
-// and of the residual. Limiter: what other cores wrote has to come here. Every output's order is that of the ranks.
+// and of the residual. Limiter: what other cores wrote has to come here. Every output's sums are added as a tree, those of
+// neighbours first: (0 + 1) + (2 + 3); of other numbers than powers of two, with a smaller tree behind.
 #include "rank_sums.hpp"
 
 #include "simd.hpp"
 
 namespace qt::QT_ISA {
 namespace {
+
+constexpr int kHeight = 7;  // of a tree of kMostRanks
+
+// The numbers from `sums` on of all ranks.
+QT_INLINE f32v sum_of_ranks(const RankSumCall& c, const float* sums, index_t count) {
+  f32v places[kHeight];  // of what is not added yet: as many as the binary number of ranks so far has ones
+  int used = 0;
+  for (index_t rank = 0; rank < c.ranks; ++rank) {
+    places[used++] = load(sums + rank * c.stride, count);
+    for (index_t done = rank; done & 1; done >>= 1, --used) places[used - 2] += places[used - 1];
+  }
+  for (; used > 1; --used) places[used - 2] += places[used - 1];
+  return places[0];
+}
 
 template <class Element>
 void add_sums(const void* call, index_t begin, index_t end) {
@@ -22,9 +37,8 @@ void add_sums(const void* call, index_t begin, index_t end) {
     const float* const sums = c.first + row * c.width;
     for (index_t column = first; column < last; column += kLanes) {
       const index_t count = last - column, at = row * c.y_stride + column;
-      f32v value = load(sums + column, count);
-      for (index_t rank = 1; rank < c.ranks; ++rank) value += load(sums + rank * c.stride + column, count);
-      if (bias) value += load(bias + column, count);
+      const f32v added = bias ? load(bias + column, count) : f32v{};  // zero is added too, as by a linear layer: it has a sign
+      f32v value = sum_of_ranks(c, sums + column, count) + added;
       if (residual) value = rounded_to<Element>(value) + load(residual + at, count);
       store(y + at, value, count);
     }

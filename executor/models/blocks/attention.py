@@ -35,7 +35,7 @@ class Attention:
         )
         self._qkv = scope.linear(parts, scope.hidden_size, biased=spec.qkv_bias)
         self._output = scope.linear(
-            [scope.part(scope.names.output, scope.hidden_size).of_inputs(attended)],
+            [scope.part(scope.names.output, scope.hidden_size).of_inputs(attended, scope.share.own_leaves)],
             attended.count,
             biased=spec.output_bias,
         )

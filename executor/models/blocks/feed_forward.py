@@ -45,7 +45,7 @@ class FeedForward:
             parts = parts[1:]
         self._up = scope.linear(parts, scope.hidden_size, biased=spec.biased, activation=gates)
         self._norm, self._kept = scope.norm(spec.down_norm, names.down_norm, kept.whole), kept
-        down = scope.part(names.down, scope.hidden_size).of_inputs(kept)
+        down = scope.part(names.down, scope.hidden_size).of_inputs(kept, scope.share.own_leaves)
         self._down = scope.linear([down], wide, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:

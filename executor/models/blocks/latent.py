@@ -50,7 +50,9 @@ class Latent:
         self._of_latent = _head_linear(scope, spec, "values", spec.head_width, spec.rank, _values)
         attended = heads.times(spec.head_width)
         self._output = scope.linear(
-            [scope.part(names.output, hidden).of_inputs(attended)], attended.count, biased=spec.biased
+            [scope.part(names.output, hidden).of_inputs(attended, scope.share.own_leaves)],
+            attended.count,
+            biased=spec.biased,
         )
         self._attention = AttentionLayer(
             index=scope.layer,

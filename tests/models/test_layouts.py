@@ -1,0 +1,88 @@
+"""With `--layout-invariant` one process, ranks and stages of ranks give the same bits: of each logit, in every format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.models.equal import Dtype, alone, load, run
+from tests.models.random_checkpoints import NUM_TOKENS
+from tests.models.ranks import in_ranks
+from tests.models.test_engine import changed
+from tests.models.test_equal import ROWS, made
+
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+from quintet.wire.params import SamplingParams
+
+SIZES = (2, 4)
+EXPERTS = ("mixtral", "gpt-oss, 4 bits")
+
+
+def check(
+    name: str, folder: Path, dtype: Dtype, quantization: Quantization = "none", *, experts: bool = False
+) -> None:
+    """Each prompt alone: what it has in company is the same bits as ever, in each layout."""
+    prompts = [each.prompt for each in made(ROWS[name], folder)]
+    expected = alone(load(folder, dtype, quantization, layout_invariant=True), prompts)
+    for size in SIZES:
+        with in_ranks(folder, size, dtype, quantization, experts=experts, invariant=True) as loaded:
+            found = alone(loaded, prompts)
+        assert found.bits.keys() == expected.bits.keys()
+        differing = [key for key, bits in found.bits.items() if bits != expected.bits[key]]
+        assert not differing, (size, len(differing), len(found.bits), differing[:3])
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_ranks_have_the_bits_of_one_process(quantization: Quantization, tmp_path: Path) -> None:
+    """With four ranks two of them keep the same KV head."""
+    check("llama", tmp_path, "bfloat16", quantization)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", EXPERTS)
+def test_ranks_of_whole_experts_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, "bfloat16", experts=True)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
+def test_rounding_is_by_leaf(quantization: Quantization, tmp_path: Path) -> None:
+    """Scales of columns, and of tokens, are those of a leaf, whoever has it."""
+    check("llama", tmp_path, "bfloat16", quantization)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+def test_experts_are_rounded_alike(quantization: Quantization, tmp_path: Path) -> None:
+    check("mixtral", tmp_path, "bfloat16", quantization, experts=True)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", ROWS)
+def test_every_family_has_the_bits_of_one_process_or_is_refused(name: str, tmp_path: Path) -> None:
+    made(ROWS[name], tmp_path)
+    for experts in (False, True):
+        try:
+            check(name, tmp_path, "bfloat16", experts=experts)
+            return
+        except ConfigError as error:
+            words = (
+                "cannot be divided: ",
+                "sizes that fit: ",
+                "has no experts",
+                "add --enable-expert-parallel",
+                "no ranks",
+            )
+            assert any(each in str(error) for each in words), error
+
+
+@pytest.mark.drawn(1)
+def test_what_is_drawn_is_the_same(tmp_path: Path) -> None:
+    """So a request may go on in another layout from where it was."""
+    prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
+    params = SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, repetition_penalty=1.3)
+    whole = load(tmp_path, "bfloat16", layout_invariant=True)
+    expected = run(whole, changed(whole.config), prompts, params=params)
+    with in_ranks(tmp_path, 2, "bfloat16", invariant=True) as loaded:
+        assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
