@@ -12,14 +12,21 @@ import zmq
 from quintet.executor.disk.identity import digest_of
 from quintet.executor.peers.keys import Context, PeerKey
 from quintet.executor.peers.offered import Offered
-from quintet.executor.peers.talk import MAX_HEAD_BYTES, MAX_KEYS, VERSION, Ask, Foreign, Given, Lacking
+from quintet.executor.peers.talk import (
+    MAX_HEAD_BYTES,
+    VERSION,
+    Ask,
+    Foreign,
+    Given,
+    Lacking,
+    most_unread,
+    window_of,
+)
 from quintet.wire.codec import UNREADABLE, encode
 from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-MAX_UNREAD = 4 * MAX_KEYS
-"""Answers that wait for one who asks and does not listen; more are lost."""
 BIND_S = 5.0
 """So long the address may still be the one's who had it before."""
 SILENCE_S = 60.0
@@ -43,10 +50,13 @@ class Door:
         self._offered = offered
         self._whose = whose
         self._parts = dict(parts)
+        self._window = window_of(offered.block_bytes)
         self._silent_until = 0.0
         self.socket = context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
+        # Who asks and does not listen loses the rest. Twice: ZeroMQ learns late, by halves, of what was read.
+        self.socket.setsockopt(zmq.SNDHWM, 2 * most_unread(offered.block_bytes))
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # machines vanish, too
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
         if address.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)
@@ -59,7 +69,7 @@ class Door:
             raise
 
     def answer(self) -> None:
-        """Answer one question, which is there. What makes no sense is not answered."""
+        """Answer one question, which is there. What makes no sense is not answered; of too many blocks, the first are given."""
         who, *frames = self.socket.recv_multipart()
         try:
             ask = _decoder.decode(frames[0]) if len(frames) == 1 else None
@@ -73,7 +83,7 @@ class Door:
             return
         lacking: list[int] = []
         for index, key in enumerate(ask.keys):
-            block = self._offered.get(key)
+            block = self._offered.get(key) if index - len(lacking) < self._window else None
             if block is None:
                 lacking.append(index)
                 continue

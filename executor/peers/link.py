@@ -17,22 +17,20 @@ from quintet.executor.disk.identity import digest_of
 from quintet.executor.peers.keys import Context, PeerKey
 from quintet.executor.peers.talk import (
     MAX_HEAD_BYTES,
-    MAX_KEYS,
+    MAX_QUESTIONS,
     VERSION,
     Answer,
     Ask,
     Foreign,
     Given,
     Lacking,
+    most_unread,
+    window_of,
 )
 from quintet.wire.codec import UNREADABLE, encode
 
 log = logging.getLogger(__name__)
 
-WINDOW_BYTES = 4 << 20
-"""Of blocks that one question asks for."""
-MAX_QUESTIONS = 2
-"""That wait for answers: while one is answered the next is there."""
 MAX_FRAMES = 64
 """Read before others have their turn."""
 SILENCE_S = 5.0
@@ -99,7 +97,7 @@ class Link:
         self.peer = peer
         self._whose, self._parts = whose, parts
         self._staging, self._first = staging, first_host_block
-        self._window = max(1, min(MAX_KEYS, WINDOW_BYTES // staging.shape[1]))
+        self._window = window_of(staging.shape[1])
         self._waiting: deque[Wanted] = deque()
         self._asked: dict[int, dict[int, Wanted]] = {}
         """Question -> what it asks for and has not come, by place."""
@@ -109,7 +107,7 @@ class Link:
         self._heard_s = 0.0
         self.socket = context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+        self.socket.setsockopt(zmq.RCVHWM, most_unread(staging.shape[1]))
         self.socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, staging.shape[1]))
         if peer.startswith("["):
             self.socket.setsockopt(zmq.IPV6, 1)

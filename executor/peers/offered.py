@@ -28,6 +28,11 @@ class Offered:
         self._row_of: dict[bytes, int] = {}
         """Used longest ago first."""
 
+    @property
+    def block_bytes(self) -> int:
+        """Of each."""
+        return self._blocks.block_bytes
+
     def put(self, keys: Sequence[bytes], blocks: Int) -> None:
         """Copy these blocks of KV memory, but for those that are here. Of more than there is room for, the first."""
         with self._lock:

@@ -21,6 +21,20 @@ MAX_KEYS = 256
 """In one question."""
 KEY_BYTES = (32, 34)
 MAX_HEAD_BYTES = 64 << 10
+WINDOW_BYTES = 4 << 20
+"""Of blocks that one question asks for."""
+MAX_QUESTIONS = 2
+"""Of one who asks, that wait for answers: while one is answered the next is there."""
+
+
+def window_of(block_bytes: int) -> int:
+    """Return how many blocks one question asks for at most."""
+    return max(1, min(MAX_KEYS, WINDOW_BYTES // block_bytes))
+
+
+def most_unread(block_bytes: int) -> int:
+    """Return how many answers may wait for one who asks, and be unread by it: those of all its questions."""
+    return MAX_QUESTIONS * (window_of(block_bytes) + 1)
 
 
 class Ask(msgspec.Struct, array_like=True, tag="ask"):

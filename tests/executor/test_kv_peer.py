@@ -13,9 +13,9 @@ import zmq
 from tests.processes.test_apart import free_port
 
 from quintet.executor.features.kv_peer import PeerBlocks
-from quintet.executor.peers import link
+from quintet.executor.peers import link, talk
 from quintet.executor.peers.keys import read_key
-from quintet.executor.peers.talk import Ask, Given
+from quintet.executor.peers.talk import Ask, Foreign, Given, Lacking
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_disk import KvOrders, Pull
@@ -83,10 +83,26 @@ def test_blocks_arrive_as_they_were_when_they_were_offered(closed: ExitStack, tm
 
 
 def test_more_than_one_question_is_asked(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(talk, "WINDOW_BYTES", 1)
     gives, takes = sides(closed)
     gives.offer([0, 1, 2, 3], KEYS)
     assert takes.pull(gives.address, [13, 12, 11, 10], KEYS) == ([10, 11, 12, 13], [])
+
+
+def test_who_asks_for_much_and_does_not_listen_costs_no_more_memory(
+    closed: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(talk, "WINDOW_BYTES", 4 * LAYER_BYTES)  # two blocks
+    gives, _ = sides(closed)
+    gives.offer([0, 1, 2, 3], KEYS)
+    door = gives.peers._door
+    assert door is not None and door.socket.get(zmq.SNDHWM) == 12
+    with zmq.Context() as context, context.socket(zmq.DEALER) as somebody:
+        somebody.linger = 0
+        somebody.connect(f"tcp://{gives.address}")
+        somebody.send(encode(Ask(1, 1, b"w" * 32, [b"u" * 32, *KEYS])))
+        answers = [somebody.recv_multipart()[0] for _ in range(3)]
+    assert answers[-1] == encode(Lacking(1, [0, 3, 4]))
 
 
 def test_what_was_offered_longest_ago_gives_way(closed: ExitStack) -> None:
@@ -148,8 +164,8 @@ def test_nor_for_one_who_only_keeps_talking(
     thread.join()
 
 
-@pytest.mark.parametrize("lie", ["digest", "length", "place", "nonsense"])
-def test_who_lies_is_not_believed(closed: ExitStack, lie: str) -> None:
+@pytest.mark.parametrize("lie", ["digest", "length", "place", "nonsense", "name"])
+def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFixture, lie: str) -> None:
     _, takes = sides(closed)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     liar = context.socket(zmq.ROUTER)
@@ -162,12 +178,15 @@ def test_who_lies_is_not_believed(closed: ExitStack, lie: str) -> None:
         assert b"ask" in head
         given = Given(1, 7 if lie == "place" else 0, b"d" * 32)
         frame = b"\xc1" if lie == "nonsense" else encode(given)
+        if lie == "name":
+            frame = encode(Foreign(1, {"\n12:00:00 supervisor INFO all is well": ""}))
         liar.send_multipart((who, frame, b"0" * (1 if lie == "length" else 2 * LAYER_BYTES)))
 
     thread = threading.Thread(target=answer)
     thread.start()
     assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
     thread.join()
+    assert "all is well" not in caplog.text
 
 
 def test_only_who_has_the_key_is_talked_with(closed: ExitStack, tmp_path: object) -> None:
