@@ -66,7 +66,8 @@ class Registration:
         self._is_told = True
         """Whether the controller knows what there is to know."""
         self._due_s = 0.0
-        self._trouble = ""
+        self._troubles: dict[Peer, str] = {}
+        """What was last said of each."""
 
     def status(self) -> dict[str, object]:
         """Return what a controller asks for."""
@@ -113,14 +114,18 @@ class Registration:
                 await self._post("/register_worker", about)
                 self._is_told = True
                 _log.info("%s", "registered" if self.model is not None else "withdrawn")
-            self._trouble = ""
+            self._troubles.pop(self._controller, None)
             self._due_s = time.monotonic() + self._beat_s
         except (OSError, TimeoutError, msgspec.MsgspecError) as error:
-            words = f"the controller at {self._controller} cannot be told: {error or 'it does not answer'}"
-            if words != self._trouble:
-                _log.warning("%s; it is tried again", words)
-            self._trouble = words
+            words = f"cannot be told of this worker: {error or 'it does not answer'}; it is tried again"
+            self._complain(self._controller, words)
             self._due_s = time.monotonic() + PATIENCE_S
+
+    def _complain(self, peer: Peer, words: str) -> None:
+        """Say what is new."""
+        if words != self._troubles.get(peer):
+            _log.warning("%s %s", peer, words)
+        self._troubles[peer] = words
 
     async def _post(self, path: str, body: object) -> bytes:
         answer = await self._controller.ask("POST", path, body, PATIENCE_S)
@@ -132,13 +137,20 @@ class Registration:
         """Return what the server serves, if it takes requests: one of which processes are being replaced does."""
         try:
             ready = await self._server.ask("GET", "/readyz", None, PATIENCE_S)
+            if ready.status not in (200, 503):
+                self._complain(
+                    self._server,
+                    f"answers /readyz with {ready.status}: name a server of Quintet's with --server",
+                )
+                return None
             if ready.status != 200:
                 is_leaving = msgspec.json.decode(ready.body, type=_Ready).draining
                 return None if is_leaving else self.model
             listed = await self._server.ask("GET", "/v1/models", None, PATIENCE_S)
             self._num_silent = 0
             if listed.status != 200:
-                _log.warning("%s: %s", self._server, error_in(listed.body, listed.status).message)
+                words = error_in(listed.body, listed.status).message
+                self._complain(self._server, f"refuses: {words} The worker's --api-key is sent there.")
                 return None
             models = msgspec.json.decode(listed.body, type=_Models).data
         except TimeoutError:

@@ -329,6 +329,27 @@ def test_a_worker_is_known_while_its_server_takes_requests() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "status", "words"),
+    [
+        ("/readyz", 404, "name a server of Quintet's with --server"),
+        ("/v1/models", 401, "The worker's --api-key"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_told_of_once(
+    path: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story() -> None:
+        async with world(stream()) as w:
+            for _ in range(3):
+                await w.registration.look()
+            assert not w.told and w.registration.model is None
+
+    monkeypatch.setitem(READY, path, (status, b'{"error":{"message":"No key.","code":401}}'))
+    run(story())
+    assert len([message for message in caplog.messages if words in message]) == 1
+
+
+@pytest.mark.parametrize(
     ("flags", "words"),
     [
         (["--server", "ftp://x"], "--server: 'ftp://x' is no address"),
