@@ -44,12 +44,15 @@ def _ask(state: State, peers: PeerPool, request: Request, handover: Handover) ->
     if there <= here or not request.params.reads_prefix_cache:
         peers.fetches.wish_nothing(request.request_id)
         return True
+    if not peers.may_ask(request.rank):
+        return False
     missing: list[bytes] = []
     for group in range(len(groups)):
         keys = keys_behind(state, request, group, there * size)
         missing += keys[len(run_of(keys, index.block_of)) :]
     whole = not limits.groups.is_plain or peers.fetches.frees_room
-    return peers.ask(request.request_id, handover.peer, missing, there * size, whole=whole)
+    request_id, rank = request.request_id, request.rank
+    return peers.ask(request_id, rank, handover.peer, missing, there * size, whole=whole)
 
 
 def source(state: State, request: Request) -> Found | None:

@@ -19,11 +19,13 @@ from quintet.wire.kv_disk import KvAnswers, KvOrders, Pull
 class PeerPool:
     """What goes out, and what is on its way here: a `quintet.core.kv.tiers.Tier`."""
 
-    __slots__ = ("_due", "_ordered", "fetches")
+    __slots__ = ("_due", "_next", "_ordered", "fetches")
 
     def __init__(self, first_host_block: int, num_host_blocks: int) -> None:
         """Host blocks: those that contents are fetched into, consecutive numbers."""
         self.fetches = Fetches(first_host_block, num_host_blocks)
+        self._next: tuple[tuple[int, int], int] | None = None
+        """Rank and request: who has the next room, of those that found none."""
         self._due: dict[bytes, int] = {}
         """Content -> the device block to offer it from, of what was not ordered yet."""
         self._ordered: dict[str, list[tuple[int, bytes]]] = {}
@@ -37,9 +39,26 @@ class PeerPool:
         """See `Tier.leave`: what is not ordered by now is not offered."""
         self._due.pop(key, None)
 
-    def ask(self, request_id: int, peer: str, keys: Sequence[bytes], num_tokens: int, *, whole: bool) -> bool:
-        """Fetch these contents from a peer, ``host:port``, for a request: see `Fetches.ask`. Return whether there was room."""
+    def may_ask(self, rank: tuple[int, int]) -> bool:
+        """Return whether nobody before this rank waits for room: who wants little always finds some, who wants much never."""
+        return self._next is None or rank <= self._next[0]
+
+    def ask(
+        self,
+        request_id: int,
+        rank: tuple[int, int],
+        peer: str,
+        keys: Sequence[bytes],
+        num_tokens: int,
+        *,
+        whole: bool,
+    ) -> bool:
+        """Fetch these contents from a peer, ``host:port``, for a request that may ask: see `Fetches.ask`.
+
+        Return whether there was room; if not, the next is the request's.
+        """
         new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
+        self._next = (rank, request_id) if new is None else None
         if new is None:
             return False
         if new:
@@ -53,6 +72,8 @@ class PeerPool:
     def forget(self, request_id: int) -> None:
         """See `Tier.forget`."""
         self.fetches.forget(request_id)
+        if self._next is not None and self._next[1] == request_id:
+            self._next = None
 
     def expire(self, now_ns: int) -> None:
         """Give up what was fetched for too long."""
@@ -82,4 +103,5 @@ class PeerPool:
 
     def check(self, waiting: set[int]) -> None:
         """See `Tier.check`."""
+        assert self._next is None or self._next[1] in waiting, self._next
         self.fetches.check(waiting)

@@ -155,6 +155,41 @@ def test_who_finds_no_room_waits_for_it() -> None:
     assert [world.outcomes[request_id].num_cached for request_id in (3, 4)] == [20, 20]
 
 
+def test_who_wants_little_room_does_not_pass_who_waits_for_much() -> None:
+    peers = FakePeers(num_staging_blocks=5)
+    world = World(peers=peers)
+    prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
+    for request_id, prompt in prompts.items():
+        compute(world, request_id - 10, prompt)
+    for request_id, prompt in prompts.items():
+        admit(world, request_id, prompt=prompt)
+    world.plan()
+    tier = state_of(world).pool.tiers.peers
+    assert tier is not None and [*tier.fetches.wishes] == [11]
+    world.run()
+    assert [world.outcomes[request_id].num_cached for request_id in prompts] == [12, 20, 8]
+    world.assert_idle()
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_who_waits_for_room_and_goes_keeps_nobody(is_cancelled: bool) -> None:
+    peers = FakePeers(num_staging_blocks=5)
+    world = World(peers=peers)
+    prompts = {11: list(range(50, 63)), 12: PROMPT, 13: list(range(70, 79))}
+    for request_id, prompt in prompts.items():
+        compute(world, request_id - 10, prompt)
+    for request_id, prompt in prompts.items():
+        admit(world, request_id, prompt=prompt)
+    world.plan()
+    if is_cancelled:
+        world.cancel(12)
+    else:
+        world.new_executor()
+    world.run()
+    assert world.outcomes[13].num_cached == 8
+    world.assert_idle()
+
+
 def test_who_is_cancelled_while_it_waits_leaves_nothing_behind() -> None:
     world = World(peers=FakePeers(num_staging_blocks=10))
     compute(world)
