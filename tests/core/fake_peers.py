@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import MutableMapping
 
@@ -24,7 +25,7 @@ class FakePeers:
         self.config = KvPeersConfig(role="both", listen=PEER, allowed=["10.0.0.0/8"])
         self.offered: dict[bytes, Content] = {}
         self.answers: deque[KvAnswers] = deque()
-        self.num_answers = 0
+        self.num_answers = self.num_fetched = 0
         self.is_losing = False
         """Whether what is there is not, when it is asked for."""
 
@@ -51,9 +52,17 @@ class FakePeers:
                     continue
                 host[block] = dict(self.offered[key])
                 fetched.append(block)
+                self.num_fetched += 1
         if fetched or lacking:
             packed = {"pulled": codec.pack_i32(fetched), "lacking": codec.pack_i32(lacking)}
             self.answers.append(KvAnswers(capacity.executor_epoch, orders.tables, **packed))
+
+    def act(self, rng: random.Random, engine: Engine) -> None:
+        """Answer, if there is something; from now on lose what is asked for, or not; let some of what is offered give way."""
+        self.is_losing = rng.random() < 0.1
+        for key in rng.sample([*self.offered], len(self.offered) // 8):
+            del self.offered[key]
+        self.answer(engine)
 
     def answer(self, engine: Engine) -> bool:
         """Give the oldest answer; return whether there was one."""

@@ -16,6 +16,7 @@ from quintet.wire.request import Handover
 from .fake import World, expected
 from .fake_disk import FakeDisk
 from .fake_peers import PEER, FakePeers
+from .trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
 """21 tokens: five full blocks of four, and a token to compute."""
@@ -207,3 +208,23 @@ def test_a_disk_is_asked_for_what_no_peer_has() -> None:
     assert go_on(world) == 20
     counters = state_of(world).counters
     assert (counters.peer_missed_blocks, counters.disk_fetched_blocks) == (5, 5)
+
+
+@pytest.mark.parametrize("in_groups", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_random_traces_with_peers(seed: int, in_groups: bool) -> None:
+    peers = FakePeers(4 + 12 * (seed % 3))
+    disk = FakeDisk(20) if seed % 4 == 1 else None
+    poisonous = 0.05 if seed % 4 == 0 else 0.0
+    depth, num_host_blocks = 1 + seed % 3, 5 * (seed % 2)
+    trace = random_trace(
+        seed, 250, depth, poisonous, num_host_blocks, in_groups=in_groups, disk=disk, peers=peers
+    )
+    assert_served(*trace)
+
+
+def test_such_traces_fetch() -> None:
+    all_peers = [FakePeers(30) for _ in range(4)]
+    for seed, peers in enumerate(all_peers):
+        random_trace(seed, 250, 2, in_groups=seed % 2 == 1, peers=peers)
+    assert sum(peers.num_fetched > 0 for peers in all_peers) > 2

@@ -6,15 +6,18 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quintet.core.kv.fetches import PATIENCE_NS
 from quintet.wire import codec
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import Kind, KvGroup
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
+from quintet.wire.request import Handover
 from quintet.wire.step import NewRow
 
 from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
 from .fake_disk import FakeDisk
+from .fake_peers import PEER, FakePeers
 
 PLAIN = (KvGroup("full", [0]),)
 RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253
@@ -67,6 +70,13 @@ def random_groups(rng: random.Random) -> list[KvGroup]:
     ]
 
 
+HANDOVERS = [
+    None,
+    Handover(offers=True),
+    *(Handover(peer=PEER, num_blocks=count) for count in (0, 3, 1 << 30)),
+]
+
+
 def random_world(
     rng: random.Random,
     depth: int,
@@ -75,6 +85,7 @@ def random_world(
     groups: Sequence[KvGroup] = PLAIN,
     stages: int = 1,
     disk: FakeDisk | None = None,
+    peers: FakePeers | None = None,
 ) -> World:
     """Make a world whose blocks, slots or budget are too few for comfort; blocks, where there is host memory too."""
     num_blocks = rng.choice([12, 20, 40, 100])
@@ -83,6 +94,7 @@ def random_world(
     return World(
         groups=list(groups),
         disk=disk,
+        peers=peers,
         fault=fault,
         depth=depth,
         stages=stages,
@@ -94,7 +106,7 @@ def random_world(
         max_model_len=rng.choice([24, 64]),
         policy=rng.choice(["fcfs", "priority", "longest", "latest"]),
         long_prefill_token_threshold=rng.choice([0, 0, 5]),
-        prefix_caching=rng.random() < 0.8,
+        prefix_caching=rng.random() < 0.8 or peers is not None,
         enable_chunked_prefill=rng.random() < 0.8,
         step_target_ms=rng.choice([0, 0, 20]),
     )
@@ -110,6 +122,7 @@ def random_trace(
     in_groups: bool = False,
     stages: int = 1,
     disk: FakeDisk | None = None,
+    peers: FakePeers | None = None,
 ) -> tuple[World, dict[int, Sent]]:
     """Play a trace; return the world, idle again, and what was sent to it.
 
@@ -117,13 +130,12 @@ def random_trace(
     """
     rng = random.Random(seed)
     groups = random_groups(rng) if in_groups else PLAIN
-    if poisonous and in_groups:
-        groups = [
-            *groups,
-            *PLAIN,
-        ]  # somebody needs every token: with windows alone, poison may never be computed
+    if (
+        poisonous and in_groups
+    ):  # somebody needs every token: with windows alone, poison may never be computed
+        groups = [*groups, *PLAIN]
     fault = strike if poisonous else no_fault
-    world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk)
+    world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk, peers)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1
@@ -133,10 +145,7 @@ def random_trace(
         if dice < 0.18 and len(alive) < 24:
             next_id = _admit(world, rng, stems, sent, next_id, poisonous)
         elif dice < 0.21 and alive:
-            chosen = rng.sample(alive, min(len(alive), 2))
-            for request_id in chosen:
-                sent[request_id].cancelled = True
-            world.cancel(*chosen, 10**9)
+            _cancel(world, rng, sent, alive)
         elif dice < 0.23 and alive:
             request_id = rng.choice(alive)
             sent[request_id].silenced = True
@@ -154,12 +163,29 @@ def random_trace(
                 _resend(world, rng, sent, request_id)
         elif dice < 0.6:
             world.plan()
+        elif peers is not None and dice < 0.66:
+            _hear_of_peers(world, rng, peers)
         elif disk is not None and dice < 0.7:
             disk.act(rng, world.engine)
         else:
             world.commit()
     world.run()
     return world, sent
+
+
+def _cancel(world: World, rng: random.Random, sent: dict[int, Sent], alive: list[int]) -> None:
+    chosen = rng.sample(alive, min(len(alive), 2))
+    for request_id in chosen:
+        sent[request_id].cancelled = True
+    world.cancel(*chosen, 10**9)
+
+
+def _hear_of_peers(world: World, rng: random.Random, peers: FakePeers) -> None:
+    """Have them answer, seldom too late."""
+    peers.act(rng, world.engine)
+    if rng.random() < 0.05:
+        world.now += PATIENCE_NS + 1
+        world.apply(world.engine.expire(world.now))
 
 
 def _lose_texts(world: World, rng: random.Random, sent: dict[int, Sent]) -> None:
@@ -226,6 +252,7 @@ def _admit(
         priority=rng.randint(-1, 1),
         cache_salt=rng.choice(["", "", "a"]),
         skip_reading_prefix_cache=rng.random() < 0.1,
+        handover=None if world.peers is None else rng.choice(HANDOVERS),
     )
     return next_id + n
 
