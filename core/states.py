@@ -22,7 +22,7 @@ Keeping is a favour: where no block is to spare the state is written over, and w
 from __future__ import annotations
 
 from quintet.core.request import Request
-from quintet.core.state import State
+from quintet.core.state import Limits, State
 from quintet.core.step_builder import StepBuilder
 
 KEEP_EVERY = 1024
@@ -83,6 +83,14 @@ def exchange(state: State, step: StepBuilder, request: Request, index: int, foun
     state.pool.release(held.blocks[:-1], state.fence)
     held.blocks = [*found, held.blocks[-1]]
     step.blocks += (request.slot, index, 0, held.blocks[0], request.slot, index, 1, held.blocks[1])
+
+
+def last_kept(limits: Limits, num_prompt: int) -> int:
+    """Return behind how many tokens of a prompt, whole blocks of them, the last state is kept that others can begin behind."""
+    size = limits.block_size
+    grain, every = min(GRAIN, size), -(-KEEP_EVERY // size) * size
+    end = (num_prompt - 1) // grain * grain
+    return end if not end % size else end // every * every
 
 
 def room_of(state: State, request: Request, end: int, room: int) -> int:

@@ -14,6 +14,7 @@ from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
 from quintet.core.request import Request
 from quintet.core.state import State
+from quintet.core.states import last_kept
 from quintet.wire.request import Handover
 
 
@@ -40,6 +41,8 @@ def _ask(state: State, peers: PeerPool, request: Request, handover: Handover) ->
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
     there = min((len(request.tokens) - 1) // size, handover.num_blocks)
+    if limits.groups.states:
+        there = min(there, last_kept(limits, request.num_prompt) // size)
     here = reach(index.block_of, digests_of(state, request, there), there, groups, size)
     if there <= here or not request.params.reads_prefix_cache:
         peers.fetches.wish_nothing(request.request_id)

@@ -34,7 +34,7 @@ def kv_peers_config(
     if role == "alone":
         _check_nothing_is_said(options)
         return None
-    _check_is_possible(options, device, kv, shares_beginnings)
+    _check_is_possible(options, device, shares_beginnings)
     offers, fetches = role != "decode", role != "prefill"
     if not offers and (options.kv_peer_listen is not None or options.kv_peer_memory is not None):
         raise ConfigError(
@@ -81,7 +81,7 @@ def _check_nothing_is_said(options: Options) -> None:
             raise ConfigError(f"{flag} says how, not what for: give --role prefill, decode or both too")
 
 
-def _check_is_possible(options: Options, device: str, kv: KvSpec, shares_beginnings: bool) -> None:
+def _check_is_possible(options: Options, device: str, shares_beginnings: bool) -> None:
     role = f"--role {options.role}"
     if options.executor == "mock":
         raise ConfigError(f"{role} is for a model's KV, and the mock executor has none: drop it")
@@ -97,10 +97,6 @@ def _check_is_possible(options: Options, device: str, kv: KvSpec, shares_beginni
             raise ConfigError(
                 f"{role}: the blocks of {flag} {size} lie in several processes, and one of them would send: drop one of the two"
             )
-    if kv.has_states:
-        raise ConfigError(
-            f"{role}: this model keeps a state beside its keys and values, which is not handed over yet: drop it"
-        )
     if not shares_beginnings:
         raise ConfigError(
             f"{role}: blocks are named by the prefix cache's keys, and prefix caching is off (--no-enable-prefix-caching, or a"

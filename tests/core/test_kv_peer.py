@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from quintet.core import states
 from quintet.core.kv.fetches import MOST_NS, PATIENCE_NS
 from quintet.core.state import State
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -80,6 +81,17 @@ def test_windows_are_handed_over_too() -> None:
     world = World(peers=FakePeers(20), groups=groups)
     compute(world)
     assert go_on(world) == 20
+
+
+@pytest.mark.parametrize("block_size", [4, 32])
+def test_states_are_handed_over_too(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those behind full blocks: near the prompt's end where blocks are small, every so many tokens where they are not."""
+    monkeypatch.setattr(states, "KEEP_EVERY", 64)
+    groups = [KvGroup("full", [0]), KvGroup("state", [1])]
+    world = World(peers=FakePeers(60), groups=groups, block_size=block_size, max_model_len=256)
+    prompt = [number % 150 + 10 for number in range(117)]
+    compute(world, prompt=prompt)
+    assert go_on(world, prompt=prompt, num_blocks=100) == (116 if block_size == 4 else 64)
 
 
 @pytest.mark.parametrize("num_blocks", [0, 3])

@@ -13,7 +13,7 @@ from tests.models.families import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
 from quintet.core.outbox import Effects
-from quintet.executor.interface import Pending, StepWorker
+from quintet.executor.interface import KvDisk, KvPeers, Pending, StepWorker
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
@@ -21,7 +21,7 @@ from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.kv_disk import KvKept
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import RequestSpec
+from quintet.wire.request import Handover, RequestSpec
 from quintet.wire.step import Capacity, StepPlan
 
 NUM_TOKENS = 32
@@ -50,15 +50,19 @@ class House:
         self._apply(self.engine.capacity(capacity, 0))
 
     def admit(
-        self, request_id: int, prompt: list[int] | EmbedsPrompt, params: SamplingParams, priority: int = 0
+        self,
+        request_id: int,
+        prompt: list[int] | EmbedsPrompt,
+        params: SamplingParams,
+        priority: int = 0,
+        handover: Handover | None = None,
     ) -> None:
         embeds = None
         if isinstance(prompt, EmbedsPrompt):
             embeds = msgspec.structs.replace(prompt, digest=digest_of(prompt))
         ids = prompt if isinstance(prompt, list) else [0] * prompt.num_tokens
-        admit = Admit(
-            request_id, pack_i32(ids), RequestSpec(params, 0, 0, priority=priority), 0, embeds=embeds
-        )
+        spec = RequestSpec(params, 0, 0, priority=priority, handover=handover)
+        admit = Admit(request_id, pack_i32(ids), spec, 0, embeds=embeds)
         self._apply(self.engine.admit(admit, 0))
 
     def run(self) -> None:
@@ -70,7 +74,7 @@ class House:
                 plans.append(plan)
                 self._order(plans)
             self._order(plans)
-            if self.worker.kv_disk is not None and not (plans or self._pending):
+            if self._places() and not (plans or self._pending):
                 self.hear_disk()
                 continue
             assert plans or self._pending, "requests are left and nothing is planned"
@@ -81,7 +85,10 @@ class House:
             self._apply(self.engine.commit(self._pending.popleft().result(), 0))
 
     def _introduce_disk(self, capacity: Capacity) -> None:
-        disk = self.worker.kv_disk
+        disk, peers = self.worker.kv_disk, self.worker.kv_peers
+        if peers is not None:
+            peers.begin(self._rung.set)
+            capacity.num_peer_blocks = peers.num_staging_blocks
         if disk is None:
             return
         disk.begin(self._rung.set)
@@ -93,19 +100,28 @@ class House:
     def _order(self, plans: list[StepPlan]) -> None:
         """Have the worker's disk do what it is to do, behind the plans before."""
         orders = self.engine.kv_orders(0)
-        if orders is not None and self.worker.kv_disk is not None:
-            self._begin(plans)
-            self.worker.kv_disk.order(orders)
+        if orders is None:
+            return
+        self._begin(plans)
+        for place in self._places():
+            place.order(orders)
+
+    def order_all(self) -> None:
+        """Have done what is to be done behind the last plan."""
+        self._order([])
 
     def hear_disk(self) -> None:
         """Wait for an answer of the disk."""
-        assert self.worker.kv_disk is not None
-        assert self._rung.wait(60.0), "the disk does not answer"
+        assert self._rung.wait(60.0), "nobody answers"
         self._rung.clear()
-        answers = self.worker.kv_disk.take_answers()
-        if answers is not None:
-            answers.executor_epoch = 1
-            self.engine.kv_answers(answers)
+        for place in self._places():
+            answers = place.take_answers()
+            if answers is not None:
+                answers.executor_epoch = 1
+                self.engine.kv_answers(answers)
+
+    def _places(self) -> list[KvDisk | KvPeers]:
+        return [place for place in (self.worker.kv_disk, self.worker.kv_peers) if place is not None]
 
     def _begin(self, plans: list[StepPlan]) -> None:
         """Begin all of them: a worker that does not compute at once has them in flight together."""
