@@ -45,7 +45,7 @@ class CoreMetrics:
         gauge, counter, histogram = metrics.gauge, metrics.counter, metrics.histogram
         if role:
             help = "What this server does of requests that two servers compute; always 1."
-            gauge("kv_peers_info", help, role=role).set(1)
+            gauge("kv_peers_info", help, duty=role).set(1)
         self.running = gauge("num_requests_running", "Requests that hold a slot.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a slot, blocks or budget.")
         help = "Waiting requests, by what they wait for: room (capacity), or something else while others pass (deferred)."

@@ -24,7 +24,7 @@ _LINE = re.compile(
 """It begins with what it can be looked for by, not with ``^``: a thousand servers are read every second."""
 _CACHE = re.compile(r"\nvllm:cache_config_info\{([^}]*)\}")
 _SIZE = re.compile(r'\b(num_gpu_blocks|block_size)="(\d{1,12})"')
-_ROLE = re.compile(r'\nquintet:kv_peers_info\{[^}]*\brole="(\w{1,16})"')
+_ROLE = re.compile(r'\nquintet:kv_peers_info\{[^}]*\bduty="(\w{1,16})"')
 _WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
 STATUSES = frozenset(HTTPStatus)
 """A server may answer with any other number: those are counted as one."""

@@ -169,7 +169,7 @@ def test_who_computes_prompts_gets_other_requests_only_where_nobody_else_is() ->
 
 def test_servers_say_what_they_do() -> None:
     figures = (
-        '# HELP\nquintet:kv_peers_info{engine="0",role="prefill"} 1.0\nvllm:num_requests_running{a="b"} 2\n'
+        '# HELP\nquintet:kv_peers_info{role="core",duty="prefill"} 1.0\nvllm:num_requests_running{a="b"} 2\n'
     )
     assert read_figures(figures).role == "prefill"
     assert read_figures("vllm:num_requests_running 2\n").role == ""
