@@ -220,7 +220,10 @@ class PeerBlocks:
             if found is None:
                 self._tell([Came(each, is_there=False) for each in wanted])
             else:
-                found.want(wanted, now_s)
+                try:
+                    found.want(wanted, now_s)
+                except PeerLost as lost:
+                    self._tell(self._give_up(found, lost, now_s))
 
     def _link_to(self, peer: str) -> Link | None:
         """Return the way to a peer; None where that is no address, or there are too many."""

@@ -78,7 +78,7 @@ class Came:
 
 
 class Link:
-    """Used in one thread. Methods that hear may raise `PeerLost`, after which `left` is what did not come."""
+    """Used in one thread. Methods that ask or hear may raise `PeerLost`, after which `left` is what did not come."""
 
     def __init__(
         self,
@@ -217,4 +217,9 @@ class Link:
             self._number += 1
             self._asked[self._number], self._until_s[self._number] = asked, now_s + QUESTION_S
             keys = [wanted.key for wanted in asked.values()]
-            self.socket.send(encode(Ask(VERSION, self._number, self._whose, keys)), zmq.NOBLOCK)
+            try:
+                self.socket.send(encode(Ask(VERSION, self._number, self._whose, keys)), zmq.NOBLOCK)
+            except (
+                zmq.Again
+            ):  # of who broke the protocol there is no connection any more, and no word of that yet
+                raise PeerLost("has closed the connection") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from tests.processes.test_apart import free_port
 from quintet.executor.features.kv_peer import PeerBlocks
 from quintet.executor.peers import link, talk
 from quintet.executor.peers.keys import read_key
+from quintet.executor.peers.link import Came, Link, PeerLost, Wanted
 from quintet.executor.peers.talk import Ask, Foreign, Given, Lacking
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
@@ -187,6 +188,27 @@ def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFi
     assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
     thread.join()
     assert "all is well" not in caplog.text
+
+
+def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(talk, "WINDOW_BYTES", 1)
+    staging = np.zeros((4, 2 * LAYER_BYTES), np.uint8)
+    wanted = [Wanted(0, block, key) for block, key in enumerate(KEYS)]
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
+        liar.linger = 0
+        port = liar.bind_to_random_port("tcp://127.0.0.1")
+        asks = Link(context, f"127.0.0.1:{port}", None, b"w" * 32, PARTS, staging, 0)
+        with closing(asks):
+            asks.want(wanted, 0.0)
+            who, _ = liar.recv_multipart()
+            liar.send_multipart((who, encode(Lacking(1, [0]))))
+            liar.send_multipart((who, b"0" * (talk.MAX_HEAD_BYTES + 1)))
+            assert asks.monitor.poll(30_000)
+            came: list[Came] = []
+            with pytest.raises(PeerLost):
+                came += asks.hear(0.0)
+                asks.hear_connection()
+            assert [each.wanted for each in came] + asks.left() == wanted
 
 
 def test_only_who_has_the_key_is_talked_with(closed: ExitStack, tmp_path: object) -> None:
