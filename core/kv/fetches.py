@@ -122,18 +122,20 @@ class Fetches:
                 wish.deadline_ns = 0
             self._untimed += behind
         settled: list[bytes] = []
+        known: list[bytes] = []
         for block in blocks:
             key = self._awaited.pop(block, None)
             if key is None:
                 continue
             settled.append(key)
             del self._number_of[block]
-            if self.room.block_of.get(key) != block:
-                continue  # nobody wants it any more, or it was ordered anew
-            if missed:
-                self.room.lose(key)
-            for wish in self.wishes.values():
-                wish.pending.discard(key)
+            if self.room.block_of.get(key) == block:  # else nobody wants it any more, or it was ordered anew
+                known.append(key)
+        if missed:
+            self.room.lose(known)
+        for wish in self.wishes.values():
+            if wish.pending:
+                wish.pending.difference_update(known)
         return settled
 
     @property

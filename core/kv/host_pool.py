@@ -87,13 +87,16 @@ class HostPool:
         block = self.block_of[key] = self.free.pop()
         return block
 
-    def lose(self, key: bytes) -> None:
-        """Hear that the block of a content that is wanted does not hold it: nobody wants it any more."""
-        del self.wanted[key]
-        for keys in self.keys_of.values():
-            if key in keys:
-                keys.remove(key)
-        self.leaving.append(self.block_of.pop(key))
+    def lose(self, keys: Sequence[bytes]) -> None:
+        """Hear that the blocks of these contents, which are wanted, do not hold them: nobody wants them any more."""
+        if not keys:
+            return
+        lost = set(keys)
+        for key in keys:
+            del self.wanted[key]
+            self.leaving.append(self.block_of.pop(key))
+        for request_id, mine in self.keys_of.items():
+            self.keys_of[request_id] = [key for key in mine if key not in lost]
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int]:
         """Return the blocks that hold the longest run of these contents, from the first on: they are here, or will be when the
