@@ -119,7 +119,6 @@ async def serve(
 def main(words: list[str] | None = None) -> int:
     """Serve until told to stop."""
     arguments = parse(words)
-    configure_logging("fastchat", arguments.log_level)
     try:
         if not 0 < arguments.heartbeat <= MAX_HEARTBEAT_S:
             raise ConfigError(
@@ -134,6 +133,7 @@ def main(words: list[str] | None = None) -> int:
         print(f"quintet: {error}", file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1
     setproctitle.setproctitle("quintet-fastchat")
+    configure_logging("fastchat", arguments.log_level)
     listener.setblocking(False)
     bound_send_buffer(listener)
     allow_many_connections()
