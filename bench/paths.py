@@ -188,14 +188,14 @@ def apart() -> str:
         wait_until(lambda: "prefill" in router.get("/servers")[1], "roles are known")
         wait_until(lambda: "decode" in router.get("/servers")[1], "roles are known")
         asked = crowd(3, NUM_STREAMS)
-        calm = asyncio.run(play(router.url, asked))
+        calm = asyncio.run(asyncio.wait_for(play(router.url, asked), _PATIENCE_S))
         waits_s = []
         for server in (prefill, decode):
 
             async def disturb(server: Server = server) -> None:
                 server.children()["quintet-executor-0"].kill()
 
-            struck = asyncio.run(play(router.url, asked, disturb))
+            struck = asyncio.run(asyncio.wait_for(play(router.url, asked, disturb), _PATIENCE_S))
             assert not differences(calm, struck, asked), "other bytes after the death of an executor"
             waits_s.append(struck.longest_gap_s)
             wait_until(lambda server=server: server.get("/readyz")[0] == 200, "everybody back")  # type: ignore[misc]
