@@ -6,6 +6,7 @@ import errno
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from quintet.executor.disk.block_file import NOTHING, BlockFile
 from quintet.executor.features import kv_disk
 from quintet.executor.features.kv_disk import DiskBlocks
+from quintet.executor.kv_talk import KvTalk
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 
@@ -198,3 +200,13 @@ def test_a_full_disk_is_not_told_of_for_every_block(
         assert not any(file.write(place, KEYS[place], memoryview(bytes(80))) for place in range(4))
     assert len([line for line in caplog.messages if "No space left" in line]) == 1
     file.close()
+
+
+def test_orders_that_only_drop_reach_the_disk() -> None:
+    heard: list[KvOrders] = []
+    disk = SimpleNamespace(begin=lambda ring: None, order=heard.append)
+    process = SimpleNamespace(inbox=SimpleNamespace(hang=lambda bell: None))
+    talk = KvTalk(process, disk, None)  # type: ignore[arg-type]
+    orders = KvOrders(0, drops=pack_i32([5]), drop_keys=KEYS[:1])
+    talk.order(orders)
+    assert heard == [orders]
