@@ -426,6 +426,7 @@ class Engine:
         """Hear what became of that. Answers about other tables come from before they were emptied."""
         if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
             self.disk.answer(self.state, message)
+            self.kv_desk.files.hear(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> Effects:
         """Apply a step's result."""

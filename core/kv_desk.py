@@ -11,6 +11,7 @@ from collections.abc import Collection, Container, Mapping, Sequence
 from quintet.core.kv.pins import Pin, Pins
 from quintet.core.kv.prefix import extend_chain, key_of, reach, salt_digest
 from quintet.core.kv.trails import Trail, Trails, Tree
+from quintet.core.kv_files import FileTasks
 from quintet.core.state import Limits, State
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
@@ -37,6 +38,7 @@ class KvDesk:
     def __init__(self) -> None:
         self.pins = Pins()
         self.trails = Trails()
+        self.files = FileTasks()
         self.has_news = False
         """Whether the executor does not know the pins as they are now."""
 
@@ -44,6 +46,7 @@ class KvDesk:
 
     def begin(self, state: State) -> None:
         """Follow a state whose pool is new; drop the newest pins that it has no room for."""
+        self.files.fail_all()
         state.trails, self.trails.reach = self.trails, _Shown(state).reach
         while len(self.pins.wanted) > _most_pinned(state.limits):
             state.pool.unpin(next(reversed(self.pins.by_digest)), None)
@@ -66,8 +69,14 @@ class KvDesk:
 
     # --- questions ---
 
-    def answer(self, state: State | None, query: KvQuery, core: int, now_ns: int) -> KvReport:
-        """Do what is asked, and say what became of it."""
+    def take(self, state: State | None, query: KvQuery, core: int, now_ns: int) -> None:
+        """Do what is asked; what became of it is told by `FileTasks.take_done`, now or later."""
+        report = self.answer(state, query, core, now_ns)
+        if report is not None:
+            self.files.tell(query, report)
+
+    def answer(self, state: State | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
+        """Do what is asked, and say what became of it; None where a file has to be written or read for that."""
         report = KvReport(query.query_id, core)
         try:
             if state is None:
@@ -84,12 +93,16 @@ class KvDesk:
             report.room = self._room(state)
         except RequestError as error:
             report.error = Failed(0, error.code, error.message, error.param)
-        return report
+            return report
+        return None if query.verb in ("export", "import") else report
 
     def _do(self, state: State, query: KvQuery, report: KvReport, now_ns: int) -> None:
         tree, shown = self._tree(state, now_ns), _Shown(state)
         if query.verb == "list":
             self._list(tree, shown, query, report, now_ns)
+            return
+        if query.verb == "import":
+            self.files.begin_import(state, query, report)
             return
         if query.verb == "unpin" and not query.token_ids:
             digest = _only(query.name, self.pins.by_digest, "pinned prefix")
@@ -103,6 +116,8 @@ class KvDesk:
             self._unpin(state, path[-1])
         elif query.verb == "evict":
             self._evict(state, tree, path)
+        elif query.verb == "export":
+            self.files.begin_export(state, query, report, _needed(state.limits, path))
 
     def _tree(self, state: State, now_ns: int) -> Tree:
         return self.trails.tree(

@@ -184,8 +184,7 @@ class Core:
         elif isinstance(message, KvKept):
             self.engine.disk.hear_kept(message)
         elif isinstance(message, KvQuery):
-            report = self.engine.kv_desk.answer(self.engine.state, message, self.process.me.index, now)
-            self.process.peers.send(Role.FRONTEND, message.frontend, report)
+            self.engine.kv_desk.take(self.engine.state, message, self.process.me.index, now)
         elif isinstance(message, KvPins):
             self.engine.kv_desk.hear(message)
         elif isinstance(message, Capacity):
@@ -311,7 +310,9 @@ class Core:
             self._order()
 
     def _publish(self) -> None:
-        """Tell outside routers what happened to blocks in this turn."""
+        """Tell operators what became of their questions, and outside routers what happened to blocks in this turn."""
+        for frontend, report in self.engine.kv_desk.files.take_done():
+            self.process.peers.send(Role.FRONTEND, frontend, report)
         state = self.engine.state
         events = None if state is None or state.events is None else state.events.take()
         if events and self._publisher is not None:

@@ -73,7 +73,8 @@ class KvTalk:
 
     def order(self, orders: KvOrders) -> None:
         """Have orders done."""
-        if self._disk is not None and (orders.store_keys or orders.fetch_keys or orders.drop_keys):
+        asked = orders.store_keys or orders.fetch_keys or orders.drop_keys or orders.files
+        if self._disk is not None and asked:
             self._disk.order(orders)
         if self._peers is not None and (orders.offer_keys or orders.pulls):
             self._peers.order(orders)

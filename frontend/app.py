@@ -101,6 +101,8 @@ ROUTES = (
     Row("/kv/pin", ("POST",), kv.pin),
     Row("/kv/unpin", ("POST",), kv.unpin),
     Row("/kv/evict", ("POST",), kv.evict),
+    Row("/kv/export", ("POST",), kv.export_prefix),
+    Row("/kv/import", ("POST",), kv.import_prefix),
     Row("/openapi.json", ("GET",), openapi),
     Row("/docs", ("GET",), docs),
     Row("/docs/{name}", ("GET",), docs_part),

@@ -1,4 +1,5 @@
-"""GET /kv, POST /kv/pin, /kv/unpin, /kv/evict: which prefixes KV memory holds, and which are to stay or to go.
+"""GET /kv, POST /kv/pin, /kv/unpin, /kv/evict, /kv/export, /kv/import: which prefixes KV memory holds, which are to stay or to
+go, and which go elsewhere or come from there.
 
 For who operates the server (`quintet.frontend.guard`). Prompts are private: prefixes are told by hashes and counts, and in words
 only where that is asked for.
@@ -12,8 +13,10 @@ from quintet.frontend.dialects.openai import parse
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.disk_sense import is_file_name
 from quintet.wire.errors import RequestError
 from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvRoom, Verb
+from quintet.wire.kv_disk import EXCHANGE
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import check_token_ids
 
@@ -32,7 +35,21 @@ class PrefixBody(msgspec.Struct, forbid_unknown_fields=True):
     """Of the requests that begin so, with ``prompt`` or ``token_ids``."""
 
 
+class ExportBody(PrefixBody):
+    """Which prefix, and the name of the file that it goes into."""
+
+    file: str = ""
+
+
+class ImportBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The name of a file that `/kv/export` wrote, here or elsewhere."""
+
+    file: str
+
+
 _decoder = msgspec.json.Decoder(PrefixBody)
+_export_decoder = msgspec.json.Decoder(ExportBody)
+_import_decoder = msgspec.json.Decoder(ImportBody)
 
 
 async def listing(service: Service, exchange: Exchange) -> None:
@@ -73,6 +90,58 @@ async def unpin(service: Service, exchange: Exchange) -> None:
 async def evict(service: Service, exchange: Exchange) -> None:
     """Forget a prefix, and all that begins with it."""
     await _change(service, exchange, "evict")
+
+
+async def export_prefix(service: Service, exchange: Exchange) -> None:
+    """Write a prefix into a file in the folder for these, from what the disk has of it."""
+    body = parse.decode(await exchange.read_json_body(service.bodies), _export_decoder)
+    path = _path_of(service, body.file)
+    name, token_ids = await _meant(service, body)
+    asked = {"name": name, "token_ids": token_ids, "salt": body.cache_salt, "file": body.file}
+    reports = await service.queries.of_kv("export", **asked)
+    _raise_if_all_failed(reports)
+    (report,) = reports
+    told = [_prefix(report.core, prefix, report.room) for prefix in report.prefixes]
+    await exchange.respond_json(
+        {"object": "kv.export", "data": told, "file": path, "bytes": report.num_bytes, "errors": []}
+    )
+
+
+async def import_prefix(service: Service, exchange: Exchange) -> None:
+    """Bring a file's blocks to the disk of every engine."""
+    body = parse.decode(await exchange.read_json_body(service.bodies), _import_decoder)
+    path = _path_of(service, body.file)
+    reports = await service.queries.of_kv("import", file=body.file)
+    _raise_if_all_failed(reports)
+    told = [
+        {
+            "engine": report.core,
+            "imported": report.num_imported,
+            "known": report.num_known,
+            "damaged": report.num_damaged,
+        }
+        for report in reports
+        if report.error is None
+    ]
+    await exchange.respond_json(
+        {"object": "kv.import", "data": told, "file": path, "errors": _errors(reports)}
+    )
+
+
+def _path_of(service: Service, file: str) -> str:
+    """Return where a file is. Raises `RequestError` for a name that is none, or where there is no disk."""
+    if not is_file_name(file):
+        raise parse.invalid(
+            "file is no name; give up to 100 letters, digits, dots, dashes and underscores, without a folder.",
+            "file",
+        )
+    disk = service.config.cache.disk
+    if disk is None:
+        raise parse.invalid(
+            "Prefixes go into files and come from there by way of --kv-disk: start the server with it.",
+            "file",
+        )
+    return f"{disk.folder}/{EXCHANGE}/{file}"
 
 
 async def _change(service: Service, exchange: Exchange, verb: Verb) -> None:

@@ -14,7 +14,7 @@ from quintet.frontend.dialects.openai.go_on import GoOnBody
 from quintet.frontend.dialects.responses import types as responses_types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import is_open, is_operators
-from quintet.frontend.kv import PrefixBody
+from quintet.frontend.kv import ExportBody, ImportBody, PrefixBody
 from quintet.frontend.openapi_answers import responses
 from quintet.frontend.service import Service
 from quintet.wire.params import (
@@ -244,6 +244,20 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
         PrefixBody,
         {"id": "c0ffee00"},
     ),
+    (
+        "post",
+        "/kv/export",
+        "For operators: write a prefix that is on disk into a file",
+        ExportBody,
+        {"id": "c0ffee00", "file": "system-prompt.kv"},
+    ),
+    (
+        "post",
+        "/kv/import",
+        "For operators: bring such a file's blocks to the disk",
+        ImportBody,
+        {"file": "system-prompt.kv"},
+    ),
     ("get", "/openapi.json", "This document", None, None),
     ("get", "/docs", "This document, readable", None, None),
     ("get", "/docs/{name}", "What that page is made of", None, None),
@@ -309,6 +323,8 @@ def _schemas() -> dict[str, Schema]:
         types.ErrorBody,
         GoOnBody,
         PrefixBody,
+        ExportBody,
+        ImportBody,
         generate_types.GenerateBody,
         generate_types.DerenderChatBody,
         generate_types.DerenderCompletionBody,

@@ -43,6 +43,8 @@ _FIELDS: dict[str, tuple[str, ...]] = {
     "/kv/pin": ("object", "data"),
     "/kv/unpin": ("object", "data"),
     "/kv/evict": ("object", "data"),
+    "/kv/export": ("object", "data", "file", "bytes"),
+    "/kv/import": ("object", "data", "file"),
     "/openapi.json": ("openapi", "paths"),
 }
 _STREAMED = frozenset(

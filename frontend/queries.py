@@ -34,6 +34,9 @@ from quintet.wire.supervision import MetricsQuery, MetricsReport
 SLOWEST_TOKENS_PER_S = 1 << 16
 """Of a prompt that is encoded, behind a few as long as itself: huge ones wait for each other."""
 
+FILE_TIMEOUT_S = 600.0
+"""For a prefix that goes into a file or comes from one: gigabytes, behind all that somebody waits for."""
+
 Answer = Tokenized | Detokenized | MetricsReport | Reclaimed | KvReport
 AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, KvReport)
 
@@ -150,14 +153,25 @@ class Queries:
         return await self._ask(Role.SUPERVISOR, query, query.query_id, MetricsReport, timeout_s)
 
     async def of_kv(self, verb: Verb, **asked: Any) -> list[KvReport]:
-        """Ask every core the same of KV memory; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer."""
+        """Ask every core the same of KV memory; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer.
+
+        What one is to write, the first writes that can.
+        """
+        timeout_s = FILE_TIMEOUT_S if verb in ("export", "import") else self._timeout_s
 
         async def ask(core: int | None) -> KvReport:
             query = KvQuery(self._take_id(), self._me.index, verb, **asked)
-            return await self._ask(Role.CORE, query, query.query_id, KvReport, self._timeout_s, core)
+            return await self._ask(Role.CORE, query, query.query_id, KvReport, timeout_s, core)
 
-        cores: list[int | None] = [*self._seats.cores()]
-        return await asyncio.gather(*map(ask, cores or [None]))
+        cores: list[int | None] = [*self._seats.cores()] or [None]
+        if verb != "export":
+            return await asyncio.gather(*map(ask, cores))
+        reports: list[KvReport] = []
+        for core in cores:
+            reports.append(await ask(core))
+            if reports[-1].error is None:
+                return reports[-1:]
+        return reports
 
     def _take_id(self) -> int:
         self._last_id += 1

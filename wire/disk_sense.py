@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, Handover
 from quintet.wire.step import Capacity
 
+FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 MAX_NS = 1 << 63
 
 
@@ -82,6 +84,12 @@ def disk_checks(
             and are_pairs(message.fetches, num_places, num_host_blocks, message.fetch_keys)
             and are_named(message.drops, num_places, message.drop_keys)
             and are_named(message.offers, num_blocks, message.offer_keys)
+            and all(
+                0 <= each.task_id <= MAX_COUNT
+                and is_file_name(each.name)
+                and are_named(each.places, num_places, each.keys)
+                for each in message.files
+            )
             and all(are_named(pull.host_blocks, num_host_blocks, pull.keys) for pull in message.pulls)
         ),
         KvAnswers: lambda message: (
@@ -91,6 +99,7 @@ def disk_checks(
             and are_keys(message.unstored)
             and are_below(message.fetched, num_host_blocks)
             and are_below(message.missed, num_host_blocks)
+            and all(0 <= each.task_id <= MAX_COUNT and are_keys(each.keys) for each in message.files)
             and are_below(message.pulled, num_host_blocks)
             and are_below(message.lacking, num_host_blocks)
         ),
@@ -103,6 +112,11 @@ def can_be_handed_over(handover: Handover | None) -> bool:
     return handover is None or (
         len(handover.peer) <= MAX_PEER_CHARS and 0 <= handover.num_blocks <= MAX_COUNT
     )
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a file in a folder may be called so: nothing that leads out of it, or hides."""
+    return FILE_NAME.fullmatch(name) is not None
 
 
 def are_keys(keys: list[bytes]) -> bool:

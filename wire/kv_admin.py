@@ -12,7 +12,7 @@ import msgspec
 
 from quintet.wire.messages import Failed
 
-Verb = Literal["list", "pin", "unpin", "evict"]
+Verb = Literal["list", "pin", "unpin", "evict", "export", "import"]
 
 MIN_NAME, MAX_NAME = 8, 64
 """Digits of a prefix's name that must be given, and that there are."""
@@ -36,6 +36,8 @@ class KvQuery(msgspec.Struct, array_like=True, tag="kv_query"):
     limit: int = 0
     """Prefixes to list at most, those used last first."""
     with_tokens: bool = False
+    file: str = ""
+    """Name of the file to export into or to import."""
 
 
 class KvPrefix(msgspec.Struct, array_like=True, gc=False):
@@ -79,6 +81,14 @@ class KvReport(msgspec.Struct, array_like=True, tag="kv_report"):
     """Those listed; or the one that was pinned, not pinned any more, or evicted, as it was."""
     num_prefixes: int = 0
     """How many there are, listed or not."""
+    num_bytes: int = 0
+    """Of a file that was written."""
+    num_imported: int = 0
+    """Blocks that a file brought."""
+    num_known: int = 0
+    """Blocks of it that were on disk already."""
+    num_damaged: int = 0
+    """Blocks of it that could not be stored."""
     room: KvRoom | None = None
     error: Failed | None = None
 

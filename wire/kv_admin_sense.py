@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quintet.wire.columns import ID_BYTES, all_below
-from quintet.wire.disk_sense import are_keys
+from quintet.wire.disk_sense import are_keys, is_file_name
 from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, KvPrefix, KvQuery, KvReport
 
 MAX_NUMBER = 1 << 63
@@ -38,6 +38,7 @@ def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct],
             and 0 <= message.limit <= MAX_LISTED
             and are_tokens(message.token_ids)
             and len(message.token_ids) <= ID_BYTES * max_len
+            and (not message.file or is_file_name(message.file))
         ),
         KvReport: lambda message: (
             0 <= message.query_id < MAX_NUMBER

@@ -8,6 +8,8 @@ about; one that is about others is dropped, and nobody waits for it.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 KEY_BYTES = (32, 34)
@@ -25,6 +27,35 @@ class Pull(msgspec.Struct, array_like=True, gc=False):
     host_blocks: bytes
     """int32"""
     keys: list[bytes]
+
+
+EXCHANGE = "exchange"
+"""The folder, beside those of the engines, of prefixes in files of their own."""
+
+FileVerb = Literal["export", "look", "import"]
+
+
+class FileOrder(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvOrders`: write blocks into a file of their own, say what one has, or have places hold blocks of one."""
+
+    task_id: int
+    verb: FileVerb
+    name: str
+    """In the folder for such files, which the executor knows."""
+    places: bytes = b""
+    """int32"""
+    keys: list[bytes] = []
+
+
+class FileAnswer(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvAnswers`: a file's task has ended. Blocks of an import are told of as stored, or unstored."""
+
+    task_id: int
+    error: str = ""
+    keys: list[bytes] = []
+    """What the file has, where that was asked; of an import what could not be stored."""
+    num_bytes: int = 0
+    """Of the file that was written."""
 
 
 class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
@@ -48,11 +79,13 @@ class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
     """int32: device blocks whose contents peers may have."""
     offer_keys: list[bytes] = []
     pulls: list[Pull] = []
+    files: list[FileOrder] = []
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
-        return not (self.store_keys or self.fetch_keys or self.drop_keys or self.offer_keys or self.pulls)
+        keys = self.store_keys or self.fetch_keys or self.drop_keys or self.offer_keys
+        return not (keys or self.pulls or self.files)
 
 
 class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
@@ -74,6 +107,7 @@ class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
     """int32: host blocks that hold what was to come from peers."""
     lacking: bytes = b""
     """int32: host blocks that do not: no peer that computes the same bits had it, or none answered."""
+    files: list[FileAnswer] = []
 
 
 class KvKept(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):

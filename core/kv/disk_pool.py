@@ -19,7 +19,7 @@ from collections.abc import Container, Mapping, Sequence
 
 from quintet.core.kv.fetches import Fetches
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import FileOrder, KvAnswers, KvOrders
 
 MOST_SURPRISE = 8
 """A fetch counts as no more than so many times the mean: one that was stopped says nothing of the next."""
@@ -38,6 +38,7 @@ class DiskPool:
         "_unwanted",
         "copy_ns",
         "fetches",
+        "file_orders",
         "free",
         "num_places",
         "pinned",
@@ -56,6 +57,8 @@ class DiskPool:
         self.fetches = Fetches(first_host_block, num_host_blocks)
         self.pinned: Container[bytes] = ()
         """Contents that do not give way."""
+        self.file_orders: list[FileOrder] = []
+        """What is to be done with prefixes in files of their own, of what was not ordered yet."""
         self._drops: list[tuple[int, bytes]] = []
         """Places and contents to be forgotten, of what was not ordered yet."""
         self._unwanted: set[bytes] = set()
@@ -103,6 +106,21 @@ class DiskPool:
                 return place
             self.place_of[key] = place
         return None
+
+    def take_place_for(self, key: bytes) -> int | None:
+        """Return the place that a content will be written to which is not here; None where none is to be had."""
+        place = self._take_place()
+        if place is not None:
+            self.storing[key] = place
+        return place
+
+    def give_up(self, keys: Sequence[bytes]) -> None:
+        """Hear that those of these contents that were to be written are not."""
+        for key in keys:
+            self._unwanted.discard(key)
+            place = self.storing.pop(key, None)
+            if place is not None:
+                self.free[place] = None
 
     def drop(self, key: bytes) -> None:
         """Forget a content, here and on disk, if it is there or will be."""
@@ -159,11 +177,12 @@ class DiskPool:
         orders.drops = pack_i32([place for place, _ in self._drops])
         orders.drop_keys += (key for _, key in self._drops)
         self._drops.clear()
+        orders.files += self.file_orders
+        self.file_orders.clear()
         for key, block in self._due.items():
-            place = self._take_place()
+            place = self.take_place_for(key)
             if place is None:
                 break
-            self.storing[key] = place
             stores += (block, place)
             orders.store_keys.append(key)
         orders.stores = pack_i32(stores)
@@ -181,11 +200,7 @@ class DiskPool:
             if key in self._unwanted:
                 self._unwanted.remove(key)
                 self.drop(key)
-        for key in answers.unstored:
-            self._unwanted.discard(key)
-            place = self.storing.pop(key, None)
-            if place is not None:
-                self.free[place] = None
+        self.give_up(answers.unstored)
         fetched = unpack_i32(answers.fetched)
         self.fetches.settle(fetched, missed=False)
         for key in self.fetches.settle(unpack_i32(answers.missed), missed=True):

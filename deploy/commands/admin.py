@@ -46,7 +46,8 @@ See and change the processes of a server that runs on this machine, under your u
 _USAGE = """\
 quintet admin [--port PORT | --run-dir DIR] [--drain-timeout SECONDS] status | restart ROLE | scale ROLE=COUNT …
        quintet admin [--port PORT | --run-dir DIR] kv list [--limit N] [--text]
-       quintet admin [--port PORT | --run-dir DIR] kv pin | unpin | evict PREFIX | --prompt TEXT | --prompt-file FILE"""
+       quintet admin [--port PORT | --run-dir DIR] kv pin | unpin | evict PREFIX | --prompt TEXT | --prompt-file FILE
+       quintet admin [--port PORT | --run-dir DIR] kv export PREFIX FILE | export FILE --prompt TEXT | import FILE"""
 
 _EXAMPLES = (
     """\

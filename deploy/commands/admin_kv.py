@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import http.client
+import secrets
+import shutil
 import socket
 import ssl
 import sys
@@ -21,8 +23,9 @@ from quintet.frontend.guard import operator_keys
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_disk import EXCHANGE
 
-WAIT_S = 120.0
+WAIT_S = 620.0
 """For an answer."""
 VERBS = ("pin", "unpin", "evict")
 
@@ -31,6 +34,8 @@ DESCRIPTION = """\
   kv pin PREFIX          keep a prefix: neither memory nor disk gives it away, whoever else comes
   kv unpin PREFIX        keep it no longer
   kv evict PREFIX        forget a prefix and all that begins with it
+  kv export PREFIX FILE  write what the disk has of a prefix into a file (with --kv-disk)
+  kv import FILE         have what is in it at this server, which computes the same bits: same model, formats, version, processor
                          PREFIX: a name from the list, eight digits of it or more; or --prompt TEXT, or --prompt-file FILE
 """
 EXAMPLES = """\
@@ -39,6 +44,7 @@ EXAMPLES = """\
   quintet admin kv pin --prompt-file system-prompt.txt   before anybody sent it, too
   quintet admin kv unpin 5f0c31a7
   quintet admin kv evict 5f0c31a7
+  quintet admin kv export 5f0c31a7 system-prompt.kv      then, at another server: quintet admin kv import system-prompt.kv
 """
 
 
@@ -83,10 +89,61 @@ def _run(words: list[str], arguments: argparse.Namespace, config: EngineConfig) 
             _print_changed(verb, _ask(config, "POST", f"/kv/{verb}", _given(arguments)))
         case [verb, name] if verb in VERBS:
             _print_changed(verb, _ask(config, "POST", f"/kv/{verb}", {"id": name}))
+        case ["export", *name, file] if len(name) <= 1:
+            _export(config, {"id": name[0]} if name else _given(arguments), Path(file))
+        case ["import", file]:
+            _import(config, Path(file))
         case _:
             raise ConfigError(
-                f"'kv {' '.join(words)}' is not a command; there are `kv list`, and `kv pin`, `kv unpin` and `kv evict` PREFIX"
+                f"'kv {' '.join(words)}' is not a command; there are `kv list`, `kv pin|unpin|evict PREFIX`,"
+                " `kv export PREFIX FILE` and `kv import FILE`"
             )
+
+
+def _exchange(config: EngineConfig) -> Path:
+    if config.cache.disk is None:
+        raise Refused(
+            "prefixes go into files and come from there by way of --kv-disk: start the server with it"
+        )
+    return Path(config.cache.disk.folder) / EXCHANGE
+
+
+def _export(config: EngineConfig, prefix: dict[str, object], file: Path) -> None:
+    """Have the server write the file in its own folder, and take it from there."""
+    _exchange(config)
+    if file.exists():
+        raise Refused(f"{file} is there already: remove it, or give another name")
+    name = f"admin-{secrets.token_hex(8)}"
+    answer = _ask(config, "POST", "/kv/export", {**prefix, "file": name})
+    try:
+        shutil.move(answer["file"], file)
+    except OSError as error:
+        raise Refused(
+            f"{answer['file']} was written, and cannot be moved to {file}: {error.strerror}"
+        ) from None
+    for each in answer["data"]:
+        print(f"exported: {_line(each)}")
+    print(f"{file}: {format_size(answer['bytes'])}")
+
+
+def _import(config: EngineConfig, file: Path) -> None:
+    """Lay the file, or a copy, into the server's own folder while it is read."""
+    laid = _exchange(config) / f"admin-{secrets.token_hex(8)}"
+    try:
+        laid.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            shutil.copyfile(file, laid)
+        except OSError as error:
+            raise Refused(f"{file} cannot be read, or laid into {laid.parent}: {error.strerror}") from None
+        answer = _ask(config, "POST", "/kv/import", {"file": laid.name})
+    finally:
+        laid.unlink(missing_ok=True)
+    for engine in answer["data"]:
+        print(
+            f"engine {engine['engine']}: {engine['imported']} blocks imported, {engine['known']} were there,"
+            f" {engine['damaged']} were damaged"
+        )
+    _print_errors(answer)
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, object]:

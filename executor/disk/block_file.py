@@ -82,7 +82,7 @@ class BlockFile:
         digest = digest_of(self._whose, key, block)
         try:
             self._forget(place)
-            if _write_whole(self._blocks, block, place * self.block_bytes):
+            if write_whole(self._blocks, block, place * self.block_bytes):
                 self._enter(place, key, digest)
                 return True
             why = "no more of it could be written"
@@ -105,7 +105,7 @@ class BlockFile:
         if known != key:
             return False
         try:
-            is_whole = _read_whole(self._blocks, into, place * self.block_bytes)
+            is_whole = read_whole(self._blocks, into, place * self.block_bytes)
         except OSError as error:
             log.warning("a block of KV could not be read from disk: %s", error.strerror)
             is_whole = False
@@ -174,7 +174,8 @@ def _open(folder: Path, *names: str) -> list[int]:
         os.close(inside)
 
 
-def _write_whole(file: int, block: memoryview, offset: int) -> bool:
+def write_whole(file: int, block: memoryview, offset: int) -> bool:
+    """Write all of a block; return whether that was possible."""
     while len(block):
         written = os.pwrite(file, block, offset)
         if not written:
@@ -183,7 +184,8 @@ def _write_whole(file: int, block: memoryview, offset: int) -> bool:
     return True
 
 
-def _read_whole(file: int, into: memoryview, offset: int) -> bool:
+def read_whole(file: int, into: memoryview, offset: int) -> bool:
+    """Fill ``into``; return whether the file had so much."""
     while len(into):
         num_read = os.preadv(file, [into], offset)
         if not num_read:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 
 from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.disk.block_file import BlockFile
-from quintet.executor.disk.identity import identity_of
+from quintet.executor.disk.identity import identity_of, parts_of, whole_of
 from quintet.executor.features.kv_disk import DiskBlocks
 from quintet.executor.runner import Runner
 from quintet.wire.config import EngineConfig
+from quintet.wire.kv_disk import EXCHANGE
 
 log = logging.getLogger(__name__)
 
@@ -26,8 +28,14 @@ def open_kv_disk(runner: Runner, config: EngineConfig, first_host_block: int) ->
     block_bytes = BlockBytes(runner.blocks).block_bytes
     num_blocks = config.model.kv.num_blocks
     folder = Path(disk.folder)
-    file = BlockFile(
-        folder, identity_of(config, type(runner).__name__), block_bytes, num_blocks(disk.size_bytes)
-    )
+    name = type(runner).__name__
+    file = BlockFile(folder, identity_of(config, name), block_bytes, num_blocks(disk.size_bytes))
     log.info("KV on disk: %d of %d blocks in %s", len(file.kept()), file.num_places, folder)
-    return DiskBlocks(runner.blocks, file, num_blocks(disk.staging_bytes), first_host_block)
+    return DiskBlocks(
+        runner.blocks,
+        file,
+        num_blocks(disk.staging_bytes),
+        first_host_block,
+        folder.parent / EXCHANGE,
+        cache(lambda: whole_of(parts_of(config, name))),
+    )

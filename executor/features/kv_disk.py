@@ -13,18 +13,20 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from quintet.executor.block_bytes import BlockBytes, Bytes, Int
 from quintet.executor.disk.block_file import BlockFile
+from quintet.executor.disk.prefix_file import PrefixFileError, read_keys, read_prefix, write_prefix
 from quintet.executor.memory import lazy_zeros
 from quintet.process.batch_class import let_others_finish
-from quintet.wire.codec import pack_i32
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvOrders
 
 MAX_WAITING_BYTES = 256 << 20
 """Copies of blocks that may wait for the disk."""
@@ -58,6 +60,17 @@ class _Fetch:
     host_block: int
 
 
+@dataclass(slots=True)
+class _Job:
+    """Something with a file that takes long: done a block at a time, where nothing else is to be done."""
+
+    tables: int
+    task_id: int
+    steps: Iterator[int | bytes | tuple[int, bytes, bool]]
+    """Yields how long the file is by now, a key that it has, or which place was to hold which block, and whether it does."""
+    answer: FileAnswer
+
+
 class DiskBlocks:
     """See `quintet.executor.interface.KvDisk`."""
 
@@ -67,8 +80,15 @@ class DiskBlocks:
         file: BlockFile,
         num_staging_blocks: int,
         first_host_block: int,
+        exchange: Path,
+        whose: Callable[[], bytes],
     ) -> None:
-        """layers: KV memory on the CPU, ``[blocks, ...]`` each. first_host_block: the number of the first one of staging."""
+        """layers: KV memory on the CPU, ``[blocks, ...]`` each. first_host_block: the number of the first one of staging.
+
+        exchange: the folder of prefixes in files of their own. whose: returns whose their blocks are, for other machines.
+        """
+        self._exchange, self._whose = exchange, whose
+        self._jobs: deque[_Job] = deque()
         self._blocks = BlockBytes(layers)
         self._file = file
         self.num_places = file.num_places
@@ -121,6 +141,11 @@ class DiskBlocks:
                 self._tell()
             for (place, block), key in zip(fetches, orders.fetch_keys, strict=True):
                 self._fetches.append(_Fetch(tables, place, key, block))
+            for each in orders.files:
+                if each.verb == "import":
+                    for place in unpack_i32(each.places):
+                        self._kept.pop(place, None)
+                self._jobs.append(_Job(tables, each.task_id, self._steps(each), FileAnswer(each.task_id)))
             self._changed.notify()
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
@@ -173,6 +198,8 @@ class DiskBlocks:
                     self._store(task)
                 elif isinstance(task, _Drop):
                     self._file.drop(task.place, task.key)
+                elif isinstance(task, _Job):
+                    self._go_on(task)
                 else:
                     self._fetch(task)
         except Exception as failure:  # noqa: BLE001 -- the loop raises it
@@ -180,13 +207,58 @@ class DiskBlocks:
                 self._failure = failure
             self._ring()
 
-    def _next(self) -> _Store | _Drop | _Fetch | None:
+    def _next(self) -> _Store | _Drop | _Fetch | _Job | None:
         """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
         with self._changed:
-            self._changed.wait_for(lambda: self._fetches or self._stores or self._is_closing)
+            self._changed.wait_for(lambda: self._fetches or self._stores or self._jobs or self._is_closing)
             if self._fetches:
                 return self._fetches.popleft()
-            return self._stores.popleft() if self._stores else None
+            if self._stores:
+                return self._stores.popleft()
+            return self._jobs[0] if self._jobs and not self._is_closing else None
+
+    def _steps(self, order: FileOrder) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
+        folder, name, whose = self._exchange, order.name, self._whose()
+        wanted = list(zip(unpack_i32(order.places), order.keys, strict=True))
+        if order.verb == "export":
+            yield from write_prefix(folder, name, whose, self._file, wanted)
+        elif order.verb == "import":
+            yield from read_prefix(folder, name, whose, self._file, wanted)
+        else:
+            yield from read_keys(folder, name, whose, self._file)
+
+    def _go_on(self, job: _Job) -> None:
+        """Do the next step of a job; behind the last one tell of its end. Of tables that are gone nobody waits for it."""
+        answer, step = job.answer, None
+        if job.tables == self._tables:
+            try:
+                step = next(job.steps, None)
+            except PrefixFileError as error:
+                answer.error = str(error)
+        with self._changed:
+            answers = self._answers
+            if step is None:
+                self._jobs.popleft()
+                if job.tables == self._tables:
+                    answers.files.append(answer)
+                    self._tell()
+            elif isinstance(step, int):
+                answer.num_bytes = step
+            elif isinstance(step, bytes):
+                answer.keys.append(step)
+            else:
+                self._note_imported(job, *step)
+
+    def _note_imported(self, job: _Job, place: int, key: bytes, is_stored: bool) -> None:
+        if is_stored:
+            self._kept[place] = key
+        else:
+            job.answer.keys.append(key)
+        if job.tables == self._tables:
+            answers = self._answers
+            (answers.stored if is_stored else answers.unstored).append(key)
+            if len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
+                self._tell()
 
     def _store(self, task: _Store) -> None:
         with self._changed:

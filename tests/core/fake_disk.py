@@ -10,7 +10,7 @@ from quintet.core.engine import Engine
 from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
 from quintet.wire import codec
 from quintet.wire.config import KvDiskConfig
-from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvKept, KvOrders
 from quintet.wire.step import Capacity
 
 Content = dict[int, tuple[int, int, bytes]]
@@ -26,6 +26,8 @@ class FakeDisk:
         self.num_staging_blocks = num_staging_blocks
         self.config = KvDiskConfig(folder="", size_bytes=1, staging_bytes=1)
         self.contents: dict[int, tuple[bytes, Content]] = {}
+        self.files: dict[str, dict[bytes, Content]] = {}
+        """Prefixes in files of their own."""
         self.past: dict[bytes, tuple[list[int], int]] = {}
         """What identifies the tokens up to a position, of all that executors wrote -> tokens, and how many of them."""
         self.answers: deque[KvAnswers] = deque()
@@ -65,6 +67,8 @@ class FakeDisk:
             )
             self.contents[place] = key, dict(device[block])
             answers.stored.append(key)
+        for order in orders.files:
+            self._obey_file(order, answers)
         fetches = codec.unpack_i32(orders.fetches)
         fetched, missed = list[int](), list[int]()
         first = capacity.num_host_blocks
@@ -79,6 +83,23 @@ class FakeDisk:
             self.num_fetched += 1
         answers.fetched, answers.missed = codec.pack_i32(fetched), codec.pack_i32(missed)
         self.answers.append(answers)
+
+    def _obey_file(self, order: FileOrder, answers: KvAnswers) -> None:
+        answer = FileAnswer(order.task_id)
+        answers.files.append(answer)
+        places = codec.unpack_i32(order.places)
+        if order.verb == "export":
+            self.files[order.name] = dict(self.contents[place] for place in places)
+            assert list(self.files[order.name]) == order.keys
+            answer.num_bytes = len(order.keys)
+        elif order.name not in self.files:
+            answer.error = f"there is no file {order.name}"
+        elif order.verb == "look":
+            answer.keys = list(self.files[order.name])
+        else:
+            for place, key in zip(places, order.keys, strict=True):
+                self.contents[place] = key, self.files[order.name][key]
+                answers.stored.append(key)
 
     def _names(self, content: Content, block_size: int) -> list[bytes]:
         """Return the keys that a block with this content may have, by the tokens behind which it was written."""

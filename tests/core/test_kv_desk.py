@@ -40,7 +40,12 @@ def serve(world: World, request_id: int, prompt: list[int], **options: object) -
 def ask(world: World, verb: Verb, prompt: list[int] | None = None, **fields: object) -> KvReport:
     tokens = b"" if prompt is None else pack_i32(prompt)
     query = KvQuery(1, 0, verb, token_ids=tokens, **({"limit": 10} | fields))  # type: ignore[arg-type]
-    report = world.engine.kv_desk.answer(world.engine.state, query, 0, world.tick())
+    desk = world.engine.kv_desk
+    report = desk.answer(world.engine.state, query, 0, world.tick())
+    while report is None:  # until the disk has answered
+        world.plan()
+        assert world.commit(), "nobody answers"
+        report = next((told for _, told in desk.files.take_done()), None)
     world.engine.drop((), world.now)  # audits
     return report
 
@@ -253,3 +258,44 @@ def test_what_is_remembered_is_no_more_than_what_is_held() -> None:
         serve(world, request_id, [*PROMPT[: rng.randint(1, 20)], *rng.choices(range(3, 200), k=8)])
         assert len(world.engine.kv_desk.trails) <= 2 * 20 + 2
     assert len(done(ask(world, "list"))) > 1
+
+
+@pytest.mark.parametrize("groups", [FULL, MIXED, HYBRID], ids=["full", "mixed", "hybrid"])
+def test_a_prefix_goes_to_another_server(groups: list[KvGroup]) -> None:
+    here, there = FakeDisk(40), FakeDisk(40)
+    world = World(disk=here, groups=groups)
+    serve(world, 1, PROMPT)
+    (prefix, *_) = done(ask(world, "list"))
+    report = ask(world, "export", name=prefix.digest.hex(), file="a.kv")
+    assert [each.digest for each in done(report)] == [prefix.digest] and report.num_bytes > 0
+    other = World(disk=there, groups=groups)
+    there.files = here.files
+    there.past = here.past
+    brought = ask(other, "import", file="a.kv")
+    assert brought.error is None and (brought.num_imported, brought.num_known) == (report.num_bytes, 0)
+    assert serve(other, 2, PROMPT) == prefix.num_tokens
+    again = ask(other, "import", file="a.kv")
+    assert (again.num_imported, again.num_known) == (0, report.num_bytes)
+
+
+def test_files_that_cannot_be_are_refused() -> None:
+    disk = FakeDisk(40)
+    world = World(disk=disk)
+    for verb, fields, words in (
+        ("export", {"prompt": PROMPT, "file": "a.kv"}, "Of the prefix's 5 blocks 0 are on disk"),
+        ("import", {"file": "a.kv"}, "There is no file a.kv."),
+    ):
+        refused = ask(world, verb, **fields).error  # type: ignore[arg-type]
+        assert refused is not None and words in refused.message
+    refused = ask(World(), "import", file="a.kv").error
+    assert refused is not None and "by way of --kv-disk" in refused.message
+
+
+def test_an_executor_that_goes_takes_its_tasks_along() -> None:
+    world = World(disk=FakeDisk(40))
+    query = KvQuery(1, 0, "import", file="a.kv")
+    desk = world.engine.kv_desk
+    assert desk.answer(world.engine.state, query, 0, world.tick()) is None and not desk.files.take_done()
+    world.new_executor()
+    ((_, report),) = desk.files.take_done()
+    assert report.error is not None and report.error.code is ErrorCode.UNAVAILABLE

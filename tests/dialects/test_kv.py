@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from quintet.frontend.guard import operator_keys
 from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import KvDiskConfig
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, KvRoom
 from quintet.wire.messages import Failed
@@ -31,7 +33,7 @@ class Operator:
         def answer(role: Any, index: int, message: Any) -> bool:
             if isinstance(message, KvQuery):
                 self.asked.append(message)
-                report = KvReport(message.query_id, 0, [self.prefix], 1, ROOM)
+                report = KvReport(message.query_id, 0, [self.prefix], 1, room=ROOM)
                 if self.error is not None:
                     report = KvReport(message.query_id, 0, error=self.error)
                 self.server.loop.call_soon(self.server.engine.deliver, report)
@@ -116,6 +118,23 @@ def test_what_makes_no_sense_is_refused(operator: Operator, path: str, body: obj
     answer = operator.ask("GET" if body is None else "POST", path, body)
     assert answer.status == 400 and words in answer.json["error"]["message"]
     assert not operator.asked
+
+
+def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Operator) -> None:
+    for path, body in (("/kv/export", {"id": NAME, "file": "a.kv"}), ("/kv/import", {"file": "a.kv"})):
+        answer = operator.ask("POST", path, body)
+        assert answer.status == 400 and "by way of --kv-disk" in answer.json["error"]["message"]
+    config = operator.server.config
+    disk = KvDiskConfig(folder="/kv", size_bytes=1 << 20, staging_bytes=1 << 20)
+    cache = msgspec.structs.replace(config.cache, disk=disk)
+    operator.server.service.config = msgspec.structs.replace(config, cache=cache)
+    exported = operator.ask("POST", "/kv/export", {"id": NAME, "file": "a.kv"})
+    assert (exported.status, exported.json["file"]) == (200, "/kv/exchange/a.kv")
+    assert operator.ask("POST", "/kv/import", {"file": "a.kv"}).json["data"][0]["engine"] == 0
+    assert [(query.verb, query.file) for query in operator.asked] == [("export", "a.kv"), ("import", "a.kv")]
+    for name in ("", "../a.kv", "/etc/passwd", ".hidden", "a" * 101):
+        answer = operator.ask("POST", "/kv/import", {"file": name})
+        assert answer.status == 400 and "file is no name" in answer.json["error"]["message"]
 
 
 def test_a_refusal_of_the_core_is_told(operator: Operator) -> None:

@@ -16,7 +16,7 @@ from quintet.executor.features import kv_disk
 from quintet.executor.features.kv_disk import DiskBlocks
 from quintet.executor.kv_talk import KvTalk
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import FileOrder, KvAnswers, KvOrders
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
@@ -31,7 +31,7 @@ class Bench:
             for layer in range(2)
         ]
         self.file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
-        self.disk = DiskBlocks(self.layers, self.file, 4, FIRST)
+        self.disk = DiskBlocks(self.layers, self.file, 4, FIRST, folder / "exchange", lambda: b"o" * 32)
         self._rung = threading.Event()
         self.disk.begin(self._rung.set)
 
@@ -210,3 +210,42 @@ def test_orders_that_only_drop_reach_the_disk() -> None:
     orders = KvOrders(0, drops=pack_i32([5]), drop_keys=KEYS[:1])
     talk.order(orders)
     assert heard == [orders]
+
+
+def test_a_prefix_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
+    """Behind what somebody waits for, a block at a time."""
+    bench, other = Bench(tmp_path / "here"), Bench(tmp_path / "there")
+    bench.disk.order(stores(0, 2, 5, 3, 7))
+    answers = bench.answers()
+    while len(answers.stored) < 2:
+        answers.stored += bench.answers().stored
+    wanted = pack_i32([5, 7])
+    bench.disk.order(KvOrders(0, files=[FileOrder(1, "export", "a.kv", wanted, KEYS[:2])]))
+    (answer,) = bench.answers().files
+    assert (answer.task_id, answer.error) == (1, "") and answer.num_bytes > 2 * 2 * LAYER_BYTES
+    (tmp_path / "there" / "exchange").symlink_to(tmp_path / "here" / "exchange")
+    other.disk.order(KvOrders(0, files=[FileOrder(2, "look", "a.kv")]))
+    (answer,) = other.answers().files
+    assert "is a link" in answer.error
+    (tmp_path / "there" / "exchange").unlink()
+    (tmp_path / "here" / "exchange").rename(tmp_path / "there" / "exchange")
+    other.disk.order(KvOrders(0, files=[FileOrder(3, "look", "a.kv")]))
+    (answer,) = other.answers().files
+    assert (answer.task_id, answer.error, answer.keys) == (3, "", KEYS[:2])
+    other.disk.order(KvOrders(0, files=[FileOrder(4, "import", "a.kv", pack_i32([0, 1]), KEYS[:2])]))
+    answers = other.answers()
+    assert answers.stored == KEYS[:2] and [each.task_id for each in answers.files] == [4]
+    assert other.disk.kept() == [(0, KEYS[0]), (1, KEYS[1])]
+    bench.disk.close()
+    other.disk.close()
+
+
+def test_a_dropped_block_is_not_there_any_more(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.disk.order(stores(0, 2, 5))
+    assert bench.answers().stored == KEYS[:1]
+    bench.disk.order(KvOrders(0, drops=pack_i32([5]), drop_keys=KEYS[:1]))
+    bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
+    assert bench.answers().stored == KEYS[1:2]
+    assert bench.disk.kept() == [(6, KEYS[1])] and not bench.file.holds(5, KEYS[0])
+    bench.disk.close()

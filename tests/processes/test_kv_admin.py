@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +45,29 @@ def test_an_operator_lists_pins_and_evicts(server: Server) -> None:
     assert evicted.stdout.startswith("evicted: "), evicted.stderr
     assert not [line for line in listed(server)[1:] if name in line]
     assert ask(server) == first, "computed again"
+
+
+def test_a_prefix_is_carried_to_another_server(server: Server, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.kv"
+    text, _ = ask(server)
+    exported: list[subprocess.CompletedProcess[str]] = []
+
+    def is_exported() -> bool:
+        exported.append(admin(server, "kv", "export", str(file), "--prompt", PROMPT))
+        return exported[-1].returncode == 0
+
+    wait_until(is_exported, "an export, once all is on disk")
+    assert exported[-1].stdout.startswith("exported: "), exported[-1]
+    assert "is there already" in admin(server, "kv", "export", str(file), "--prompt", PROMPT).stderr
+    with serve(*FLAGS, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "16MiB") as other:
+        brought = admin(other, "kv", "import", str(file))
+        assert brought.returncode == 0 and " 0 were damaged" in brought.stdout, brought.stderr
+        again, num_cached = ask(other)
+        assert again == text and num_cached > 0
+        file.write_bytes(file.read_bytes()[:-1])
+        refused = admin(other, "kv", "import", str(file))
+        assert refused.returncode == 1 and "it was cut, or something was added" in refused.stderr
+        assert [path.name for path in (tmp_path / "kv" / "exchange").iterdir()] == []
 
 
 def test_nobody_else_may_ask(server: Server) -> None:

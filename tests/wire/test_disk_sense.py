@@ -7,7 +7,7 @@ import pytest
 
 from quintet.wire.codec import pack_i32
 from quintet.wire.disk_sense import disk_checks, fits_elsewhere
-from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvKept, KvOrders
 from quintet.wire.step import Capacity
 
 CHECKS = disk_checks(num_blocks=8, num_host_blocks=6, num_places=4)
@@ -23,6 +23,11 @@ def makes_sense(message: msgspec.Struct) -> bool:
     [
         KvOrders(0),
         KvOrders(3, pack_i32([7, 3]), [KEY], pack_i32([3, 5, 0, 0]), [KEY, OF_GROUP]),
+        KvOrders(0, drops=pack_i32([3]), drop_keys=[KEY]),
+        KvOrders(
+            0, files=[FileOrder(1, "export", "a.kv", pack_i32([3]), [KEY]), FileOrder(2, "look", "a.kv")]
+        ),
+        KvAnswers(1, 0, files=[FileAnswer(1, "", [KEY])]),
         KvAnswers(1, 0, [KEY], [OF_GROUP], pack_i32([5]), pack_i32([0]), 9),
         KvKept(1, 0, pack_i32([3, 0]), [KEY, OF_GROUP]),
     ],
@@ -41,6 +46,11 @@ def test_what_can_be_passes(message: msgspec.Struct) -> None:
         KvOrders(0, pack_i32([7, 3]), [KEY[:31]]),
         KvOrders(0, fetches=pack_i32([3, 6]), fetch_keys=[KEY]),
         KvOrders(0, fetches=pack_i32([-1, 0]), fetch_keys=[KEY]),
+        KvOrders(0, drops=pack_i32([4]), drop_keys=[KEY]),
+        KvOrders(0, drops=pack_i32([3])),
+        KvOrders(0, files=[FileOrder(1, "import", "../a.kv")]),
+        KvOrders(0, files=[FileOrder(1, "import", "a.kv", pack_i32([4]), [KEY])]),
+        KvAnswers(1, 0, files=[FileAnswer(1, "", [b"k"])]),
         KvAnswers(0, 0),
         KvAnswers(1, 0, fetched=pack_i32([6])),
         KvAnswers(1, 0, missed=b"abc"),
