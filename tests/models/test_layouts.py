@@ -1,4 +1,8 @@
-"""With `--layout-invariant` one process, ranks and stages of ranks give the same bits: of each logit, in every format."""
+"""With `--layout-invariant` one process, ranks and stages of ranks give the same bits: of each logit, in every format.
+
+In fp32, where every sum of another order is seen: rounded to bf16, logits of models as small as these may be the same bits
+without the flag, too.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.models.equal import Dtype, alone, load, run
-from tests.models.random_checkpoints import NUM_TOKENS
+from tests.models.random_checkpoints import NUM_TOKENS, of_transformers, write_checkpoint
 from tests.models.ranks import in_ranks
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
@@ -24,6 +28,13 @@ def check(
 ) -> None:
     """Each prompt alone: what it has in company is the same bits as ever, in each layout."""
     prompts = [each.prompt for each in made(ROWS[name], folder)]
+    check_prompts(prompts, folder, dtype, quantization, experts=experts)
+
+
+def check_prompts(
+    prompts: list[list[int]], folder: Path, dtype: Dtype, quantization: Quantization, *, experts: bool
+) -> None:
+    """The same of a folder."""
     expected = alone(load(folder, dtype, quantization, layout_invariant=True), prompts)
     for size in SIZES:
         with in_ranks(folder, size, dtype, quantization, experts=experts, invariant=True) as loaded:
@@ -36,26 +47,33 @@ def check(
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_ranks_have_the_bits_of_one_process(quantization: Quantization, tmp_path: Path) -> None:
     """With four ranks two of them keep the same KV head."""
-    check("llama", tmp_path, "bfloat16", quantization)
+    check("llama", tmp_path, "float32", quantization)
+
+
+def test_slices_are_those_of_one_process(tmp_path: Path) -> None:
+    """Of inputs deep enough to be cut: for the outputs of a rank alone they would be cut otherwise, logits' the finest."""
+    deep = {"hidden_size": 1024, "head_dim": 16, "intermediate_size": 2048, "vocab_size": 2400}
+    write_checkpoint(of_transformers("LlamaConfig", **deep, num_hidden_layers=1), tmp_path)
+    check_prompts([list(range(1, length)) for length in (2, 40)], tmp_path, "float32", "none", experts=False)
 
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", EXPERTS)
 def test_ranks_of_whole_experts_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
-    check(name, tmp_path, "bfloat16", experts=True)
+    check(name, tmp_path, "float32", experts=True)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("quantization", ["int8", "w8a8"])
 def test_rounding_is_by_leaf(quantization: Quantization, tmp_path: Path) -> None:
     """Scales of columns, and of tokens, are those of a leaf, whoever has it."""
-    check("llama", tmp_path, "bfloat16", quantization)
+    check("llama", tmp_path, "float32", quantization)
 
 
 @pytest.mark.whole
 @pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
 def test_experts_are_rounded_alike(quantization: Quantization, tmp_path: Path) -> None:
-    check("mixtral", tmp_path, "bfloat16", quantization, experts=True)
+    check("mixtral", tmp_path, "float32", quantization, experts=True)
 
 
 @pytest.mark.whole
@@ -64,7 +82,7 @@ def test_every_family_has_the_bits_of_one_process_or_is_refused(name: str, tmp_p
     made(ROWS[name], tmp_path)
     for experts in (False, True):
         try:
-            check(name, tmp_path, "bfloat16", experts=experts)
+            check(name, tmp_path, "float32", experts=experts)
             return
         except ConfigError as error:
             words = (
@@ -82,7 +100,7 @@ def test_what_is_drawn_is_the_same(tmp_path: Path) -> None:
     """So a request may go on in another layout from where it was."""
     prompts = [each.prompt for each in made(ROWS["llama"], tmp_path)]
     params = SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=NUM_TOKENS, repetition_penalty=1.3)
-    whole = load(tmp_path, "bfloat16", layout_invariant=True)
+    whole = load(tmp_path, "float32", layout_invariant=True)
     expected = run(whole, changed(whole.config), prompts, params=params)
-    with in_ranks(tmp_path, 2, "bfloat16", invariant=True) as loaded:
+    with in_ranks(tmp_path, 2, "float32", invariant=True) as loaded:
         assert run(loaded, changed(loaded.config), prompts, params=params).outputs == expected.outputs
