@@ -107,6 +107,16 @@ QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const Linea
   }
 }
 
+// Rows of a unit. Of few rows, units of all columns pass one after another over a piece, the first out of memory, front to back, and
+// the others out of a cache: memory is read better so than by units of half of the columns, where it is not asked for ahead.
+template <class Dot>
+index_t unit_rows_of(const Weight& weight, const LinearItem& item, const Plan& plan) {
+  if (plan.expanded || weight.fetches || item.to - item.from < kTileColumns) return Dot::kUnitRows;
+  index_t rows = Dot::kUnitRows;
+  while (rows > 1 && vectors_of<Dot>(int(rows)) * kLanes < kTileColumns) --rows;
+  return rows;
+}
+
 template <class Dot>
 Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const Weight& weight = *call.weight;
@@ -119,7 +129,8 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   if (item.rows == 1 && weight.slices == 1 && weight.depth <= kRowDepth) plan.piece = kRowDepth;
   plan.in_group = plan.whole ? plan.piece : plan.grouped ? weight.group : call.x_group;
   plan.step = step_of(plan.expanded ? Codes::eight : weight.codes);
-  plan.units = (item.rows + Dot::kUnitRows - 1) / Dot::kUnitRows;
+  const index_t unit_rows = unit_rows_of<Dot>(weight, item, plan);
+  plan.units = (item.rows + unit_rows - 1) / unit_rows;
   plan.unit_rows = item.rows / plan.units, plan.larger_units = item.rows - plan.units * plan.unit_rows;
   const index_t most = plan.unit_rows + (plan.larger_units > 0), width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
