@@ -31,7 +31,9 @@ constexpr index_t kStreamSlice = 768;  // a slice that is one short piece
 constexpr index_t kRowDepth = 1024;
 constexpr index_t kLeastGroup = 16;  // of k
 constexpr index_t kStreamRows = 32;
-constexpr index_t kExpandFrom = 16;       // rows in a panel from which 4-bit weights are expanded once; others from more than kFewRows
+// Rows in a panel from which 4-bit weights are expanded once, where units ask for what they read and where they do not; others from more
+// than kFewRows.
+constexpr index_t kExpandFrom = 16, kExpandWholeUnitsFrom = 65;
 constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
 constexpr index_t kFewestPanelRows = 48;  // or weights would be read too often
 
@@ -61,10 +63,10 @@ struct Plan : Cutting {
 };
 
 // Whether so many rows are multiplied with bytes, once made of the codes.
-bool is_expanded(Codes codes, index_t rows) {
+bool is_expanded(Codes codes, index_t rows, bool fetches) {
   switch (codes) {
     case Codes::eight: return false;
-    case Codes::four: return rows >= kExpandFrom;
+    case Codes::four: return rows >= (fetches ? kExpandFrom : kExpandWholeUnitsFrom);
     default: return rows > kFewRows;
   }
 }
@@ -107,8 +109,9 @@ QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const Linea
   }
 }
 
-// Rows of a unit. Of few rows, units of all columns pass one after another over a piece, the first out of memory, front to back, and
-// the others out of a cache: memory is read better so than by units of half of the columns, where it is not asked for ahead.
+// Rows of a unit. Where the processor follows what is read, units of all columns pass one after another over a piece, the first out of
+// memory, front to back, and the others out of a cache. Wider units of half of the columns, which multiply a little more
+// for what they load, would keep it from that.
 template <class Dot>
 index_t unit_rows_of(const Weight& weight, const LinearItem& item, const Plan& plan) {
   if (plan.expanded || weight.fetches || item.to - item.from < kTileColumns) return Dot::kUnitRows;
@@ -123,13 +126,14 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   Plan plan{};
   plan.rows = item.rows, plan.x = quantized_x(call);
   plan.grouped = weight.group != kWholeDepth, plan.whole = call.int8_activations && !plan.grouped;
-  plan.expanded = is_expanded(weight.codes, item.rows);
+  plan.expanded = is_expanded(weight.codes, item.rows, weight.fetches);
+  const index_t unit_rows = unit_rows_of<Dot>(weight, item, plan);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
-  if (!plan.whole) plan.piece = even_piece(weight, plan.piece == kStreamPiece && weight.slices > 1 ? kStreamSlice : plan.piece);
+  const bool once = plan.piece == kStreamPiece && item.rows <= unit_rows;  // or a unit would find too little of it in the cache
+  if (!plan.whole) plan.piece = even_piece(weight, once && weight.slices > 1 ? kStreamSlice : plan.piece);
   if (item.rows == 1 && weight.slices == 1 && weight.depth <= kRowDepth) plan.piece = kRowDepth;
   plan.in_group = plan.whole ? plan.piece : plan.grouped ? weight.group : call.x_group;
   plan.step = step_of(plan.expanded ? Codes::eight : weight.codes);
-  const index_t unit_rows = unit_rows_of<Dot>(weight, item, plan);
   plan.units = (item.rows + unit_rows - 1) / unit_rows;
   plan.unit_rows = item.rows / plan.units, plan.larger_units = item.rows - plan.units * plan.unit_rows;
   const index_t most = plan.unit_rows + (plan.larger_units > 0), width = vectors_of<Dot>(int(most)) * kLanes;

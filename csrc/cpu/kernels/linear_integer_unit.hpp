@@ -2,7 +2,7 @@
 //
 // Shape, with 32 registers, 24 of them sums: up to 6 rows (3 for 16-bit x) by four vectors of columns (with AVX-512 all
 // 64), so that a few rows pass over the weights once; more, up to 12 (6), by two, for 14 loads and 6 unpackings of 4-bit
-// weights per 24 multiplications. With 16 registers, 12 of them sums: one sum a column by eight vectors, two by four,
+// weights per 24 multiplications; not where the processor follows what is read front to back (linear_integer.cpp). With 16 registers, 12 of them sums: one sum a column by eight vectors, two by four,
 // more, up to 6 rows (3), by two. Limiter: VPDPBUSD, two a cycle.
 #pragma once
 
