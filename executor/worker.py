@@ -27,7 +27,6 @@ from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
 from quintet.executor.parallel.library import Note
 from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.peers.boot import open_kv_peers
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.kv import allocate_kv, takes_layer
 from quintet.executor.program.library import program_library
@@ -96,7 +95,13 @@ class Worker:
         self._first_of_peers = self.num_host_blocks
         if self.kv_disk is not None:
             self._first_of_peers += self.kv_disk.num_staging_blocks
-        self.kv_peers = open_kv_peers(runner, config, self._first_of_peers)
+        self.kv_peers = None
+        if config.cache.peers is not None:
+            from quintet.executor.peers.boot import (
+                open_kv_peers,  # it needs ZeroMQ, and who asks nobody does not
+            )
+
+            self.kv_peers = open_kv_peers(runner, config.cache.peers, config, self._first_of_peers)
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(

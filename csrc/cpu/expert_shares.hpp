@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "experts.hpp"
+#include "rank_sums.hpp"
 
 namespace qt {
 
-inline constexpr index_t kMostRanks = 64;
 inline constexpr index_t kReadRows = 12;  // so many rows are multiplied in the time in which a weight is read
 
 class ExpertShares {

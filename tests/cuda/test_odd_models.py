@@ -14,7 +14,9 @@ from tests.models.test_odd_models import PROMPTS, by_torch
 from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.cuda.device import Device
 from quintet.executor.models.model import Setting
+from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.weights.plan import WeightPlan
 from quintet.wire.params import SamplingParams
 
 
@@ -22,6 +24,9 @@ class RowMajor:
     """Weights as a GPU has them, also where the device is emulated."""
 
     linear = RowMajorLinear
+
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
