@@ -32,6 +32,8 @@ class Case(msgspec.Struct):
     int8_activations: bool
     bytes: int
     threads: int
+    row_bytes: int = 0
+    """Of rows of a GGUF file's blocks, where the format takes nothing else."""
 
 
 class Answer(msgspec.Struct):
@@ -59,7 +61,10 @@ def load(case: Case) -> list[PackedWeight]:
     library = linear_library()
     assert library is not None, "the host kernels are built"
     torch.manual_seed(0)
-    source = torch.randn(case.columns, case.depth).to(torch.bfloat16)
+    if case.row_bytes:  # small numbers wherever they are scales
+        source = torch.randint(0, 0x3C, (case.columns, case.row_bytes), dtype=torch.uint8)
+    else:
+        source = torch.randn(case.columns, case.depth).to(torch.bfloat16)
     kind = WeightFormat[case.format]
     size = library.weight_bytes(int(kind), case.columns, case.depth, case.group, 0)
     weights: list[PackedWeight] = []
@@ -68,7 +73,7 @@ def load(case: Case) -> list[PackedWeight]:
         if weights:
             weight.memory.copy_(weights[0].memory)
         else:
-            weight.fill(source)
+            (weight.fill_blocks if case.row_bytes else weight.fill)(source)
         weights.append(weight)
     return weights
 

@@ -125,9 +125,12 @@ def main() -> None:
         for shape in arguments.shapes:
             chosen, (columns, depth) = FORMATS[name], SHAPES[shape]
             size = 0 if arguments.cached else COLD_BYTES
+            k, block_bytes = chosen.weight.block(0) or (1, 0)
+            row_bytes = depth // k * block_bytes if chosen.has_blocks else 0
             case = Case(
-                chosen.weight.name, columns, depth, chosen.group, chosen.int8_activations, size, arguments.threads
-            )  # fmt: skip
+                *(chosen.weight.name, columns, depth, chosen.group, chosen.int8_activations, size),
+                *(arguments.threads, row_bytes),
+            )
             for member in (this, that):
                 member.ask(msgspec.json.encode(case).decode())
             for rows in arguments.rows:

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.kv_leaving import check_kv_leaves
 from quintet.deploy.resolve.memory import format_size, parse_size
 from quintet.process.own_files import complaint_about
 from quintet.wire.config import KvDiskConfig
@@ -35,7 +36,7 @@ def kv_disk_config(
                 f"--kv-disk-size {options.kv_disk_size} says how much, not where: give {FLAG} too"
             )
         return None
-    _check_is_possible(options, device, shares_beginnings)
+    check_kv_leaves(FLAG, options, device, shares_beginnings)
     folder = Path(options.kv_disk).expanduser().absolute()
     _check_folder(folder)
     size_bytes = parse_size(options.kv_disk_size or DEFAULT_SIZE, "--kv-disk-size")
@@ -48,28 +49,6 @@ def kv_disk_config(
         )
     staging_bytes = max(kv.bytes_per_block, min(MAX_STAGING_BYTES, num_needed * kv.bytes_per_block))
     return KvDiskConfig(folder=str(folder), size_bytes=size_bytes, staging_bytes=staging_bytes)
-
-
-def _check_is_possible(options: Options, device: str, shares_beginnings: bool) -> None:
-    if options.executor == "mock":
-        raise ConfigError(f"{FLAG} is for a model's KV, and the mock executor has none: drop it")
-    if device != "cpu":
-        raise ConfigError(
-            f"{FLAG}: KV goes to disk from host memory so far, not from a GPU: drop it, or give --device cpu"
-        )
-    for flag, size in (
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size),
-    ):
-        if size > 1:
-            raise ConfigError(
-                f"{FLAG}: the blocks of {flag} {size} lie in several processes, and one of them would write: drop one of the two"
-            )
-    if not shares_beginnings:
-        raise ConfigError(
-            f"{FLAG}: blocks on disk are found by the prefix cache's keys, and prefix caching is off (--no-enable-prefix-caching,"
-            " or a model that rotates long sequences otherwise): drop one of the two"
-        )
 
 
 def free_bytes(folder: Path) -> int:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.kv_leaving import check_kv_leaves
 from quintet.deploy.resolve.memory import format_size, parse_size
 from quintet.wire.config import KvPeersConfig
 from quintet.wire.errors import ConfigError
@@ -34,7 +35,7 @@ def kv_peers_config(
     if role == "alone":
         _check_nothing_is_said(options)
         return None
-    _check_is_possible(options, device, shares_beginnings)
+    check_kv_leaves(f"--role {options.role}", options, device, shares_beginnings)
     offers, fetches = role != "decode", role != "prefill"
     if not offers and (options.kv_peer_listen is not None or options.kv_peer_memory is not None):
         raise ConfigError(
@@ -79,29 +80,6 @@ def _check_nothing_is_said(options: Options) -> None:
     ):
         if value:
             raise ConfigError(f"{flag} says how, not what for: give --role prefill, decode or both too")
-
-
-def _check_is_possible(options: Options, device: str, shares_beginnings: bool) -> None:
-    role = f"--role {options.role}"
-    if options.executor == "mock":
-        raise ConfigError(f"{role} is for a model's KV, and the mock executor has none: drop it")
-    if device != "cpu":
-        raise ConfigError(
-            f"{role}: KV goes from server to server from host memory so far, not from a GPU: drop it, or give --device cpu"
-        )
-    for flag, size in (
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size),
-    ):
-        if size > 1:
-            raise ConfigError(
-                f"{role}: the blocks of {flag} {size} lie in several processes, and one of them would send: drop one of the two"
-            )
-    if not shares_beginnings:
-        raise ConfigError(
-            f"{role}: blocks are named by the prefix cache's keys, and prefix caching is off (--no-enable-prefix-caching, or a"
-            " model that rotates long sequences otherwise): drop one of the two"
-        )
 
 
 def _address(options: Options, key_file: str) -> str:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.disk.block_file import BlockFile
-from quintet.executor.disk.identity import identity_of, parts_of, whole_of
 from quintet.executor.features.kv_disk import DiskBlocks
+from quintet.executor.kv_identity import identity_of, parts_of, whole_of
 from quintet.executor.runner import Runner
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_disk import EXCHANGE

@@ -53,7 +53,7 @@ class PeerBlocks:
         num_staging_blocks: int,
         first_host_block: int,
     ) -> None:
-        """layers: KV memory on the CPU, ``[blocks, ...]`` each. parts, whose: see `quintet.executor.disk.identity`.
+        """layers: KV memory on the CPU, ``[blocks, ...]`` each. parts, whose: see `quintet.executor.kv_identity`.
 
         listen: ``host:port``, "" for nowhere. num_offered: blocks that are kept for others. Raises `ConfigError`.
         """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from quintet.executor.disk.identity import parts_of, whole_of
 from quintet.executor.features.kv_peer import PeerBlocks
+from quintet.executor.kv_identity import parts_of, whole_of
 from quintet.executor.peers.keys import read_key
 from quintet.executor.runner import Runner
 from quintet.wire.config import EngineConfig, KvPeersConfig

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import msgspec
 import zmq
 
-from quintet.executor.disk.identity import digest_of
+from quintet.executor.kv_identity import digest_of
 from quintet.executor.peers.keys import Context, PeerKey
 from quintet.executor.peers.offered import Offered
 from quintet.executor.peers.talk import (
@@ -46,7 +46,7 @@ class Door:
         whose: bytes,
         parts: Mapping[str, str],
     ) -> None:
-        """address: ``host:port``. whose, parts: see `quintet.executor.disk.identity`. Raises `ConfigError`."""
+        """address: ``host:port``. whose, parts: see `quintet.executor.kv_identity`. Raises `ConfigError`."""
         self._offered = offered
         self._whose = whose
         self._parts = dict(parts)

@@ -13,7 +13,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from quintet.executor.block_bytes import Bytes
-from quintet.executor.disk.identity import digest_of
+from quintet.executor.kv_identity import digest_of
 from quintet.executor.peers.keys import Context, PeerKey
 from quintet.executor.peers.talk import (
     MAX_HEAD_BYTES,

@@ -19,7 +19,7 @@ def config_of(folder: Path, eplb: str | None, **flags: Any) -> EngineConfig:
     write_model(folder, architectures=["MixtralForCausalLM"], num_local_experts=6, num_experts_per_tok=2)
     given = {"enable_eplb": True, "enable_expert_parallel": True, "tensor_parallel_size": 2} | flags
     options = Options(model=str(folder), load_format="dummy", device="cpu", eplb_config=eplb, **given)
-    return resolve(options, Path("/tmp/eplb")).config
+    return resolve(options, folder).config
 
 
 def test_what_is_asked_for_is_resolved_and_its_memory_is_counted(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ SAMPLE_BYTES = 4096
 MOST_SAMPLES, LEAST_SAMPLES = 256, 4
 """Of all files together about so many samples, and of each at least so many: a hundredth of a second on a disk of today."""
 
-EXECUTOR = Path(__file__).parents[1]
+EXECUTOR = Path(__file__).parent
 SAMPLED_EVERY = 1 << 20
 """Bytes, where times tell nothing, since they are other ones on every machine."""
 
