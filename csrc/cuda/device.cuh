@@ -136,6 +136,27 @@ __device__ __forceinline__ uint4 load_stream_16(const void* global) {
   return quad;
 }
 
+// A word that another device writes, or reads, while this kernel runs. What was written before a release (by other threads too,
+// behind a barrier) is there for whoever acquires the value, and behind the next barrier for the other threads of its block.
+__device__ __forceinline__ void store_release_system(unsigned* address, unsigned value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+__device__ __forceinline__ unsigned load_acquire_system(const unsigned* address) {
+  unsigned value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// Nanoseconds since some moment, in steps of up to a millisecond.
+__device__ __forceinline__ long long device_time_ns() {
+  long long now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Between two looks at what another device is to write.
+__device__ __forceinline__ void look_away() {}
+
 }  // namespace quintet
 
 #endif

@@ -1,7 +1,7 @@
 """A GPU: torch's memory, streams, events and graphs; CuPy to load kernels and to launch them on torch's stream.
 
-Both use the device's primary context, so an address or a stream of one is good in the other. CuPy allocates nothing here:
-all device memory is torch's, which can then say how much is in use. Importing this module needs CuPy.
+Both use the device's primary context, so an address or a stream of one is good in the other. CuPy allocates nothing here but what
+processes share: all other device memory is torch's, which can then say how much is in use. Importing this module needs CuPy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from quintet.executor.cuda.arguments import ArgumentBuffer
 from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
 from quintet.executor.cuda.modules import KINDS, Kind, ModuleStore, RefusedError
 from quintet.executor.cuda.sources import FLAGS
+from quintet.wire.errors import ConfigError
 
 DEFAULT_SHARED_BYTES = 48 << 10
 """Shared memory, static and dynamic together, that a kernel gets without asking (CUDA C++ Programming Guide, "Compute
@@ -79,6 +80,23 @@ class CupyDevice:
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """See `Device`. Torch's pinned memory has one address for host and device (unified addressing)."""
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
+        """See `Device`. Not torch's: a handle is of a whole allocation, of which torch gives parts away."""
+        address = int(cupy.cuda.runtime.malloc(num_bytes))
+        cupy.cuda.runtime.memset(address, 0, num_bytes)
+        self.synchronize()
+        return address, bytes(cupy.cuda.runtime.ipcGetMemHandle(address))
+
+    def open_memory(self, handle: bytes) -> int:
+        """See `Device`."""
+        try:
+            return int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
+        except ERRORS as error:
+            raise ConfigError(
+                f"memory of another rank's GPU cannot be reached from this one ({error}): --tensor-parallel-size is of GPUs that"
+                " reach each other's memory (`nvidia-smi topo -p2p r`), in a container that lets processes share it (--ipc=host)"
+            ) from error
 
     def record(self) -> Event:
         """See `Device`."""

@@ -88,6 +88,14 @@ class Device(Protocol):
         """Return page-locked host memory that copies run to and from asynchronously and kernels may address."""
         ...
 
+    def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
+        """Return the address of memory, zeros, that stays as long as the process, and a handle for other processes."""
+        ...
+
+    def open_memory(self, handle: bytes) -> int:
+        """Return the address, for this device's kernels, of what another process shares; `ConfigError` if it cannot be had."""
+        ...
+
     def record(self) -> Event:
         """Mark the current stream's end as it is now."""
         ...

@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import tempfile
 import threading
@@ -69,7 +70,7 @@ class _Launch(ctypes.Structure):
         ("grid", ctypes.c_uint32 * 3),
         ("block", ctypes.c_uint32 * 3),
         ("shared_bytes", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("rank", ctypes.c_uint32),
         ("seed", ctypes.c_uint64),
     )
 
@@ -144,13 +145,16 @@ class EmulatedDevice:
     max_shared_bytes = 227 * 1024
     errors: tuple[type[Exception], ...] = (KernelError,)
 
-    def __init__(self, sources: Path = SOURCES, seed: int = 1) -> None:
+    def __init__(self, sources: Path = SOURCES, seed: int = 1, rank: int | None = None) -> None:
+        """rank: of one of several devices whose kernels wait for each other, each launched by a thread of its own."""
         self.seed = seed
+        self.sources = sources
         self.num_launches = 0
         self.num_free_bytes = 1 << 30
         self.matrix_loads = (0, 0)
         """Of the last launch: matrices loaded by ``load_matrix_x4``, and accesses more for rows in the same banks."""
-        self._modules = _Modules(sources)
+        self._shared: list[torch.Tensor] = []
+        self._modules = _Modules(sources, 0 if rank is None else rank + 1)
         self._held: list[EmulatedEvent] | None = None
 
     def launch(
@@ -164,6 +168,15 @@ class EmulatedDevice:
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
+
+    def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
+        """All ranks are threads of one process: the address is the handle."""
+        self._shared.append(torch.zeros(num_bytes, dtype=torch.uint8))
+        address = self._shared[-1].data_ptr()
+        return address, address.to_bytes(8, "little")
+
+    def open_memory(self, handle: bytes) -> int:
+        return int.from_bytes(handle, "little")
 
     def record(self) -> EmulatedEvent:
         event = EmulatedEvent(time.monotonic())
@@ -207,8 +220,9 @@ class EmulatedDevice:
 class _Modules:
     """The compiled files, opened as they are needed."""
 
-    def __init__(self, sources: Path) -> None:
+    def __init__(self, sources: Path, rank: int) -> None:
         self._sources = sources
+        self._rank = rank
         self._open: dict[str, _Module] = {}
         self._compiling: dict[str, Future[Path]] = {}
         self._compilers = ThreadPoolExecutor(os.cpu_count() or 1)
@@ -227,16 +241,19 @@ class _Modules:
     def open(self, module: str) -> _Module:
         opened = self._open.get(module)
         if opened is None:
-            opened = self._open[module] = _Module(self._compile(module).result())
+            opened = self._open[module] = _Module(self._compile(module).result(), self._rank)
         return opened
 
 
 class _Module:
     """One compiled file: its kernels, and where its static shared memory is."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._library = ctypes.CDLL(str(path))
+    def __init__(self, path: Path, rank: int) -> None:
+        """rank: 0, or one of several from 1 on, which each have a copy: a library is loaded once, and runs a block at a time."""
+        self._rank = rank
+        with tempfile.TemporaryDirectory() as folder:
+            loaded = Path(shutil.copy(path, folder)) if rank else path
+            self._library = ctypes.CDLL(str(loaded))
         self._library.qt_run.restype = ctypes.c_char_p
         self._statics = _static_shared(path, self._library)
         self._lock = threading.Lock()  # one block runs at a time
@@ -257,7 +274,7 @@ class _Module:
             for kind, value in zip(kernel.kinds, args, strict=True)
         ]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        launch = _Launch(grid, block, shared_bytes, 0, seed)
+        launch = _Launch(grid, block, shared_bytes, self._rank, seed)
         buffers = _guarded(args)
         with self._lock:
             problem = self._library.qt_run(

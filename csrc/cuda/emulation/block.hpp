@@ -39,7 +39,7 @@ struct Launch {
   unsigned grid[3];
   unsigned block[3];
   unsigned shared_bytes;
-  unsigned reserved;
+  unsigned rank;  // 0, or one of several from 1 on, whose kernels run in other threads meanwhile: blocks in one order, threads not
   unsigned long long seed;
 };
 
@@ -83,6 +83,7 @@ struct Block {
   void* function;
   void** arguments;
   unsigned long long seed, random;
+  unsigned rank;
   int num_threads, num_arrived, num_returned, current;
   int ready[MAX_THREADS], ready_begin, num_ready;  // a ring
   void* outside;                                   // the stack of who launched
@@ -280,7 +281,8 @@ inline void check_canaries() {
 // Fresh threads for block `index` of the grid; all run to their end, or one fails.
 inline void run_block(Index index) {
   blockIdx = index;
-  block.random = (block.seed + 1) * 0x9e3779b97f4a7c15ull + index.x + 0x10001ull * index.y + 0x1000003ull * index.z;
+  block.random = (block.seed + 1) * 0x9e3779b97f4a7c15ull + index.x + 0x10001ull * index.y + 0x1000003ull * index.z +
+                 0x1000000007ull * block.rank;
   prepare_memory();
   block.num_arrived = block.num_returned = block.num_ready = block.ready_begin = 0;
   for (int i = 0; i < block.num_threads; ++i) {

@@ -309,9 +309,10 @@ inline __attribute__((used, visibility("default"))) const char* qt_run(
   block.statics = statics;
   block.num_statics = num_statics;
   block.seed = launch->seed;
+  block.rank = launch->rank;
   block.failed = false;
   block.num_matrix_loads = block.num_bank_conflicts = 0;
-  quintet::emulation::enter_guard(buffers, num_buffers);
+  quintet::emulation::enter_guard(buffers, num_buffers, launch->rank == 0);
   for (int i = 0; kernel->kinds[i]; ++i) {
     auto* pointer = static_cast<void**>(arguments[i]);
     if (kernel->kinds[i] == 'p') *pointer = quintet::emulation::guarded(*pointer);
@@ -323,7 +324,7 @@ inline __attribute__((used, visibility("default"))) const char* qt_run(
     quintet::emulation::run_block(
         {unsigned(at % gridDim.x), unsigned(at / gridDim.x % gridDim.y), unsigned(at / gridDim.x / gridDim.y)});
   }
-  quintet::emulation::leave_guard();
+  quintet::emulation::leave_guard(launch->rank == 0);
   return block.failed ? block.message : nullptr;
 }
 

@@ -80,11 +80,13 @@ inline void on_fault(int signal, siginfo_t* information, void*) {
   fail("reads or writes %p, which belongs to no argument", information->si_addr);
 }
 
-// Faults of this thread are ours until `leave_guard`.
-inline void enter_guard(Buffer* given, int num_given) {
+// Faults are ours until `leave_guard`. Not those of one of several ranks, since handlers are of the process: there one ends it,
+// without a message.
+inline void enter_guard(Buffer* given, int num_given, bool handles_faults) {
   buffers = given;
   num_buffers = num_given;
   for (int i = 0; i < num_buffers; ++i) guard(buffers[i]);
+  if (!handles_faults) return;
   stack_t stack{};
   stack.ss_sp = fault_stack;
   stack.ss_size = sizeof fault_stack;
@@ -95,9 +97,11 @@ inline void enter_guard(Buffer* given, int num_given) {
   for (int i = 0; i < 3; ++i) sigaction(FAULTS[i], &action, &earlier_actions[i]);
 }
 
-inline void leave_guard() {
-  for (int i = 0; i < 3; ++i) sigaction(FAULTS[i], &earlier_actions[i], nullptr);
-  sigaltstack(&earlier_stack, nullptr);
+inline void leave_guard(bool handles_faults) {
+  if (handles_faults) {
+    for (int i = 0; i < 3; ++i) sigaction(FAULTS[i], &earlier_actions[i], nullptr);
+    sigaltstack(&earlier_stack, nullptr);
+  }
   for (int i = 0; i < num_buffers; ++i) check_and_give_back(buffers[i]);
 }
 

@@ -2,6 +2,9 @@
 // the number formats.
 #pragma once
 
+#include <sched.h>
+#include <time.h>
+
 #include "block.hpp"
 
 namespace quintet {
@@ -169,5 +172,17 @@ inline uint4 load_stream_16(const void* global) {
   memcpy(&quad, global, 16);
   return quad;
 }
+
+inline void store_release_system(unsigned* address, unsigned value) { __atomic_store_n(address, value, __ATOMIC_RELEASE); }
+inline unsigned load_acquire_system(const unsigned* address) { return __atomic_load_n(address, __ATOMIC_ACQUIRE); }
+
+inline long long device_time_ns() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000000000ll + now.tv_nsec;
+}
+
+// Another rank's kernel is another thread of the test, which may want this processor.
+inline void look_away() { sched_yield(); }
 
 }  // namespace quintet
