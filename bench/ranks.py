@@ -5,7 +5,8 @@ price of meeting and of adding sums, which several nodes have to earn back.
 
     python -m bench.ranks --shape S --ranks 2 [--repetitions 3] [--save FILE]
 
-With --layout-invariant it is the same number of ranks, one or several, without that flag beside with it.
+With --layout-invariant it is the same number of ranks, one or several, without that flag beside with it. With --kv-together it is
+ranks of the shape with one KV head that each have a copy of it, beside ranks that keep it together.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import msgspec
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES
 
-LINE = re.compile(r"rows +(\d+) x (\d+) new, context \d+: +([\d.]+) ms")
+LINE = re.compile(r"rows +(\d+) x (\d+) new, context (\d+): +([\d.]+) ms")
 BATCHES = (("--rows", "1", "8", "32", "--context", "256"), ("--rows", "1", "--new", "512", "--context", "0"))
 """Decode steps, and a piece of a prompt."""
 STEPS = ("20", "5")
+OVER_ONE_HEAD = (("--rows", "1", "8", "--context", "256"), ("--rows", "1", "8", "--context", "8192"))
+"""Few keys, whose heads ranks divide, and many, that they divide by partitions."""
 
 
 class Layout(NamedTuple):
@@ -36,6 +39,8 @@ class Layout(NamedTuple):
     ranks: int
     whole_experts: bool = False
     invariant: bool = False
+    together: int = 0
+    """Ranks that keep the one KV head of the shape together, 1: copies; 0: the shape's own heads."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -47,11 +52,13 @@ class Figure(msgspec.Struct, frozen=True):
     step_ms: float
     whole_experts: bool = False
     invariant: bool = False
+    together: int = 0
+    context: int = 0
 
     @property
     def layout(self) -> Layout:
         """Of whom."""
-        return Layout(self.ranks, self.whole_experts, self.invariant)
+        return Layout(self.ranks, self.whole_experts, self.invariant, self.together)
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -69,15 +76,17 @@ class Report(msgspec.Struct, frozen=True):
 def measure(shape: str, layout: Layout, threads: int) -> list[Figure]:
     """Run `bench.step` once for each kind of batch. threads: in all."""
     found = []
-    for batch, steps in zip(BATCHES, STEPS, strict=True):
+    batches = OVER_ONE_HEAD if layout.together else BATCHES
+    for batch, steps in zip(batches, STEPS, strict=True):
         flags = ["--shape", shape, "--ranks", str(layout.ranks), "--repetitions", steps]
         flags += ["--threads", str(threads // layout.ranks)]
         flags += ["--whole-experts"] * layout.whole_experts + ["--layout-invariant"] * layout.invariant
+        flags += ["--kv-heads", "1", "--kv-together", str(layout.together)] if layout.together else []
         command = [sys.executable, "-m", "bench.step", *flags, "--brief", *batch]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found += [
-            Figure(layout.ranks, int(rows), int(new), float(ms), layout.whole_experts, layout.invariant)
-            for rows, new, ms in LINE.findall(printed)
+            Figure(layout.ranks, int(rows), int(new), float(ms), *layout[1:], int(context))
+            for rows, new, context, ms in LINE.findall(printed)
         ]
     return found
 
@@ -91,6 +100,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="in all")
     parser.add_argument("--layout-invariant", action="store_true", help="without this flag beside with it")
+    parser.add_argument("--kv-together", action="store_true", help="copies of one KV head beside one")
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON")
     args = parser.parse_args()
@@ -105,19 +115,26 @@ def main() -> None:
             f"ranks: {args.ranks}, threads: {args.threads}": plain,
             "--layout-invariant": plain._replace(invariant=True),
         }
+    if args.kv_together:
+        layouts = {
+            f"{args.ranks} ranks, a copy each": Layout(args.ranks, together=1),
+            "together": Layout(args.ranks, together=args.ranks),
+        }
     for _ in range(args.repetitions):
         for layout in layouts.values():
             figures += measure(args.shape, layout, args.threads)
-    print("| rows x new tokens |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
-    for rows, new in dict.fromkeys((each.rows, each.new) for each in figures):
+    print("| rows x new tokens, behind |", " | ".join(layouts), "|\n|---" + "|---" * len(layouts) + "|")
+    for batch in dict.fromkeys((each.rows, each.new, each.context) for each in figures):
         medians = [
             median(
-                each.step_ms for each in figures if (each.layout, each.rows, each.new) == (layout, rows, new)
+                each.step_ms
+                for each in figures
+                if (each.layout, (each.rows, each.new, each.context)) == (layout, batch)
             )
             for layout in layouts.values()
         ]
         cells = [f"{each:.2f} ms ({each / medians[0] - 1:+.0%})" for each in medians[1:]]
-        print(f"| {rows} x {new} | {medians[0]:.2f} ms |", " | ".join(cells), "|")
+        print(f"| {batch[0]} x {batch[1]}, {batch[2]} | {medians[0]:.2f} ms |", " | ".join(cells), "|")
     if args.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         report = Report(date, _commit(), machine(), args.shape, args.threads, figures)

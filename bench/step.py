@@ -105,6 +105,7 @@ def config_of(
     *,
     whole_experts: bool = False,
     leaves: int = 1,
+    together: int = 1,
 ) -> EngineConfig:
     """Return a configuration for a model card, with room for what ``args`` ask for; ``folder`` is its run folder."""
     heads = card["num_attention_heads"]
@@ -142,6 +143,7 @@ def config_of(
             quantization=args.quantization,
             pin_threads=args.pin,
             tensor_parallel_size=ranks,
+            decode_context_parallel_size=together,
             expert_parallel=whole_experts,
             sum_leaves=leaves,
         ),
@@ -284,6 +286,8 @@ def main() -> None:
     parser.add_argument(
         "--ranks", type=int, default=1, help="as --tensor-parallel-size; --threads are of each"
     )
+    parser.add_argument("--kv-heads", type=int, metavar="N", help="so many, whatever the shape has")
+    parser.add_argument("--kv-together", type=int, default=1, help="as --decode-context-parallel-size")
     parser.add_argument("--whole-experts", action="store_true", help="as --enable-expert-parallel")
     parser.add_argument(
         "--layout-invariant", action="store_true", help="bits that no number of ranks changes"
@@ -291,13 +295,14 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--brief", action="store_true", help="no operation by operation")
     args = parser.parse_args()
-    card = SHAPES[args.shape]
+    card = SHAPES[args.shape] | ({} if args.kv_heads is None else {"num_key_value_heads": args.kv_heads})
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         config = config_of(
             *(Path(folder), card, args, args.ranks),
             whole_experts=args.whole_experts,
             leaves=_leaves_of(card) if args.layout_invariant else 1,
+            together=args.kv_together,
         )
         with loaded(config) as (worker, config):
             print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")

@@ -14,7 +14,7 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
-from quintet.executor.cards.share import WHOLE, Share, share_of
+from quintet.executor.cards.share import ALONE, WHOLE, Share, share_of
 from quintet.executor.disk.boot import open_kv_disk
 from quintet.executor.eager import EagerRunner
 from quintet.executor.features.kv_offload import HostBlocks
@@ -87,8 +87,9 @@ class Worker:
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
         grammars = Grammars(max_num_seqs, model)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes))
-        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, [ranks])
+        turn = ALONE if ranks is None else ranks.share.turn
+        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes), turn)
+        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, ranks)
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
         self.kv_disk = open_kv_disk(runner, config, self.num_host_blocks)
@@ -367,7 +368,8 @@ def _open_stage(
     code = DTYPE_CODES[NARROW_KV.get(config.cache.dtype, dtype)]
     if not all(takes_layer(library, layer, code, kv.block_size) for layer in model.attentions):
         return None
-    return Stage(library, model, config, dtype, allocate_kv(kv, num_blocks, code, share), share, ranks)
+    memory = allocate_kv(kv, num_blocks, code, share, ranks)
+    return Stage(library, model, config, dtype, memory, share, ranks)
 
 
 def _widest(model: CausalModel) -> int:

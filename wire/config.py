@@ -166,15 +166,15 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """KV memory."""
 
     memory_bytes: int
-    """Upper bound for KV tensors, of each rank; the executor reports what it could really take as `Capacity`. 0: what
-    ``gpu_memory_utilization`` leaves, known when the model has been loaded and tried."""
+    """Upper bound for KV tensors, of each rank, or of those that keep them together; the executor reports what it could really
+    take as `Capacity`. 0: what ``gpu_memory_utilization`` leaves, known when the model has been loaded and tried."""
     gpu_memory_utilization: float = 0.92
     """Share of a GPU's memory that weights, working memory and KV may take together."""
     enable_prefix_caching: bool = True
     dtype: KvFormat = "model"
     """Number format of keys and values."""
     swap_bytes: int = 0
-    """Host memory for KV of preempted requests, of each rank; 0: they are computed again."""
+    """Host memory for KV of preempted requests, likewise; 0: they are computed again."""
     disk: KvDiskConfig | None = None
     """Where KV outlives the server; None: nowhere."""
     peers: KvPeersConfig | None = None
@@ -236,6 +236,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Ranks: processes of an executor that each compute a share of every layer, and hold that much of weights and KV."""
     pipeline_parallel_size: int = 1
     """Stages: groups of as many ranks each, that have some of the layers, and hand on what they compute."""
+    decode_context_parallel_size: int = 1
+    """So many neighbours among the ranks keep one KV memory together, where each would have a copy of it."""
     expert_parallel: bool = False
     """Whether each of several ranks keeps whole experts, not some columns of each."""
     eplb: EplbConfig | None = None
@@ -264,6 +266,11 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_ranks(self) -> int:
         """Processes of an executor: of all stages."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def num_kv_memories(self) -> int:
+        """KV memories of an executor, each with every block: of one rank, or of some that keep it together."""
+        return self.tensor_parallel_size // self.decode_context_parallel_size
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -108,6 +108,8 @@ PagedKv paged_at(const KvPlace& place, const AttentionLayer& layer) {
                      layer.values_in_keys);
   QT_REQUIRE(place.block_bytes >= kv.block_bytes && place.block_bytes % 64 == 0,
              "blocks of %lld bytes for keys and values of %lld", (long long)place.block_bytes, (long long)kv.block_bytes);
+  QT_REQUIRE(place.sharer >= 0 && place.sharer < place.sharers, "process %lld of %lld that share blocks",
+             (long long)place.sharer, (long long)place.sharers);
   kv.memory = place.memory;
   kv.block_bytes = place.block_bytes;
   return kv;
@@ -115,21 +117,8 @@ PagedKv paged_at(const KvPlace& place, const AttentionLayer& layer) {
 
 AttentionCut attention_of(Program& program, const AttentionLayer& layer, const void* q, index_t q_stride, const KvPlace* kv,
                          void* out, index_t out_stride, index_t max_tokens) {
-  check(layer);
-  AttentionCall call{};
-  call.kv = paged_at(*kv, layer);
-  call.layer = layer;
-  call.layer.scale *= layer.key_scale;
-  call.q = q;
-  call.out = out;
-  call.q_stride = q_stride;
-  call.out_stride = out_stride;
-  call.group = layer.heads / layer.kv_heads;
-  call.scratch = thread_memory;
-  QT_REQUIRE(q_stride >= layer.heads * call.kv.key_dim && out_stride >= layer.heads * layer.value_width, "strides %lld, %lld",
-             (long long)q_stride, (long long)out_stride);
   program.reserve(kPartialsBytes);
-  return AttentionCut(call, kv->group, max_tokens, &program);
+  return AttentionCut(attention_call(layer, q, q_stride, kv, out, out_stride), kv->group, max_tokens, &program);
 }
 
 KvWriteOp kv_write_of(const AttentionLayer& layer, const void* q, index_t q_stride, const void* k, index_t k_stride,
@@ -138,6 +127,8 @@ KvWriteOp kv_write_of(const AttentionLayer& layer, const void* q, index_t q_stri
   KvWriteCall call{};
   call.kv = paged_at(*kv, layer);
   call.layer = layer;
+  call.sharers = kv->sharers;
+  call.sharer = kv->sharer;
   call.q = q;
   call.k = k;
   call.v = v;
@@ -154,6 +145,25 @@ KvWriteOp kv_write_of(const AttentionLayer& layer, const void* q, index_t q_stri
 }
 
 }  // namespace
+
+AttentionCall attention_call(const AttentionLayer& layer, const void* q, index_t q_stride, const KvPlace* kv, void* out,
+                             index_t out_stride) {
+  check(layer);
+  AttentionCall call{};
+  call.kv = paged_at(*kv, layer);
+  call.layer = layer;
+  call.layer.scale *= layer.key_scale;
+  call.q = q;
+  call.out = out;
+  call.q_stride = q_stride;
+  call.out_stride = out_stride;
+  call.group = layer.heads / layer.kv_heads;
+  call.scratch = thread_memory;
+  QT_REQUIRE(q_stride >= layer.heads * call.kv.key_dim && out_stride >= layer.heads * layer.value_width, "strides %lld, %lld",
+             (long long)q_stride, (long long)out_stride);
+  return call;
+}
+
 }  // namespace qt
 
 // Bytes of a block of one layer; 0 where the kernels do not take such heads: key_width up to 576, value_width up to 512,

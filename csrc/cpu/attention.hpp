@@ -87,7 +87,7 @@ struct AttentionPiece {
   // have room: sums [rows][numbers of a part], largest scores [rows], normalizers [rows]
   float* partials;
   index_t partial_floats;
-  std::uint32_t* pending;      // [units][parts of values]: pieces of these tokens that are not done yet
+  std::uint32_t* pending;      // [units][parts of values]: pieces of these tokens that are not done yet; null: others merge
   // Where scores are a work of their own: [units][chunks from all_first's first on][rows][kChunkKeys], so many floats of a
   // unit and of a chunk.
   float* scores;
@@ -128,6 +128,7 @@ struct KvWritePiece {
 struct KvWriteCall {
   PagedKv kv;
   AttentionLayer layer;
+  index_t sharers, sharer;       // see KvPlace: keys and values of other blocks than its own this process leaves to others
   const void *q, *k, *v;         // each token's heads side by side
   void* q_out;                   // heads of key_dim numbers
   index_t q_stride, k_stride, v_stride, out_stride;  // from token to token, in numbers

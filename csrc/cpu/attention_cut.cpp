@@ -33,9 +33,6 @@ bool pairs_wanted() {
 
 index_t quotient_up(index_t a, index_t b) { return (a + b - 1) / b; }
 
-// What so many rows cost for each number of a key or a value.
-index_t times(index_t rows) { return std::max(kReadRows, rows); }
-
 struct Range {
   index_t begin, end;
 };
@@ -51,7 +48,7 @@ index_t cost_of_item(const void* description, index_t item) {
   const AttentionCall& call = *static_cast<const AttentionCall*>(description);
   const index_t units = call.kv.kv_heads * call.kv_head_units;
   const AttentionPiece& piece = call.pieces[call.unit_after_unit ? item % call.num_pieces : item / units];
-  return times(piece.count * call.unit_heads) * (call.kv.key_dim + call.kv.value_dim) *
+  return cost_of_number(piece.count * call.unit_heads) * (call.kv.key_dim + call.kv.value_dim) *
          keys_seen(call, piece, {piece.first * kPartitionKeys, piece.last * kPartitionKeys});
 }
 
@@ -59,7 +56,7 @@ index_t cost_of_scores(const void* description, index_t item) {
   const AttentionCall& call = *static_cast<const AttentionCall*>(description);
   const ScorePiece& at = call.score_pieces[item / call.kv.kv_heads];
   const AttentionPiece& piece = call.pieces[at.piece];
-  return times(piece.count * call.unit_heads) * call.kv.key_dim *
+  return cost_of_number(piece.count * call.unit_heads) * call.kv.key_dim *
          keys_seen(call, piece, {at.tile * kTileKeys, at.end * kTileKeys});
 }
 
@@ -67,7 +64,7 @@ index_t cost_of_values(const void* description, index_t item) {
   const AttentionCall& call = *static_cast<const AttentionCall*>(description);
   const index_t parts = quotient_up(call.kv.value_dim, call.part_dim);
   const AttentionPiece& piece = call.pieces[item / (call.kv.kv_heads * parts)];
-  return times(piece.count * call.unit_heads) *
+  return cost_of_number(piece.count * call.unit_heads) *
          std::min(call.part_dim, call.kv.value_dim - item % parts * call.part_dim) *
          keys_seen(call, piece, {piece.first * kPartitionKeys, piece.last * kPartitionKeys});
 }
@@ -76,15 +73,20 @@ index_t cost_of_values(const void* description, index_t item) {
 
 void want_pairs(int wanted) { wants_pairs = wanted; }
 
-AttentionCut::AttentionCut(const AttentionCall& call, index_t group, index_t max_tokens, const Program* program)
-    : call_(call), group_(group), program_(program) {
+index_t cost_of_number(index_t rows) { return std::max(kReadRows, rows); }
+
+AttentionKernel kernel_of(const AttentionCall& call) {
   const AttentionKernels& kernels = QT_CHOOSE(attention);
   const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.attend_bytes
                           : call.kv.dtype == Dtype::int4 ? kernels.attend_fours
                           : call.kv.dtype == kFp8        ? kernels.attend_eighths
                                                          : kernels.attend;
-  kernel_ = of_format[call.layer.dtype];
-  if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) kernel_ = kernels.attend_in_pairs;
+  if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) return kernels.attend_in_pairs;
+  return of_format[call.layer.dtype];
+}
+
+AttentionCut::AttentionCut(const AttentionCall& call, index_t group, index_t max_tokens, const Program* program)
+    : call_(call), group_(group), program_(program), kernel_(kernel_of(call)) {
   may_be_apart_ = call.group <= kFewRows && !call.layer.values_in_keys;
   share_heads(1);
   call_.group_tokens = std::max(index_t(1), kernel_.group_rows / call_.unit_heads);
@@ -218,10 +220,10 @@ AttentionCut::Apart AttentionCut::best_apart(index_t threads, index_t most) cons
     tiles += (piece.position + piece.count - 1) / kTileKeys + 1 - seen_from(piece.position) / kTileKeys;
     cuts += cuts_of(piece, most);
     rows = std::max(rows, piece.count * call_.group);
-    values = std::max(values, times(piece.count * call_.group) * keys_of_cut(piece, most));
+    values = std::max(values, cost_of_number(piece.count * call_.group) * keys_of_cut(piece, most));
   }
   const index_t tiles_each = quotient_up(tiles * kv_heads, threads);
-  const index_t of_scores = tiles_each * kTileKeys * times(rows) * call_.kv.key_dim;
+  const index_t of_scores = tiles_each * kTileKeys * cost_of_number(rows) * call_.kv.key_dim;
   Apart best{tiles_each, 0, std::numeric_limits<index_t>::max()};
   for (index_t part_dim = call_.kv.value_dim; part_dim > 0; part_dim -= kTileKeys) {
     const index_t items = cuts * kv_heads * quotient_up(call_.kv.value_dim, part_dim);
@@ -238,7 +240,7 @@ index_t AttentionCut::take_apart(index_t threads, index_t most) {
   for (const AttentionPiece& piece : pieces_) {
     if (piece.count * call_.group > kFewRows) return 0;
     items += cuts_of(piece, most) * units();
-    cost = std::max(cost, times(piece.count * call_.unit_heads) * keys_of_cut(piece, most));
+    cost = std::max(cost, cost_of_number(piece.count * call_.unit_heads) * keys_of_cut(piece, most));
   }
   if (items == 0 || items >= threads) return 0;
   const Apart apart = best_apart(threads, most);

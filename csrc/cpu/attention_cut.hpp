@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention.hpp"
+#include "blocks.hpp"
 
 namespace qt {
 
@@ -13,6 +14,17 @@ inline constexpr index_t kPartialsBytes = 32 << 20;
 
 // For tests: whether attention multiplies bf16 with VDPBF16PS from now on where there is such a thing. 0, 1; -1: if it is faster.
 void want_pairs(int wanted);
+
+// What every step's attention of a layer has alike; but for how heads are cut into units. The layer is checked: it does not return
+// where kernels could not rely on it.
+AttentionCall attention_call(const AttentionLayer& layer, const void* q, index_t q_stride, const KvPlace* kv, void* out,
+                             index_t out_stride);
+
+// What computes it.
+AttentionKernel kernel_of(const AttentionCall& call);
+
+// What so many rows cost for each number of a key or a value.
+index_t cost_of_number(index_t rows);
 
 // One layer's attention: a work, or two, one after the other. Its scratch is its program's, from the first to the end of the second.
 class AttentionCut {

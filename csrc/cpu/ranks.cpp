@@ -98,8 +98,8 @@ struct Ranks::Line {
 };
 
 index_t Ranks::bytes(const RanksShape& shape) {
-  return index_t(reinterpret_cast<std::intptr_t>(Ranks(shape, nullptr, 0, 0).logits_)) +
-         shape.max_outputs * shape.logits_row_bytes;
+  return index_t(reinterpret_cast<std::intptr_t>(Ranks(shape, nullptr, 0, 0).partials_)) +
+         shape.kv_copies * shape.partial_floats * index_t(sizeof(float));
 }
 
 Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : shape_(shape), rank_(rank), spins_(spins) {
@@ -126,6 +126,9 @@ Ranks::Ranks(const RanksShape& shape, void* memory, index_t rank, int spins) : s
   expert_rows_ = parts.take<char>(shape.max_tokens * shape.experts_row_bytes);
   staging_ = parts.take<char>(shape.staging_bytes);
   logits_ = parts.take<char>(shape.max_outputs * shape.logits_row_bytes);
+  kv_ = parts.take<char>(shape.kv_copies * shape.kv_bytes);
+  queries_ = parts.take<char>(shape.kv_copies * shape.max_tokens * shape.query_row_bytes);
+  partials_ = parts.take<float>(shape.kv_copies * shape.partial_floats);
   step_.block_table = table_;
   step_.block_table_stride = shape.table_stride;
   step_.block_table_group_stride = shape.slots * shape.table_stride;
@@ -239,6 +242,20 @@ QT_EXPORT void* qt_ranks_logits(qt::Ranks* ranks) { return ranks->logits(); }
 QT_EXPORT void* qt_ranks_rotated(qt::Ranks* ranks) { return ranks->rotated(); }
 
 QT_EXPORT std::int32_t* qt_ranks_mail(qt::Ranks* ranks) { return ranks->mail(); }
+
+// One of the memories of keys and values that ranks keep together, each for some of them.
+QT_EXPORT char* qt_ranks_kv(qt::Ranks* ranks, index_t copy) {
+  QT_REQUIRE(copy >= 0 && copy < ranks->shape().kv_copies, "KV memory %lld of %lld", (long long)copy,
+             (long long)ranks->shape().kv_copies);
+  return ranks->kv(copy);
+}
+
+// Where the queries of all heads that meet it lie, in rows of `bytes`.
+QT_EXPORT char* qt_ranks_queries(qt::Ranks* ranks, index_t copy, index_t bytes) {
+  QT_REQUIRE(copy >= 0 && copy < ranks->shape().kv_copies && bytes > 0 && bytes <= ranks->shape().query_row_bytes,
+             "KV memory %lld of %lld, rows of %lld bytes", (long long)copy, (long long)ranks->shape().kv_copies, (long long)bytes);
+  return ranks->queries(copy);
+}
 
 QT_EXPORT char* qt_ranks_staging(qt::Ranks* ranks) { return ranks->staging(); }
 

@@ -4,7 +4,8 @@
 //     everybody   its own sums of a layer ──▶ meet ──▶ all ranks' sums added, as one tree
 //
 //     | head | a line for each rank | orders, and of each the step's arrays, tables, mail, payload | rotations |
-//     | sums, twice | gathered, twice | rows of experts | weights on their way | logits |
+//     | sums, twice | gathered, twice | rows of experts | weights on their way | logits | KV, queries, partitions: each of some
+//     ranks, of the next ones, ... |
 //
 // Rank 0 has the plan, the tables and the draw; the others run the same operations of their own programs over the step that it
 // shows them, and know nothing else. A layer whose inputs are divided leaves a part of every output with each rank: fp32 sums,
@@ -39,6 +40,10 @@ struct RanksShape {
   index_t staging_bytes;                      // of weights on their way from one rank to another
   index_t depth;                              // orders that may be under way
   index_t payload_bytes;                      // of an order, besides its step
+  index_t kv_bytes;                           // of KV memory that several ranks keep together; or 0
+  index_t kv_copies;                          // such memories
+  index_t query_row_bytes;                    // of a token's queries of all heads that meet one of them, at most
+  index_t partial_floats;                     // of what these heads' attention comes to, partition by partition
 };
 
 // What the others shall do; laid out like `quintet.executor.parallel.library.COrder`. Kinds but `kRun` are Python's to know.
@@ -104,6 +109,11 @@ class Ranks {
   std::int32_t* mail() const { return mail_ + place() * kMailInts; }
   char* payload() const { return payload_ + place() * shape_.payload_bytes; }
   char* rotated() const { return rotated_; }
+  // One of the KV memories that neighbours keep together.
+  char* kv(index_t copy) const { return kv_ + copy * shape_.kv_bytes; }
+  // What is computed over it: rows of all heads' queries, and states of partitions. One layer's, since all meet behind each.
+  char* queries(index_t copy) const { return queries_ + copy * shape_.max_tokens * shape_.query_row_bytes; }
+  float* partials(index_t copy) const { return partials_ + copy * shape_.partial_floats; }
 
  private:
   struct Head;
@@ -130,6 +140,9 @@ class Ranks {
   char* expert_rows_;
   char* staging_;
   char* logits_;
+  char* kv_;
+  char* queries_;
+  float* partials_;
 };
 
 // Appends: wait until every rank is here. of_outputs: in steps that have some, or in all.

@@ -77,6 +77,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     layers: str | None
     """What those of Quintet's own are made of."""
     num_ranks: int
+    kv_ranks: int
+    """Ranks that keep one KV memory together; what is said of KV memory is of all of them."""
     num_stages: int
     stages: str | None
     """Processes that compute a model together; what is said of KV and its memory is of each."""
@@ -158,6 +160,7 @@ def make_plan(resolution: Resolution) -> Plan:
         implementation=config.model.implementation,
         layers=_layers(config.model),
         num_ranks=config.executor.tensor_parallel_size,
+        kv_ranks=config.executor.decode_context_parallel_size,
         num_stages=config.executor.pipeline_parallel_size,
         stages=_stages(config),
         share=_share(config),
@@ -337,7 +340,9 @@ def plan_lines(plan: Plan) -> list[str]:
     )
     whose = ", for each engine" if plan.processes["core"] > 1 else ""
     if plan.num_ranks > 1:
-        whose = f", for each of {plan.num_ranks} ranks" + (" of an engine" if whose else "")
+        each = f"each {plan.kv_ranks}" if plan.kv_ranks > 1 else "each"
+        together = " together" * (plan.kv_ranks > 1)
+        whose = f", for {each} of {plan.num_ranks} ranks{together}" + (" of an engine" if whose else "")
     rows = [
         ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),

@@ -170,6 +170,9 @@ def _kv_memory(config: EngineConfig) -> str:
         return f"as much as {cache.gpu_memory_utilization:.0%} of the GPU leaves beside the weights"
     blocks = kv.num_blocks(cache.memory_bytes)
     ranks = config.executor.tensor_parallel_size
+    together = config.executor.decode_context_parallel_size
     whose = f" in each of {ranks} ranks" if ranks > 1 else ""
+    if together > 1:
+        whose = f" in each {together} of {ranks} ranks together"
     whose += ", divided by stages" * (config.executor.pipeline_parallel_size > 1)
     return f"{format_size(cache.memory_bytes)}{whose}: {blocks} blocks of {kv.block_size} tokens"

@@ -205,6 +205,7 @@ def _cache_config(
         swap_bytes=rules.derive_swap_bytes(
             options.swap_space, device, kind, room_bytes * options.tensor_parallel_size
         )
+        * options.decode_context_parallel_size
         // options.tensor_parallel_size,
         events=kv_events_config(options, kv, shares_beginnings=shares_beginnings),
         peers=kv_peers_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
@@ -254,18 +255,21 @@ def _kv_memory(
     max_model_len: int,
     step_tokens: int,
 ) -> int:
-    """Return the bytes a rank's KV may take: as asked, or a share of what all else leaves of its room. The mock holds none.
+    """Return the bytes that the KV of a rank, or of those that keep it together, may take. The mock holds none.
 
+    As asked, or a share of what all else leaves of their room.
     0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
     """
+    together = options.decode_context_parallel_size
     if options.kv_cache_memory is not None:
-        return parse_size(options.kv_cache_memory, "--kv-cache-memory") // options.tensor_parallel_size
+        asked_bytes = parse_size(options.kv_cache_memory, "--kv-cache-memory")
+        return asked_bytes * together // options.tensor_parallel_size
     if kind == "mock":
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
     if device == "cuda":
         return 0
     scratch_bytes = ATTENTION_SCRATCH_BYTES * options.pipeline_parallel_size
-    return max(1, int((room_bytes - scratch_bytes) * options.kv_cache_memory_share))
+    return max(1, int((room_bytes - scratch_bytes) * options.kv_cache_memory_share) * together)
 
 
 def _recording_folder(path: str | None) -> str | None:

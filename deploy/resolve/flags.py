@@ -491,6 +491,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "STAGES",
         ),
     ] = 1
+    decode_context_parallel_size: Annotated[
+        int,
+        Flag(
+            PROCESSES,
+            "CPU: ranks that keep one KV memory together where each would have a copy: of fewer KV heads than ranks, of latents",
+            "RANKS",
+        ),
+    ] = 1
     layout_invariant: Annotated[
         bool,
         Flag(

@@ -14,6 +14,7 @@ from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import (
     MOST_RANKS,
     Share,
+    context_sizes_that_fit,
     has_experts,
     leaves_of,
     misfit,
@@ -28,7 +29,7 @@ from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
 
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
-INVARIANT_FLAG = "--layout-invariant"
+INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"
 MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
 """What the compiled attention takes, and ranks compute with no other: ``takes`` of ``csrc/cpu/paged.hpp``."""
 
@@ -40,6 +41,15 @@ def check_flags(options: Options, device: str) -> None:
     if size == 1 and options.enable_expert_parallel:
         raise ConfigError(
             f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"
+        )
+    context = options.decode_context_parallel_size
+    if context > 1 and size % context:
+        raise ConfigError(
+            f"{CONTEXT_FLAG} {context} is of the ranks of {FLAG}, which is {size}: give a divisor of it, or drop the flag"
+        )
+    if context > 1 and device != "cpu":
+        raise ConfigError(
+            f"{CONTEXT_FLAG} {context}: ranks keep KV together in host memory so far; add --device cpu or drop it"
         )
     if options.layout_invariant and (options.executor == "mock" or device != "cpu"):
         raise ConfigError(
@@ -86,6 +96,7 @@ def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
         raise ConfigError(
             f"{FLAG} {size}: {path} has {odd}, which {size} ranks cannot share; sizes that fit: {fitting}"
         )
+    _check_context(options, spec)
     eplb = eplb_config(options)
     if eplb is not None:
         check_copies(eplb, spec, share)
@@ -159,7 +170,8 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     step_tokens = rules.most_step_tokens(options, device, longest)
     eplb = eplb_config(options)
     places = 0 if eplb is None else eplb.num_redundant_experts // size
-    share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places)
+    context = options.decode_context_parallel_size
+    share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places, context_size=context)
     return shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes)
 
 
@@ -181,6 +193,19 @@ def _cut(options: Options, facts: ModelFacts) -> ModelFacts:
             f" to {len(spec.layers)}"
         )
     return dataclasses.replace(facts, stages=tuple(stage_layers(spec, stages)))
+
+
+def _check_context(options: Options, spec: DecoderSpec) -> None:
+    """Reject a number of ranks that cannot keep KV together: their queries meet different KV heads."""
+    size, context = options.tensor_parallel_size, options.decode_context_parallel_size
+    fitting = context_sizes_that_fit(spec, size)
+    if context == 1 or context in fitting:
+        return
+    sizes = ", ".join(map(str, fitting))
+    reason = f"sizes that fit: {sizes}" if fitting else "no two ranks keep the same one: drop the flag"
+    raise ConfigError(
+        f"{CONTEXT_FLAG} {context}: ranks keep KV together whose queries meet the same KV head; with {FLAG} {size} {reason}"
+    )
 
 
 def _given(options: Options) -> str:

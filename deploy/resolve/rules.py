@@ -47,6 +47,7 @@ def check_ranges(options: Options) -> None:
         "data_parallel_size": (options.data_parallel_size, 1),
         "tensor_parallel_size": (options.tensor_parallel_size, 1),
         "pipeline_parallel_size": (options.pipeline_parallel_size, 1),
+        "decode_context_parallel_size": (options.decode_context_parallel_size, 1),
         "threads": (options.threads, 0),
         "step_ms": (options.step_ms, 0),
         "max_logprobs": (options.max_logprobs, -1),

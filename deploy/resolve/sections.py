@@ -67,6 +67,7 @@ def executor_config(
         threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,
         pipeline_parallel_size=options.pipeline_parallel_size,
+        decode_context_parallel_size=options.decode_context_parallel_size,
         expert_parallel=options.enable_expert_parallel,
         eplb=eplb_config(options),
         sum_leaves=sum_leaves,

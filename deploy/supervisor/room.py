@@ -14,8 +14,8 @@ def check_room(config: EngineConfig, num_more: int, available_bytes: int) -> Non
     """
     if num_more <= 0 or config.executor.kind == "mock" or config.executor.device != "cpu":
         return
-    num_ranks, kv_shares = config.executor.num_ranks, config.executor.tensor_parallel_size
-    weights, kv = config.executor.weight_bytes * num_ranks, config.cache.memory_bytes * kv_shares
+    num_ranks, kv_memories = config.executor.num_ranks, config.executor.num_kv_memories
+    weights, kv = config.executor.weight_bytes * num_ranks, config.cache.memory_bytes * kv_memories
     each = weights + kv + ATTENTION_SCRATCH_BYTES * num_ranks + config.executor.shared_bytes
     if num_more * each > available_bytes:
         needed, left = format_size(num_more * each), format_size(available_bytes)

@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import gcd
 
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec, QkNormOver
 from quintet.wire.config import ExecutorConfig
+from quintet.wire.kv_spec import padded_head
 
 MOST_RANKS = 64
 MOST_LEAVES = 8
@@ -28,6 +30,9 @@ SUM_BYTES = 4
 """Of a sum that ranks add: fp32."""
 STAGING_BYTES = 4 << 20
 """Of an expert that is being copied: what goes from one rank to another at a time, in about a millisecond or two."""
+PARTIAL_BYTES = 16 << 20
+"""Of what attention comes to over partitions of keys that ranks keep together: a quarter of a million tokens of 16 heads with 512
+numbers in a value, a million of 128. A token for which no room is left is computed by heads."""
 LINE_BYTES = 64
 """Rows of experts may lie so much farther apart than they are wide."""
 
@@ -61,6 +66,23 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """Which blocks of KV memory are one process's of those that keep the memory together: every so-many-th."""
+
+    size: int = 1
+    index: int = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nobody else has the memory."""
+        return self.size == 1
+
+
+ALONE = Turn()
+"""That of a process whose KV memory is its own."""
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """That of one rank."""
 
@@ -77,6 +99,18 @@ class Share:
     """Of each layer of experts: room for copies of such as other ranks keep."""
     leaves: int = 1
     """Of the tree in which sums over what ranks divide are added, whoever has them; 1: each rank's part is one."""
+    context_size: int = 1
+    """So many neighbours, whose queries meet the same KV head, keep its KV together: each some of its blocks."""
+
+    @property
+    def kv_copy(self) -> int:
+        """Which of the KV memories of the stage's ranks is this one's."""
+        return self.rank // self.context_size
+
+    @property
+    def turn(self) -> Turn:
+        """Which of its blocks this rank writes."""
+        return Turn(self.context_size, self.rank % self.context_size)
 
     @property
     def is_all(self) -> bool:
@@ -109,6 +143,7 @@ class Share:
         words = [f"rank {self.rank} of {self.size}{experts}"] * (not self.is_all)
         words += [f"stage {self.stage} of {self.stages}"] * (self.stages > 1)
         words += [f"{self.leaves} leaves"] * (self.leaves > 1)
+        words += [f"{self.context_size} ranks with one KV memory"] * (self.context_size > 1)
         return ", ".join(words)
 
     def of(self, count: int) -> Kept:
@@ -151,8 +186,9 @@ def share_of(executor: ExecutorConfig, rank: int, spec: DecoderSpec | None = Non
     stage = rank // size
     layers = None if spec is None or stages == 1 else stage_layers(spec, stages)[stage]
     places = 0 if executor.eplb is None else executor.eplb.num_redundant_experts // size
-    leaves = executor.sum_leaves
-    return Share(rank % size, size, executor.expert_parallel, stage, stages, layers, places, leaves)
+    leaves, context_size = executor.sum_leaves, executor.decode_context_parallel_size
+    by_experts = executor.expert_parallel
+    return Share(rank % size, size, by_experts, stage, stages, layers, places, leaves, context_size)
 
 
 def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
@@ -190,6 +226,14 @@ def sizes_that_fit(spec: DecoderSpec, *, by_experts: bool) -> list[int]:
     return [share.size for share in shares if misfit(spec, share) is None]
 
 
+def context_sizes_that_fit(spec: DecoderSpec, size: int) -> list[int]:
+    """Return by how many of so many ranks one KV memory can be kept, from 2 on: those whose queries meet the same KV head."""
+    mixers = (layer.mixer for layer in spec.layers)
+    heads = [each.num_kv_heads for each in mixers if isinstance(each, AttentionSpec | LatentSpec)]
+    alike = gcd(*(size // count if count < size else 1 for count in heads))
+    return [fitting for fitting in range(2, alike + 1) if alike % fitting == 0]
+
+
 def leaves_of(spec: DecoderSpec) -> int:
     """Return the leaves that make bits those of any number of ranks: the most of 8, 4 and 2 ranks that can share it, or 1.
 
@@ -220,6 +264,17 @@ def chosen_bytes(spec: DecoderSpec, item_bytes: int) -> int:
     return chosen * (spec.hidden_size * item_bytes + LINE_BYTES)
 
 
+def queries_width(spec: DecoderSpec, share: Share) -> int:
+    """Return how many numbers a token's queries have, at most, of all ranks that keep KV together."""
+    mixers = (layer.mixer for layer in spec.layers)
+    each = (
+        mixer.num_heads // share.size * padded_head(mixer.head_dim)
+        for mixer in mixers
+        if isinstance(mixer, AttentionSpec | LatentSpec)
+    )
+    return share.context_size * max(each, default=0)
+
+
 def results_depth(stages: int) -> int:
     """Return the steps whose logits may lie there until they are drawn from: a power of two."""
     return 1 << (stages - 1).bit_length()
@@ -242,14 +297,18 @@ def shared_bytes(
     read = hidden * stages if stages > 1 else 0
     rows = tokens * chosen_bytes(spec, item_bytes) if share.by_experts else 0
     rows += STAGING_BYTES if share.places else 0
-    return handed_on + read + stages * (_shared_by_ranks(spec, size, tokens, item_bytes) + rows) + logits
+    return handed_on + read + stages * (_shared_by_ranks(spec, share, tokens, item_bytes) + rows) + logits
 
 
-def _shared_by_ranks(spec: DecoderSpec, size: int, tokens: int, item_bytes: int) -> int:
-    """Return what those of one stage share for sums, what is normed whole, and rotations."""
+def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: int) -> int:
+    """Return what those of one stage share for sums, what is normed whole, rotations, and attention over KV kept together."""
+    size = share.size
     rotated = sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
     a_token = 2 * size * spec.hidden_size * SUM_BYTES + 2 * (gathered_width(spec) + rotated) * item_bytes
-    return tokens * a_token
+    if share.turn.is_alone:
+        return tokens * a_token
+    copies = size // share.context_size
+    return tokens * (a_token + copies * queries_width(spec, share) * item_bytes) + copies * PARTIAL_BYTES
 
 
 def _normed_over(layer: LayerSpec) -> Iterator[int]:

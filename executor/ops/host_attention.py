@@ -115,7 +115,7 @@ class PagedKv:
     @property
     def place(self) -> KvPlace:
         """As the kernels are told it: of the only group."""
-        return KvPlace(self.memory.data_ptr(), self.memory.stride(0), 0)
+        return KvPlace(self.memory.data_ptr(), self.memory.stride(0), 0, 1, 0)
 
     @staticmethod
     def of_blocks(

@@ -44,7 +44,8 @@ def link_shape(config: EngineConfig, link: int) -> CRanksShape:
     shape = shape_of(config, spec, num_outputs, item_bytes)
     shape.ranks, shape.depth = 2, LINK_DEPTH
     shape.sums_width = shape.logits_row_bytes = shape.rotated_row_bytes = shape.gathered_row_bytes = 0
-    shape.experts_row_bytes = shape.staging_bytes = 0
+    shape.experts_row_bytes = shape.staging_bytes = shape.kv_bytes = shape.kv_copies = 0
+    shape.query_row_bytes = shape.partial_floats = 0
     if link == num_stages - 1:
         shape.depth = results_depth(num_stages)
         shape.payload_bytes = num_outputs * config.model.vocab_size * item_bytes

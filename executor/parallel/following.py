@@ -60,8 +60,10 @@ def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[O
                 stage.copy_told(ranks.mail(order))
             case OrderKind.SWAP_OUT:
                 host_blocks.copy_out(ranks.mail(order))
+                ranks.wait_for_moved()
             case OrderKind.SWAP_IN:
                 host_blocks.copy_in(ranks.mail(order))
+                ranks.wait_for_moved()
             case OrderKind.EMBEDS:
                 stage.put_told(ranks.mail(order))
             case OrderKind.MOVE_EXPERT:
@@ -84,7 +86,7 @@ def be_a_stage(
     step, pages = _step_of(stage, config), model.weights.reservation
     before, behind = links.before, links.behind
     tellers = [each for each in (group, None if share.is_last else behind) if each is not None]
-    host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), tellers)
+    host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), group, None if share.is_last else behind)
     for each in tellers:
         each.wait_for_all()
     _settle(before, pages)
@@ -152,7 +154,7 @@ def _step_of(stage: Stage, config: EngineConfig) -> Step:
 
 
 def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
-    return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes))
+    return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.turn)
 
 
 def _settle(ranks: Ranks, pages: HugePages | None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.parallel.library import OrderKind
 from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks
@@ -12,23 +10,28 @@ from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks
 class HostBlocksOfAllRanks:
     """The `HostBlocks` of rank 0, which has the others copy theirs at the same time."""
 
-    def __init__(self, own: HostBlocks, tellers: Sequence[Ranks]) -> None:
-        """tellers: by which this rank tells others: those of its stage, and the next stage."""
+    def __init__(self, own: HostBlocks, group: Ranks | None, behind: Ranks | None = None) -> None:
+        """group: the ranks of this one's stage, where there are others; behind: what the next stage is told by."""
         self._own = own
-        self._tellers = tellers
+        self._group, self._behind = group, behind
         self.num_blocks = own.num_blocks
 
     def copy_out(self, pairs: bytes) -> None:
         """See `HostBlocks.copy_out`."""
-        for teller in self._tellers:
-            teller.tell_mail(OrderKind.SWAP_OUT, pairs, PAIR_BYTES)
-        self._own.copy_out(pairs)
+        self._copy(OrderKind.SWAP_OUT, pairs)
 
     def copy_in(self, pairs: bytes) -> None:
         """See `HostBlocks.copy_in`."""
-        for teller in self._tellers:
-            teller.tell_mail(OrderKind.SWAP_IN, pairs, PAIR_BYTES)
-        self._own.copy_in(pairs)
+        self._copy(OrderKind.SWAP_IN, pairs)
+
+    def _copy(self, kind: OrderKind, pairs: bytes) -> None:
+        if self._behind is not None:
+            self._behind.tell_mail(kind, pairs, PAIR_BYTES)
+        copy = self._own.copy_out if kind is OrderKind.SWAP_OUT else self._own.copy_in
+        if self._group is None:
+            copy(pairs)
+        else:
+            self._group.move_blocks(kind, pairs, copy)
 
     def measure(self) -> int:
         """Return bytes per second, of rank 0's share alone."""

@@ -58,6 +58,10 @@ class CRanksShape(ctypes.Structure):
         ("staging_bytes", _SIZE),
         ("depth", _SIZE),
         ("payload_bytes", _SIZE),
+        ("kv_bytes", _SIZE),
+        ("kv_copies", _SIZE),
+        ("query_row_bytes", _SIZE),
+        ("partial_floats", _SIZE),
     )
 
 
@@ -97,6 +101,8 @@ class RanksLibrary:
         self.payload = declare(library, "qt_ranks_payload", a, result=a)
         self.meet_now = declare(library, "qt_ranks_meet", a)
         self.staging = declare(library, "qt_ranks_staging", a, result=a)
+        self.kv = declare(library, "qt_ranks_kv", a, n, result=a)
+        self.queries = declare(library, "qt_ranks_queries", a, n, n, result=a)
         self.mail = declare(library, "qt_ranks_mail", a, result=a)
         self.mail_ints = int(declare(library, "qt_ranks_mail_ints", result=n)())
         self.sums = declare(library, "qt_ranks_sums", a, n, n, result=a)
@@ -105,4 +111,5 @@ class RanksLibrary:
         self.experts_sums = declare(library, "qt_program_experts_sums", a, a, a, n, a, n, n, a, n, i)
         self.experts = declare(library, "qt_program_experts_of_ranks", a, a, a, a, n, a, n, n, a, a, n, i)
         self.meet = declare(library, "qt_program_meet", a, a, i)
+        self.attention = declare(library, "qt_program_context_attention", a, a, a, a, n, a, a, n, n)
         self.add_sums = declare(library, "qt_program_add_sums", a, a, n, n, a, a, a, n, i)

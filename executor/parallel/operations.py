@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Linear
+from quintet.executor.ops.host_attention import CAttention
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.program.step import KvPlace
 from quintet.executor.program.values import Extent, Value
 
 
@@ -82,6 +86,22 @@ class RankOperations:
         """
         turn, self._gathered = self._gathered, 1 - self._gathered
         return self._ranks.gathered(turn, width, self._dtype)
+
+    def queries(self, width: int) -> torch.Tensor:
+        """Return where this rank's queries lie, of ``width`` numbers a token: beside those of ranks that keep KV with it."""
+        turn = self._ranks.share.turn
+        both = self._ranks.queries(turn.size * width, self._dtype)
+        return both[:, turn.index * width : (turn.index + 1) * width]
+
+    def attention(self, described: CAttention, queries: Value, place: KvPlace, y: Value) -> None:
+        """Append attention over keys and values that ranks keep together; behind a meeting."""
+        turn = self._ranks.share.turn
+        all_queries = self._ranks.queries(turn.size * queries.width, self._dtype)
+        self._library.attention(
+            *(self._program, self._ranks.handle, ctypes.byref(described)),
+            *(all_queries.data_ptr(), all_queries.stride(0), ctypes.byref(place)),
+            *(y.address, y.stride, self._max_tokens),
+        )
 
     def logits(self) -> torch.Tensor:
         """Return the memory of all ranks' logits ``[max_outputs, vocab]``, each rank's columns side by side."""

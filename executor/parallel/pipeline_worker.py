@@ -19,6 +19,7 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Int, Rows
+from quintet.executor.cards.share import ALONE
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.ops.huge_pages import HugePages
@@ -112,9 +113,9 @@ class PipelineWorker:
         grammars = Grammars(max_num_seqs, model)
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes))
-        tellers = [links.behind] if group is None else [group, links.behind]
-        self._host_blocks = HostBlocksOfAllRanks(own, tellers)
+        turn = ALONE if group is None else group.share.turn
+        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), turn)
+        self._host_blocks = HostBlocksOfAllRanks(own, group, links.behind)
         self.num_host_blocks = own.num_blocks
         self.kv_disk = self.kv_peers = None  # the blocks lie in several processes
         self.swap_bytes_per_s = own.measure()

@@ -8,11 +8,21 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from quintet.executor.cards.share import STAGING_BYTES, Share, chosen_bytes, gathered_width
+from quintet.executor.cards.share import (
+    PARTIAL_BYTES,
+    STAGING_BYTES,
+    SUM_BYTES,
+    Share,
+    chosen_bytes,
+    gathered_width,
+    queries_width,
+    share_of,
+)
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.ops.host_library import open_library
@@ -71,6 +81,16 @@ class Ranks:
         """Return the memory, uint8, of weights on their way from one rank to another."""
         return self._rows(self.library.staging(self.handle), 1, self.shape.staging_bytes, torch.uint8)[0]
 
+    def kv_blocks(self, width: int) -> torch.Tensor:
+        """Return the KV memory, uint8 ``[blocks, width]``, that this rank keeps together with others."""
+        address = self.library.kv(self.handle, self.share.kv_copy)
+        return self._rows(address, self.shape.kv_bytes // width, width, torch.uint8)
+
+    def queries(self, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return the memory ``[max_tokens, width]`` of the queries of all ranks that keep KV together with this one."""
+        address = self.library.queries(self.handle, self.share.kv_copy, width * dtype.itemsize)
+        return self._rows(address, self.shape.max_tokens, width, dtype)
+
     def meet(self) -> None:
         """Wait until every rank is here: all of them, in the same order."""
         self.library.meet_now(self.handle)
@@ -104,13 +124,30 @@ class Ranks:
 
     def tell_mail(self, kind: OrderKind, mail: bytes, item_bytes: int) -> None:
         """Have the others do what the mail says: items of one size, as many at a time as there is room for."""
+        for part in self._parts(mail, item_bytes):
+            self._tell_part(kind, part)
+
+    def move_blocks(self, kind: OrderKind, pairs: bytes, move: Callable[[bytes], None]) -> None:
+        """Rank 0: have all ranks move blocks, this one by ``move``; see `wait_for_moved`."""
+        for part in self._parts(pairs, PAIR_BYTES):
+            self._tell_part(kind, part)
+            move(part)
+            self.wait_for_moved()
+
+    def wait_for_moved(self) -> None:
+        """Wait until all ranks have moved blocks, where some keep KV together: one may write what another was to copy."""
+        if not self.share.turn.is_alone:
+            self.meet()
+
+    def _parts(self, mail: bytes, item_bytes: int) -> Iterator[bytes]:
         most = self.library.mail_ints * 4 // item_bytes * item_bytes
         assert most, item_bytes
-        for begin in range(0, len(mail), most):
-            self.make_room()  # its place may still be read
-            part = mail[begin : begin + most]
-            ctypes.memmove(self.library.mail(self.handle), part, len(part))
-            self._tell(kind, len(part))
+        return (mail[begin : begin + most] for begin in range(0, len(mail), most))
+
+    def _tell_part(self, kind: OrderKind, part: bytes) -> None:
+        self.make_room()  # its place may still be read
+        ctypes.memmove(self.library.mail(self.handle), part, len(part))
+        self._tell(kind, len(part))
 
     def tell_done(self) -> None:
         """Say that a step is done: what it gave is the payload."""
@@ -172,7 +209,23 @@ def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_byt
         payload_bytes=max_tokens * spec.hidden_size * item_bytes
         if config.executor.pipeline_parallel_size > 1
         else 0,
+        **_kv_together(config, spec, item_bytes),
     )
+
+
+def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
+    """Return the room for keys and values that ranks keep together: of all places, though a stage has some of them only."""
+    executor, kv = config.executor, config.model.kv
+    if executor.decode_context_parallel_size == 1:
+        return {}
+    num_blocks = kv.num_blocks(config.cache.memory_bytes)
+    num_bytes = num_blocks * kv.layers_per_block * kv.layer_bytes
+    return {
+        "kv_bytes": num_bytes,
+        "kv_copies": executor.num_kv_memories,
+        "query_row_bytes": queries_width(spec, share_of(executor, 0)) * item_bytes,
+        "partial_floats": PARTIAL_BYTES // SUM_BYTES,
+    }
 
 
 def input_place(max_tokens: int, width: int, dtype: torch.dtype, ranks: Ranks | None) -> torch.Tensor:

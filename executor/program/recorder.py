@@ -26,12 +26,11 @@ from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_experts import HostExperts
 from quintet.executor.parallel.operations import RankOperations
 from quintet.executor.parallel.ranks import Ranks, input_place
+from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.places import Lifetimes, Places, fuse
 from quintet.executor.program.states import StateOperations
-from quintet.executor.program.step import KvPlace
 from quintet.executor.program.values import EmitWith, Extent, Operation, Value
-from quintet.wire.kv_spec import KvSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +50,6 @@ class Recorded:
     """Of each operation that is left, in order."""
     parts: list[int]
     """Where each marked part begins."""
-
-
-@dataclass(frozen=True, slots=True)
-class KvMemory:
-    """The KV memory of all layers."""
-
-    spec: KvSpec
-    places: tuple[torch.Tensor, ...]
-    """uint8 ``[num_blocks, layer_bytes]`` each, inner layout private to the kernels."""
-    dtype: int
-    """Code of the numbers stored."""
-
-    def place(self, layer: int, *, state: bool = False) -> KvPlace:
-        """Return where a layer's keys and values lie, or its state."""
-        group, place = self.spec.place(layer, state=state)
-        return KvPlace(self.places[place].data_ptr(), self.spec.layer_bytes, group)
 
 
 class Recorder:
@@ -360,6 +343,10 @@ class Recorder:
         queries = Value(layer.num_heads * query_width(layer.head_dim), Extent.TOKENS)
         y = Value(layer.num_heads * layer.value_width, Extent.TOKENS)
         library, kv = self._library, self._kv
+        together_with = None if kv.turn.is_alone else self._ranks
+        if together_with is not None:
+            queries.place = together_with.queries(queries.width)
+            self.keep(queries)
         place = kv.place(layer.index)
         described = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
 
@@ -369,8 +356,13 @@ class Recorder:
                 *(q.address, q.stride, k.address, k.stride, v.address, v.stride),
                 *(ctypes.byref(place), queries.address, queries.stride),
             )
+            if together_with is not None:
+                together_with.meet(Extent.TOKENS)
 
         def emit_attend() -> None:
+            if together_with is not None:
+                together_with.attention(described, queries, place, y)
+                return
             library.attention(
                 *(self.handle, ctypes.byref(described), queries.address, queries.stride, ctypes.byref(place)),
                 *(y.address, y.stride, self._max_rows[Extent.TOKENS]),

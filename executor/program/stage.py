@@ -19,9 +19,10 @@ from quintet.executor.models.model import CausalModel
 from quintet.executor.parallel.balancer import Balancer
 from quintet.executor.parallel.expert_copies import ExpertCopies
 from quintet.executor.parallel.library import OrderKind
-from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks, vector_records
+from quintet.executor.parallel.ranks import Ranks, vector_records
+from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.recorder import KvMemory, Recorder
+from quintet.executor.program.recorder import Recorder
 from quintet.executor.program.rotations import Rotations
 from quintet.wire.config import EngineConfig, SchedulerConfig
 
@@ -162,16 +163,28 @@ class Stage:
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `quintet.executor.runner.Runner.copy_blocks`."""
-        if self._ranks is not None and self._ranks.share.rank == 0:
-            pairs = torch.stack((sources, targets), 1).to(torch.int32).numpy()
-            self._ranks.tell_mail(OrderKind.COPY_BLOCKS, pairs.tobytes(), PAIR_BYTES)
-        for place in self.kv.places:
-            place[targets] = place[sources]
+        pairs = torch.stack((sources, targets), 1).to(torch.int32).numpy().tobytes()
+        if self._ranks is None:
+            self._copy(pairs)
+        else:
+            self._ranks.move_blocks(OrderKind.COPY_BLOCKS, pairs, self._copy)
 
     def copy_told(self, mail: bytes) -> None:
-        """Copy blocks that an order names."""
-        pairs = np.frombuffer(mail, np.int32).reshape(-1, 2).astype(np.int64)
-        self.copy_blocks(*(torch.from_numpy(column.copy()) for column in pairs.T))
+        """Copy blocks that an order names, and have the other ranks copy theirs, where this one is the first."""
+        if self._ranks is None:
+            self._copy(mail)
+        elif self._ranks.share.rank == 0:
+            self._ranks.move_blocks(OrderKind.COPY_BLOCKS, mail, self._copy)
+        else:
+            self._copy(mail)
+            self._ranks.wait_for_moved()
+
+    def _copy(self, mail: bytes) -> None:
+        """Copy those blocks that are this process's to write."""
+        turn, pairs = self.share.turn, np.frombuffer(mail, np.int32).reshape(-1, 2).astype(np.int64)
+        sources, targets = torch.from_numpy(pairs[pairs[:, 1] % turn.size == turn.index].T.copy())
+        for place in self.kv.places:
+            place[targets] = place[sources]
 
 
 def most_outputs(limits: SchedulerConfig) -> int:

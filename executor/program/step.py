@@ -64,7 +64,13 @@ class CStep(ctypes.Structure):
 class KvPlace(ctypes.Structure):
     """Where a layer keeps what it needs of each request; field by field ``qt::KvPlace`` of ``csrc/cpu/blocks.hpp``."""
 
-    _fields_ = (("memory", _ADDRESS), ("block_bytes", _SIZE), ("group", _SIZE))
+    _fields_ = (
+        ("memory", _ADDRESS),
+        ("block_bytes", _SIZE),
+        ("group", _SIZE),
+        ("sharers", _SIZE),
+        ("sharer", _SIZE),
+    )
 
 
 class Step:

@@ -21,11 +21,15 @@ pytestmark = pytest.mark.whole
 """What a rank's death does to the others is seen in `tests.executor.test_rank_processes` as well, without a server."""
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (4, 1), (1, 2), (2, 2)], ids="{0[0]}x{0[1]}".format)
+LAYOUTS = [(2, 1, 1), (4, 1, 1), (1, 2, 1), (2, 2, 1), (4, 1, 2)]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS, ids="{0[0]}x{0[1]}, {0[2]} together".format)
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    """Ranks of one stage, two stages, and two of two."""
-    size, stages = map(str, request.param)
+    """Ranks of one stage, two stages, two of two, and four of which each two keep KV together."""
+    size, stages, together = map(str, request.param)
     ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages, "--threads", "1")
+    ranks += ("--decode-context-parallel-size", together)
     with serve(*little_memory("model", 8), *COMMON, *ranks) as server:
         yield server
 

@@ -53,6 +53,52 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (plan["num_ranks"], plan["share"], plan["shared_bytes"]) == (1, None, 0)
 
 
+def test_ranks_that_keep_kv_together_have_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four ranks of two KV heads: each pair keeps those of one, in the memory of both."""
+    write_model(tmp_path)
+    apart, together = (
+        config_of(tmp_path, 4, kv_cache_memory="1MiB", swap_space=1 / 1024, decode_context_parallel_size=n)
+        for n in (1, 2)
+    )
+    assert apart.model.kv == together.model.kv
+    assert together.cache.memory_bytes == 2 * apart.cache.memory_bytes == 1 << 19
+    assert together.cache.swap_bytes == 2 * apart.cache.swap_bytes
+    assert (apart.executor.num_kv_memories, together.executor.num_kv_memories) == (4, 2)
+    monkeypatch.setattr(build, "available_ram_bytes", lambda: 400 << 20)
+    of_each, of_two = (
+        config_of(tmp_path, 4, max_num_seqs=2048, decode_context_parallel_size=n).cache.memory_bytes
+        for n in (1, 2)
+    )
+    assert 1.5 * of_each < of_two < 2 * of_each  # what they share besides is more, too
+
+
+@pytest.mark.parametrize(
+    ("size", "context", "words"),
+    [
+        (1, 2, "2 is of the ranks of --tensor-parallel-size, which is 1: give a divisor"),
+        (4, 3, "3 is of the ranks of --tensor-parallel-size, which is 4: give a divisor"),
+        (2, 2, "with --tensor-parallel-size 2 no two ranks keep the same one: drop the flag"),
+        (4, 4, "with --tensor-parallel-size 4 sizes that fit: 2$"),
+        (4, 0, "--decode-context-parallel-size is 0; it must be at least 1"),
+    ],
+)
+def test_ranks_that_cannot_keep_kv_together_are_refused(
+    tmp_path: Path, size: int, context: int, words: str
+) -> None:
+    write_model(tmp_path)
+    with pytest.raises(ConfigError, match=words):
+        config_of(tmp_path, size, decode_context_parallel_size=context)
+
+
+def test_plan_says_who_keeps_kv_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy"]
+    flags = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]
+    assert cli.main([*words, *flags]) == 0
+    assert "for each 2 of 4 ranks together" in capsys.readouterr().out
+    assert cli.main([*words, *flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_ranks"] == 2
+
+
 def test_what_ranks_share_is_counted(tmp_path: Path) -> None:
     """Sums are of all ranks' tokens: what is left for KV is less by them, and an engine that is added needs them as well."""
     write_model(tmp_path)
@@ -230,6 +276,7 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path, changes: dict[str, Any], 
         ({"block_size": 8}, "blocks of 8 tokens: ranks compute with blocks of a multiple of 16"),
         ({"executor": "mock"}, "the mock executor computes nothing"),
         ({"device": "cuda"}, "add --device cpu"),
+        ({"device": "cuda", "decode_context_parallel_size": 2}, "keep KV together in host memory so far"),
     ],
 )
 def test_what_ranks_do_not_do_is_refused(tmp_path: Path, flags: dict[str, Any], words: str) -> None:

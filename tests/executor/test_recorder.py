@@ -16,9 +16,10 @@ from quintet.executor.layers.norm import Norm
 from quintet.executor.models.model import Setting
 from quintet.executor.ops.activation import activate
 from quintet.executor.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import program_library
 from quintet.executor.program.places import Lifetimes, Places
-from quintet.executor.program.recorder import KvMemory, Recorder
+from quintet.executor.program.recorder import Recorder
 from quintet.executor.program.step import CStep
 from quintet.executor.program.values import Extent, Operation, Value
 from quintet.executor.quant.method import LinearMethod, LinearShape

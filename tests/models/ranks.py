@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.models.equal import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR, Dtype, Loaded, with_blocks
 
@@ -35,6 +36,8 @@ def config_of(
     experts: bool,
     eplb: str | None = None,
     invariant: bool = False,
+    context: int = 1,
+    max_model_len: int = MAX_MODEL_LEN,
 ) -> EngineConfig:
     """Resolve as `quintet serve` does."""
     asked = Options(
@@ -43,13 +46,14 @@ def config_of(
         quantization=quantization,
         kv_cache_dtype=kv_cache_dtype,
         device="cpu",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_seqs=16,
         block_size=BLOCK_SIZE,
         threads=1,
         kv_cache_memory="64MiB",
         swap_space=swap_space,
         tensor_parallel_size=size,
+        decode_context_parallel_size=context,
         enable_expert_parallel=experts,
         enable_eplb=eplb is not None,
         eplb_config=eplb,
@@ -69,17 +73,16 @@ def in_ranks(
     swap_space: float | None = None,
     experts: bool = False,
     stages: int = 1,
-    eplb: str | None = None,
     change: Callable[[EngineConfig], EngineConfig] = lambda config: config,
-    invariant: bool = False,
+    **switches: Any,
 ) -> Iterator[Loaded]:
     """Load a folder as `quintet serve --tensor-parallel-size --pipeline-parallel-size` does, and end all ranks behind it.
 
-    Each has one thread. change: what to make of the configuration before anybody has it.
+    Each has one thread. switches: more of `config_of`. change: what to make of the configuration before anybody has it.
     """
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
     asked = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
-    config = change(config_of(*asked, experts=experts, eplb=eplb, invariant=invariant))
+    config = change(config_of(*asked, experts=experts, **switches))
     groups = [os.memfd_create("ranks") for _ in range(stages if size > 1 else 0)]
     links = [os.memfd_create("links") for _ in range(stages if stages > 1 else 0)]
     platform = open_platform(config.executor)

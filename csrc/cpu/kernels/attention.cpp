@@ -197,6 +197,7 @@ void attend_unit(const AttentionCall& call, const AttentionPiece& piece, index_t
     if (walk.tile < walk.end && walk.tile % kPartitionTiles != 0) continue;
     for (index_t g = 0; g < num_groups; ++g) end_partition(piece, partition, partials, value_dim, groups[g]);
   }
+  if (partials && !piece.pending) return;
   if (partials && !join(piece, partials, piece.pending + unit, value_dim, groups[0])) return;  // one group
   for (index_t g = 0; g < num_groups; ++g) finish<Element>(call, groups[g], heads.first, 0, value_dim);
 }

@@ -245,7 +245,9 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
   const PagedKv& kv = call.kv;
   const AttentionLayer& layer = call.layer;
   const index_t tile = piece.position / kTileKeys, inside = piece.position % kTileKeys;
-  char* keys = kv.memory + piece.blocks[tile / kv.block_tiles] * kv.block_bytes + tile % kv.block_tiles * kv.tile_bytes;
+  const index_t block = piece.blocks[tile / kv.block_tiles];
+  const index_t own_heads = block % call.sharers == call.sharer ? layer.kv_heads : 0;
+  char* keys = kv.memory + block * kv.block_bytes + tile % kv.block_tiles * kv.tile_bytes;
   for (index_t i = 0; i < piece.count; ++i) {
     const index_t token = piece.token + i, position = piece.position + i;
     const index_t row = (call.rotation.by_token ? token : position) * layer.rotary;
@@ -256,7 +258,7 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
     for (index_t head = 0; head < layer.heads; ++head)
       turn(layer, q + head * layer.key_width, layer.q_norm, cosines, sines, kv.key_dim, out + head * kv.key_dim);
     if (layer.growth != 0.0f) grow(layer, position, layer.heads * kv.key_dim, out);
-    for (index_t head = 0; head < layer.kv_heads; ++head) {
+    for (index_t head = 0; head < own_heads; ++head) {
       Element key[kMaxKeyDim];
       turn(layer, k + head * layer.key_width, layer.k_norm, cosines, sines, kv.key_dim, key);
       char *key_plane = keys + head * kv.head_bytes, *value_plane = key_plane + kv.key_bytes;
@@ -278,7 +280,7 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
     }
   }
   if (inside == 0)
-    for (index_t head = 0; head < layer.kv_heads; ++head)
+    for (index_t head = 0; head < own_heads; ++head)
       for (index_t i = piece.count; i < kTileKeys; ++i) clear<Stored>(call, keys + head * kv.head_bytes, i);
 }
 

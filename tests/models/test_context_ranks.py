@@ -1,0 +1,147 @@
+"""Ranks that keep one KV memory together compute the bits of ranks that have a copy each."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from tests.models.equal import GREEDY, WAYS, Loaded, alone, few_blocks, in_every_way, run, with_blocks
+from tests.models.random_checkpoints import write_checkpoint
+from tests.models.ranks import in_ranks
+from tests.models.test_engine import House, changed
+from tests.models.test_equal import ROWS, check_tokens, made
+
+from quintet.executor.program.runner import ProgramRunner
+from quintet.wire.config import KvCacheDtype
+from quintet.wire.errors import ConfigError
+
+FAST = (("llama", 4, 2), ("deepseek v3", 2, 2), ("deepseek v3", 4, 2), ("deepseek v3", 4, 4))
+"""Of two KV heads, each of which two of four ranks meet; latents, which all do."""
+
+
+def check_bits_of_copies(
+    folder: Path, prompts: list[list[int]], size: int, context: int, kv: KvCacheDtype = "auto"
+) -> None:
+    """Compare the logits of each token with those of ranks that have copies, whichever way it is computed."""
+    dtype = "float32" if kv == "auto" else "bfloat16"
+    with in_ranks(folder, size, dtype, kv_cache_dtype=kv) as loaded:
+        expected = alone(loaded, prompts).bits
+    with in_ranks(folder, size, dtype, kv_cache_dtype=kv, context=context) as loaded:
+        for way, outcome in in_every_way(loaded, prompts, True, WAYS):
+            differing = [key for key, bits in outcome.bits.items() if expected[key] != bits]
+            assert not differing, (way, size, context, differing[:3])
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize(("name", "size", "context"), FAST)
+def test_tokens_are_those_of_one_process(name: str, size: int, context: int, tmp_path: Path) -> None:
+    expected = made(ROWS[name], tmp_path)
+    with in_ranks(tmp_path, size, context=context) as loaded:
+        check_tokens(loaded, ROWS[name], expected, {"preemption": WAYS["preemption"]})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", ROWS)
+def test_every_family_has_the_bits_of_copies_or_is_refused(name: str, size: int, tmp_path: Path) -> None:
+    expected = made(ROWS[name], tmp_path)
+    prompts = [each.prompt for each in expected]
+    for context in (2, 4)[: size // 2]:
+        try:
+            with in_ranks(tmp_path, size, context=context) as loaded:
+                check_tokens(loaded, ROWS[name], expected, WAYS)
+        except ConfigError as error:
+            words = ("cannot be divided: ", "sizes that fit: ", "no two ranks keep the same one")
+            assert any(each in str(error) for each in words), error
+            continue
+        check_bits_of_copies(tmp_path, prompts, size, context)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kv", ["auto", "int8", "fp8", "int4"])
+@pytest.mark.parametrize(("name", "size", "context"), FAST)
+def test_every_format_of_kv_has_the_bits_of_copies(
+    name: str, size: int, context: int, kv: KvCacheDtype, tmp_path: Path
+) -> None:
+    if kv == "int4" and name != "llama":
+        pytest.skip("an int4 cache stores no latents")
+    prompts = [each.prompt for each in made(ROWS[name], tmp_path)]
+    check_bits_of_copies(tmp_path, prompts, size, context, kv)
+
+
+@pytest.mark.whole
+def test_ranks_of_stages_keep_kv_together_too(tmp_path: Path) -> None:
+    expected = made(ROWS["deepseek v3"], tmp_path)
+    with in_ranks(tmp_path, 2, stages=2, context=2, swap_space=2**-10) as loaded:
+        check_tokens(loaded, ROWS["deepseek v3"], expected, WAYS)
+
+
+LONG = 1600
+"""Tokens of a sequence with four partitions."""
+LONG_ROWS = (
+    ("llama", 4, 2, False),
+    ("deepseek v3", 2, 2, False),
+    ("gpt-oss", 4, 2, True),
+    ("gemma2", 4, 2, False),
+)
+"""KV heads of several ranks; latents; sinks, windows and experts; caps of scores."""
+
+
+def write_long(name: str, folder: Path) -> list[list[int]]:
+    """Write a row's checkpoint for long sequences; return prompts whose new tokens see one partition, two, three and four."""
+    write_checkpoint(ROWS[name], folder)
+    card = folder / "config.json"
+    card.write_text(json.dumps(json.loads(card.read_text()) | {"max_position_embeddings": LONG}))
+    rng = random.Random(len(name))
+    return [[rng.randrange(3, 200) for _ in range(length)] for length in (20, 600, 1020, 1100, 1534)]
+
+
+def pieces_of(loaded: Loaded, starts: list[int]) -> set[int]:
+    """Return how many partitions a rank computes in a step of such new tokens, by layer."""
+    runner = loaded.worker.runner
+    assert isinstance(runner, ProgramRunner)
+    balance = runner.balance(starts, [1] * len(starts), 1)
+    of_layers = [
+        [each.pieces for each in its]
+        for name, its in groupby(balance, lambda op: op.name)
+        if name == "attention"
+    ]
+    return {its[-3] for its in of_layers}  # partitions, a meeting, merges
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(("name", "size", "context", "experts"), LONG_ROWS)
+def test_partitions_are_merged_to_the_bits_of_copies(
+    name: str, size: int, context: int, experts: bool, tmp_path: Path
+) -> None:
+    """Compare new tokens of long sequences alone, whose keys are too few, and together, with those of ranks that have copies."""
+    prompts = write_long(name, tmp_path)
+    with in_ranks(tmp_path, size, experts=experts, max_model_len=LONG) as loaded:
+        expected = alone(loaded, prompts)
+    with in_ranks(tmp_path, size, experts=experts, context=context, max_model_len=LONG) as loaded:
+        assert pieces_of(loaded, [20]) == {0}
+        assert max(pieces_of(loaded, [20, 600, 1020, 1100, 1534])) == 5, (
+            "2 + 2 + 3 + 3 partitions by two ranks"
+        )
+        apart, together = (
+            alone(loaded, prompts),
+            run(loaded, changed(loaded.config), prompts, watched=True),
+        )
+    for outcome in (apart, together):
+        differing = [key for key, bits in outcome.bits.items() if expected.bits[key] != bits]
+        assert not differing, (len(differing), differing[:3])
+
+
+def test_blocks_are_swapped_by_whoever_has_room_for_them(tmp_path: Path) -> None:
+    """KV memory is too little for all; what goes to the host comes back to other blocks, which others may write."""
+    expected = made(ROWS["deepseek v3"], tmp_path)
+    with in_ranks(tmp_path, 2, swap_space=2**-10, context=2) as loaded:
+        house = House(with_blocks(changed(loaded.config), few_blocks(loaded.config)), loaded.worker)
+        for i, each in enumerate(expected):
+            house.admit(i + 1, each.prompt, GREEDY)
+        house.run()
+    assert [house.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
+    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
