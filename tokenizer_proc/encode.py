@@ -121,11 +121,10 @@ class Encoder:
         if len(text) <= PIECE_CHARS or self._cutter is None:
             return self.encode(text, add_special_tokens)
         before, behind = self._special_around() if add_special_tokens else ([], [])
-        ids = array("i", before)
-        for piece in self._cutter.pieces_of(text):
-            ids.extend(self.encode(piece, False))
-        ids.extend(behind)
-        return ids
+        try:
+            return array("i", before) + self._cutter.ids_of(text) + array("i", behind)
+        except (UnicodeEncodeError, TypeError) as error:
+            raise _not_unicode(error) from error
 
     def _special_around(self) -> tuple[list[int], list[int]]:
         """Return the special tokens that are put before a text and behind it."""
@@ -186,12 +185,11 @@ class Encoder:
 
     def _encode_truncated(self, text: str, add_special_tokens: bool, keep: int, side: str) -> list[int]:
         """Encode and shorten the text proper, so that the special tokens around it stay."""
-        encoding = self._encoding(text, False)
-        num_special = self._tokenizer.num_special_tokens_to_add(False) if add_special_tokens else 0
-        encoding.truncate(max(0, keep - num_special), direction=side)
-        if add_special_tokens:
-            encoding = self._tokenizer.post_process(encoding, None, True)
-        return encoding.ids
+        before, behind = self._special_around() if add_special_tokens else ([], [])
+        ids = self.encode_long(text, False)
+        num_kept = min(len(ids), max(0, keep - len(before) - len(behind)))
+        kept = ids[len(ids) - num_kept :] if side == "left" else ids[:num_kept]
+        return [*before, *kept, *behind]
 
     def _tokens_to_keep(self, keep: int | None, room: int) -> int | None:
         """Return how much of a prompt to keep; ``room`` is left for the output where everything that fits is."""

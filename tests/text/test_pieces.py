@@ -1,22 +1,24 @@
-"""Texts in pieces have the ids of the whole, with every kind of expression that is cut at; others are left whole."""
+"""Texts in pieces have the ids of the whole, whatever they are cut at; others are left whole."""
 
 from __future__ import annotations
 
 import random
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from quintet.deploy.embedded import default_model_path
-from quintet.tokenizer_proc import encode
+from quintet.tokenizer_proc import encode, pieces, runs
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder
+from quintet.tokenizer_proc.expressions import APART, DEEPSEEK, EXPRESSIONS
 from quintet.tokenizer_proc.pieces import SPACE, Cutter, cutter_of
+from quintet.tokenizer_proc.runs import Cut, Runs, encoded
 from quintet.wire.config import ModelConfig
 
-CL100K = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 ODDS = [
     "the",
     "a",
@@ -51,7 +53,7 @@ def trained(
     trainer = trainers.BpeTrainer(
         vocab_size=600, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
     )
-    tokenizer.train_from_iterator([written(seed) for seed in range(20)], trainer)
+    tokenizer.train_from_iterator([written(seed) + in_runs(seed) for seed in range(20)], trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -64,10 +66,10 @@ def written(seed: int, num_words: int = 400) -> str:
     return "".join(word + draw.choice(["", " ", " ", "\n"]) for word in words)
 
 
-def split_by(words: str) -> pre_tokenizers.PreTokenizer:
+def split_by(*expressions: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(words), "isolated"),
+            *(pre_tokenizers.Split(Regex(words), "isolated") for words in expressions),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -85,11 +87,15 @@ def of_sentencepiece(
 
 
 SPACES = normalizers.Replace(" ", SPACE)
+LLAMA3, QWEN, GPT_OSS, TEKKEN = list(EXPRESSIONS)[1:5]
 KINDS = {
     "ours": lambda: Tokenizer.from_file(f"{default_model_path()}/tokenizer.json"),
     "gpt2": lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=False)),
-    "cl100k": lambda: trained(split_by(CL100K)),
-    "qwen": lambda: trained(split_by(CL100K.replace("{1,3}", "")), normalizers.NFC()),
+    "llama3": lambda: trained(split_by(LLAMA3)),
+    "qwen": lambda: trained(split_by(QWEN), normalizers.NFC()),
+    "gpt-oss": lambda: trained(split_by(GPT_OSS)),
+    "tekken": lambda: trained(split_by(TEKKEN)),
+    "deepseek": lambda: trained(split_by(*APART, DEEPSEEK)),
     "llama2": lambda: of_sentencepiece(normalizers.Sequence([normalizers.Prepend(SPACE), SPACES]), None),
     "gemma": lambda: of_sentencepiece(SPACES, pre_tokenizers.Split(" ", "merged_with_previous")),
     "metaspace": lambda: of_sentencepiece(
@@ -97,6 +103,42 @@ KINDS = {
     ),
     "words": lambda: of_sentencepiece(None, pre_tokenizers.Metaspace()),
 }
+WITH_RUNS = [kind for kind in KINDS if kind not in {"llama2", "gemma", "metaspace", "words"}]
+ALPHABETS = [
+    "ab",
+    "abcdefgh",
+    "AB",
+    "aB",
+    "!a",
+    "a\u00e9",
+    "\u4e2d\u6587\u5b57",
+    "\u4e2d\u3042\uac00",
+    "\u4e2d\u30fc",
+    "0123456789",
+    "7\u0663",
+    ".,!",
+    "'s",
+    "\U0001f642\U0001f680",
+    "\U0001f642\u200d\ufe0f",
+    "e\u0301\u0323",
+    "\u1112\u1161\u11ab",
+    " ",
+    " \n",
+    "\n",
+    "\r\n\t",
+    "\u0e01\u0e31",
+    "\u00e9\u00df",
+    "/\n",
+]
+
+
+def in_runs(seed: int, longest: int = 90) -> str:
+    draw = random.Random(seed)
+    runs = []
+    for _ in range(draw.randint(1, 12)):
+        alphabet = draw.choice(ALPHABETS)
+        runs.append("".join(draw.choices(alphabet, k=draw.randint(1, longest))))
+    return draw.choice(["", "<s>", " ", "</s>"]).join(runs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,18 +148,75 @@ def test_ids_are_those_of_the_whole(
     tokenizer = KINDS[kind]()
     cutter = cutter_of(tokenizer)
     assert cutter is not None
-    pieces_of = Cutter.pieces_of
+    ids_of = Cutter.ids_of
     encoder = Encoder(tokenizer, ChatTemplates({}, {}), model_of(tokenizer))
     texts = [written(seed) for seed in range(100, 130)]
     for special in (False, True):
         whole = [list(encoder.encode_long(text, special)) for text in texts]
         for size in (1, 7, 50):
             monkeypatch.setattr(encode, "PIECE_CHARS", size)
-            monkeypatch.setattr(
-                Cutter, "pieces_of", lambda self, text, size=size: pieces_of(self, text, size)
-            )
+            monkeypatch.setattr(Cutter, "ids_of", lambda self, text, size=size: ids_of(self, text, size))
             assert [list(encoder.encode_long(text, special)) for text in texts] == whole
             monkeypatch.undo()
+
+
+@pytest.mark.parametrize("kind", WITH_RUNS)
+def test_a_text_of_runs_has_the_ids_of_the_whole(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What has no borders for long is cut within words, where the ids show that it may be."""
+    tokenizer = KINDS[kind]()
+    cutter = cutter_of(tokenizer)
+    assert cutter is not None and cutter.runs is not None
+    num_cuts = 0
+    cut = Runs.cut
+
+    def counted(self: Runs, text: str, begin: int, end: int) -> Cut | None:
+        nonlocal num_cuts
+        found = cut(self, text, begin, end)
+        num_cuts += found is not None
+        return found
+
+    monkeypatch.setattr(Runs, "cut", counted)
+    for seed in range(2000 if request.config.getoption("--whole") else 150):
+        text = in_runs(seed)
+        for reach, size in ((3, 12), (8, 40)):
+            near = replace(cutter, runs=replace(cutter.runs, reach=reach))
+            assert list(near.ids_of(text, size)) == encoded(tokenizer, text), (seed, text)
+    assert num_cuts > 50
+
+
+@pytest.mark.parametrize("kind", WITH_RUNS)
+@pytest.mark.parametrize(
+    "unit", ["a", "0123456789", ".", " ", "\u4e2d\u6587\u5b57", "\U0001f642\U0001f680", "x"]
+)
+def test_no_piece_is_large(kind: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = KINDS[kind]()
+    cutter = cutter_of(tokenizer)
+    assert cutter is not None
+    draw = random.Random(0)
+    text = "".join(draw.choices(unit, k=20_000))
+    whole = encoded(tokenizer, text)
+    sizes = []
+
+    def measured(tokenizer: Tokenizer, text: str) -> list[int]:
+        sizes.append(len(text))
+        return encoded(tokenizer, text)
+
+    monkeypatch.setattr(pieces, "encoded", measured)
+    monkeypatch.setattr(runs, "encoded", measured)
+    assert list(cutter.ids_of(text, 1000)) == whole
+    assert max(sizes) < 2000
+
+
+def test_what_does_not_begin_as_foreseen_is_encoded_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = KINDS["gpt2"]()
+    cutter = cutter_of(tokenizer)
+    assert cutter is not None
+    text = "ab" * 5000
+    whole = encoded(tokenizer, text)
+    monkeypatch.setattr(Runs, "cut", lambda self, text, begin, end: Cut(end, [1], [2]))
+    assert list(cutter.ids_of(text, 1000)) == whole
 
 
 def test_what_may_not_be_cut() -> None:
@@ -130,20 +229,24 @@ def test_what_may_not_be_cut() -> None:
     doubled = normalizers.Sequence([SPACES, normalizers.Replace("a", "b")])
     assert not cutter_of(of_sentencepiece(doubled, None))
     assert not cutter_of(trained(pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Prepend("▁")))
-    for added in (AddedToken("<mask>", lstrip=True), AddedToken("two words")):
-        tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
-        tokenizer.add_tokens([added])
-        assert not cutter_of(tokenizer)
+    tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.add_tokens([AddedToken("<mask>", lstrip=True)])
+    assert not cutter_of(tokenizer)
 
 
-def test_pieces() -> None:
-    text = "one two three\nfour é five, six " * 50
-    cutter = Cutter(drops_space=False)
-    assert "".join(cutter.pieces_of(text, 20)) == text
-    assert max(map(len, cutter.pieces_of(text, 20))) < 60
-    assert list(cutter.pieces_of("x" * 100, 20)) == ["x" * 100]
-    assert list(cutter.pieces_of("", 20)) == [""]
-    assert " ".join(Cutter(drops_space=True).pieces_of(text, 20)) == text
+@pytest.mark.parametrize("added", ["two words", "<|end 1|>", "aaaa", "zz\u0301z", "12", "  "])
+def test_added_tokens_are_not_cut(added: str) -> None:
+    tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    tokenizer.add_tokens([AddedToken(added, special=True), AddedToken("of", single_word=True)])
+    cutter = cutter_of(tokenizer)
+    assert cutter is not None and cutter.runs is not None
+    cutter = replace(cutter, runs=replace(cutter.runs, reach=8))
+    draw = random.Random(1)
+    for _ in range(30):
+        text = "".join(
+            draw.choice([added, added[:2], "words", " of ", "aaaaaaaaaaaaaaaaaaaa"]) for _ in range(60)
+        )
+        assert list(cutter.ids_of(text, 20)) == encoded(tokenizer, text)
 
 
 def test_the_ids_of_a_long_text_take_four_bytes_each(model_of: Callable[..., ModelConfig]) -> None:
