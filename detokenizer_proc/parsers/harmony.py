@@ -22,7 +22,7 @@ _BUILT_IN = frozenset({"browser", "container", "python"})
 """Tools that the model was trained to use in its reasoning, and that nobody here has."""
 _HEADER = re.compile(
     r"(<\|start\|>)?\s*(assistant)?\s*(to=[^\s<]+)?\s*(<\|channel\|>\s*(analysis|commentary|final))?\s*(to=[^\s<]+)?\s*"
-    r"((<\|constrain\|>)?\s*(json|code|text))?\s*"
+    r"(<\|constrain\|>)?\s*(json|code|text)?\s*"
 )
 _HEADER_BEGINS = Marks(CHANNEL, START, MESSAGE, "to=")
 _HEADER_ENDS = Marks(MESSAGE, START, *ENDS)

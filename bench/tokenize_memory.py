@@ -1,0 +1,111 @@
+"""Measure what texts that are hard to cut take of a tokenizer's memory: four `/tokenize` at once.
+
+    python -m bench.tokenize_memory [--mib 20]
+
+Starts `quintet serve` with the embedded model, asks, and prints JSON: for each kind of text the processes' memory before (RSS),
+the most while it was encoded (the kernel's high-water mark), and afterwards, in MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from urllib.parse import urlsplit
+
+import psutil
+
+from bench.overhead.server import Server, serve
+from quintet.deploy.embedded import default_model_path
+
+NUM_CLIENTS = 4
+SETTLE_S = 2.0
+
+
+def _drawn(letters: str) -> Callable[[int], str]:
+    """Return who writes so many bytes of these letters, which repeat after 64 Ki of them."""
+    drawn = "".join(Random(0).choices(letters, k=1 << 16))
+    size = len(drawn.encode())
+    return lambda num_bytes: drawn * (num_bytes // size)
+
+
+KINDS: dict[str, Callable[[int], str]] = {
+    "words": lambda num_bytes: ("the quick brown fox jumps over the lazy dog and " * (num_bytes // 48 + 1))[
+        :num_bytes
+    ],
+    "digits": _drawn("0123456789"),
+    "one_word": _drawn("abcdefghijklmnopqrstuvwxyz"),
+    "one_letter": _drawn("a"),
+    "spaces": _drawn(" "),
+    "chinese": _drawn("".join(map(chr, range(0x4E00, 0x9FA5)))),
+    "emoji": _drawn("".join(map(chr, range(0x1F600, 0x1F640)))),
+}
+
+
+def _measured(server: Server, text: str) -> dict[str, object]:
+    processes = {
+        role: process
+        for process in psutil.Process(server.process.pid).children(recursive=True)
+        for role in ("tokenizer", "frontend")
+        if (process.cmdline() or [""])[0].startswith(f"quintet-{role}")
+    }
+    before = {role: process.memory_info().rss for role, process in processes.items()}
+    for process in processes.values():
+        Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # forget the high-water mark
+    body = json.dumps({"prompt": text}, ensure_ascii=False).encode()
+    began_s = time.monotonic()
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        answers = list(clients.map(lambda _: _status(server, body), range(NUM_CLIENTS)))
+    seconds = time.monotonic() - began_s
+    time.sleep(SETTLE_S)
+    return {
+        "status": sorted(set(answers)),
+        "seconds": round(seconds, 1),
+        **{
+            role: {
+                "before": before[role] >> 20,
+                "most": _most_bytes(process.pid) >> 20,
+                "after": process.memory_info().rss >> 20,
+            }
+            for role, process in processes.items()
+        },
+    }
+
+
+def _status(server: Server, body: bytes) -> int:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=300)
+    try:
+        connection.request("POST", "/tokenize", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        while response.read(1 << 20):
+            pass
+        return response.status
+    finally:
+        connection.close()
+
+
+def _most_bytes(pid: int) -> int:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mib", type=int, default=20, help="size of each text (default: 20)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    args = parser.parse_args()
+    with serve(default_model_path()) as server:
+        figures = {kind: _measured(server, KINDS[kind](args.mib << 20)) for kind in args.kinds}
+    print(json.dumps({"mib": args.mib, "at_once": NUM_CLIENTS, "by_kind": figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

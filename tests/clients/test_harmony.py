@@ -1,0 +1,111 @@
+"""Harmony as OpenAI's own package reads it: the same reasoning, content and calls, of whatever it does not refuse.
+
+Of outputs that lack a mark it makes one message of several, or a recipient of a form: those are not compared, and nothing of them
+is lost here (`tests/text/test_parsers.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+import pytest
+
+from quintet.detokenizer_proc.parsers.registry import build
+from quintet.wire.channels import Channel
+from tests.clients.test_packages import ENVIRONMENTS, HERE
+
+TEXTS = [
+    "Paris",
+    "two words",
+    "a\nb",
+    "日本 😀",
+    '{"a": 1}',
+    "5 < 6 <| |>",
+    "to=functions.f",
+    "analysis",
+    "{}",
+]
+ANALYSIS, FINAL, PREAMBLE = "<|channel|>analysis", "<|channel|>final", "<|channel|>commentary"
+CALLS = [
+    "<|channel|>commentary to=functions.{} <|constrain|>json",
+    "<|channel|>commentary to=functions.{} json",
+    "<|channel|>commentary to=functions.{}",
+    " to=functions.{}<|channel|>commentary <|constrain|>json",
+    " to=functions.{}<|channel|>analysis code",
+]
+BUILT_IN = ["<|channel|>analysis to=browser.search code", "<|channel|>commentary to=python"]
+
+
+def written(random: Random) -> str:
+    """Return an output: messages in any order, sometimes cut off."""
+    messages = []
+    for _ in range(random.randint(1, 5)):
+        header = random.choice([ANALYSIS, FINAL, PREAMBLE, random.choice(CALLS), random.choice(BUILT_IN)])
+        is_call = "to=" in header
+        text = random.choice(TEXTS)
+        messages.append(
+            f"{header.format(random.choice('fg'))}<|message|>{text}" + ("<|call|>" if is_call else "<|end|>")
+        )
+    output = "<|start|>assistant".join(messages)
+    if random.randrange(4) == 0:
+        return output[: random.randrange(len(output))]
+    return output.removesuffix("<|end|>") + "<|return|>" if output.endswith("<|end|>") else output
+
+
+class Told(NamedTuple):
+    """What clients hear of an output; messages of one channel are lines."""
+
+    reasoning: str
+    content: str
+    calls: list[tuple[str, str]]
+
+
+def told_by_us(text: str) -> Told:
+    parser = build("openai_gptoss", "openai", b"", "<|start|>assistant")
+    pieces = parser.push(text) + parser.finish()
+    texts = {
+        channel: "".join(piece.text for piece in pieces if piece.channel is channel)
+        for channel in (Channel.REASONING, Channel.CONTENT)
+    }
+    names = {piece.call: piece.text for piece in pieces if piece.channel is Channel.NAME}
+    arguments = dict.fromkeys(names, "")
+    for piece in pieces:
+        if piece.channel is Channel.ARGUMENTS:
+            arguments[piece.call] += piece.text
+    calls = [(names[call], arguments[call].rstrip() or "{}") for call in names]
+    return Told(texts[Channel.REASONING].rstrip(), texts[Channel.CONTENT].rstrip(), calls)
+
+
+def told_of(messages: Sequence[tuple[str | None, str | None, str]]) -> Told:
+    """Return what is to be told of messages: channel, recipient and text of each."""
+    reasoning, content, calls = [], [], []
+    for channel, recipient, text in messages:
+        if recipient is not None and recipient.startswith("functions."):
+            calls.append((recipient.removeprefix("functions."), text.strip() or "{}"))
+        elif text.strip():
+            (reasoning if recipient is not None or channel == "analysis" else content).append(text.strip())
+    return Told("\n".join(reasoning), "\n".join(content), calls)
+
+
+@pytest.mark.whole
+def test_what_the_package_reads_is_read_alike() -> None:
+    python = ENVIRONMENTS / "harmony" / "bin" / "python"
+    assert python.exists(), f"{python} is missing; `make clients` makes it"
+    texts = [written(Random(seed)) for seed in range(2000)]
+    command = [python, HERE / "references" / "harmony.py"]
+    ran = subprocess.run(
+        command, input=json.dumps(texts), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    read = json.loads(ran.stdout)
+    accepted = [(text, messages) for text, messages in zip(texts, read, strict=True) if messages is not None]
+    assert len(accepted) > 1600, "what it refuses was cut off within a header"
+    for text, messages in accepted:
+        told, expected = told_by_us(text), told_of(messages)
+        assert told._replace(reasoning=told.reasoning.rstrip(), content=told.content.rstrip()) == expected, (
+            text
+        )
