@@ -7,6 +7,7 @@ import sys
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import openai
 import pytest
@@ -210,18 +211,18 @@ def test_the_command_line_talks_to_it(server: Server) -> None:
 
 
 @pytest.mark.whole
-def test_huge_texts_leave_no_memory_behind(server: Server) -> None:
-    tokenizer = server.children()["quintet-tokenizer-0"]
-    before = tokenizer.memory_info().rss
-    whole = "".join(f"{i * 7919 % 100_003} words, " for i in range(400_000))[: 4 << 20]
-    cut = "the quick brown fox jumps over the lazy dog and " * 100_000
-    frontend = server.children()["quintet-frontend-0"]
-    before_there = frontend.memory_info().rss
+def test_huge_texts_take_little_memory_and_leave_none_behind(server: Server) -> None:
+    tokenizer, frontend = server.children()["quintet-tokenizer-0"], server.children()["quintet-frontend-0"]
+    before, before_there = tokenizer.memory_info().rss, frontend.memory_info().rss
+    Path(f"/proc/{tokenizer.pid}/clear_refs").write_text("5")  # forget the most it ever had
+    words = "the quick brown fox jumps over the lazy dog and " * 100_000
+    texts = [words, "0123456789" * 800_000, "\U0001f642\U0001f680" * 600_000, "\u4e2d\u6587\u5b57" * 500_000]
     with ThreadPoolExecutor(4) as clients:
-        answers = list(
-            clients.map(lambda text: server.post("/tokenize", {"prompt": text}), [cut, whole, cut, whole])
-        )
+        answers = list(clients.map(lambda text: server.post("/tokenize", {"prompt": text}), texts))
     assert all(status == 200 and answer["count"] > 1 << 20 for status, answer in answers)
+    status = Path(f"/proc/{tokenizer.pid}/status").read_text()
+    most_kib = int(status.partition("VmHWM:")[2].split()[0])
+    assert most_kib << 10 < before + (400 << 20), "encoded whole, they would take 700 MiB each"
     wait_until(lambda: tokenizer.memory_info().rss < before + (200 << 20), "giving memory back")
     assert frontend.memory_info().rss < before_there + (200 << 20)
 
