@@ -36,6 +36,13 @@ class Counters:
     peer_missed_blocks: int = 0
     """Blocks that another server should have had, and that did not come, or not whole."""
     peer_fetched_bytes: int = 0
+    store_kept_runs: int = 0
+    store_unkept_runs: int = 0
+    """Runs of blocks that should have been kept in the shared store, and were not."""
+    store_fetched_blocks: int = 0
+    store_missed_blocks: int = 0
+    """Blocks that the store should have had, and that did not come, or not whole."""
+    store_fetched_bytes: int = 0
     executor_losses: int = 0
     convictions: int = 0
     refusals: int = 0

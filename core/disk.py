@@ -1,14 +1,19 @@
-"""The core's part in the talk with the executor about blocks on disk and of peers: what is there, what to do, what became of it.
+"""The core's part in the talk with the executor about blocks on disk, of peers and in a store: what is there, what to do, what
+became of it.
 
 Decides nothing: `quintet.core.kv.disk_pool` and `quintet.core.features` do.
 """
 
 from __future__ import annotations
 
+from quintet.core import states
+from quintet.core.counters import Counters
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.peer_pool import PeerPool
+from quintet.core.kv.runs import Runs
+from quintet.core.kv.store_pool import StorePool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.state import State
+from quintet.core.state import Limits, State
 from quintet.wire.codec import unpack_i32
 from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
 from quintet.wire.step import Capacity
@@ -26,33 +31,43 @@ class DiskTalk:
         self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables) == about]
         self._kept.append(message)
 
-    def tiers(self, capacity: Capacity) -> Tiers:
-        """Return the tiers of an executor's tables, with what is on disk already."""
+    def tiers(self, capacity: Capacity, limits: Limits, waiting_bytes: int) -> Tiers:
+        """Return the tiers of an executor's tables, with what is on disk already. waiting_bytes: that may be on their way to a
+        store at once."""
         peers = None
         if capacity.num_peer_blocks is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks
             peers = PeerPool(first, capacity.num_peer_blocks)
+        store = None
+        if capacity.num_store_blocks:
+            first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
+            runs = Runs.of(limits.groups, limits.block_size, states.KEEP_EVERY)
+            most_putting = waiting_bytes // limits.block_bytes
+            store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
         if not capacity.num_disk_blocks:
-            return Tiers(capacity.num_host_blocks, None, peers)
+            return Tiers(capacity.num_host_blocks, None, peers, store)
         pool = DiskPool(capacity.num_disk_blocks, capacity.num_host_blocks, capacity.num_staging_blocks)
         for kept in self._kept:
             if (kept.executor_epoch, kept.tables) == (capacity.executor_epoch, capacity.tables):
                 for place, key in zip(unpack_i32(kept.places), kept.keys, strict=True):
                     pool.hold(key, place)
         self._kept.clear()
-        return Tiers(capacity.num_host_blocks, pool, peers)
+        return Tiers(capacity.num_host_blocks, pool, peers, store)
 
     def orders(self, state: State | None, tables: int, now_ns: int) -> KvOrders | None:
         """Return what the executor is to do, if anything. Asked before each plan is made, and after the last one was sent."""
         if state is None:
             return None
-        disk, peers, orders = state.pool.tiers.disk, state.pool.tiers.peers, KvOrders(tables)
+        tiers, orders = state.pool.tiers, KvOrders(tables)
+        disk, peers, store = tiers.disk, tiers.peers, tiers.store
         if disk is not None:
             self._note_news(state, disk)
             disk.add_orders(orders, now_ns)
         if peers is not None:
             peers.add_orders(orders, now_ns)
             state.counters.peer_offered_blocks += len(orders.offer_keys)
+        if store is not None:
+            orders.store = store.orders(state.pool.index.block_of, now_ns)
         return None if orders.is_empty else orders
 
     @staticmethod
@@ -68,18 +83,31 @@ class DiskTalk:
         """Apply what became of orders."""
         if state is None:
             return
-        disk, peers = state.pool.tiers.disk, state.pool.tiers.peers
-        if disk is not None:
-            disk.answer(answers)
-        if peers is not None:
-            peers.answer(answers)
-        counters, block_bytes = state.counters, state.limits.block_bytes
-        counters.disk_stored_blocks += len(answers.stored)
-        counters.disk_unstored_blocks += len(answers.unstored)
-        counters.disk_fetched_blocks += len(answers.fetched) // 4
-        counters.disk_missed_blocks += len(answers.missed) // 4
-        counters.disk_stored_bytes += len(answers.stored) * block_bytes
-        counters.disk_fetched_bytes += len(answers.fetched) // 4 * block_bytes
-        counters.peer_fetched_blocks += len(answers.pulled) // 4
-        counters.peer_missed_blocks += len(answers.lacking) // 4
-        counters.peer_fetched_bytes += len(answers.pulled) // 4 * block_bytes
+        tiers = state.pool.tiers
+        if tiers.disk is not None:
+            tiers.disk.answer(answers)
+        if tiers.peers is not None:
+            tiers.peers.answer(answers)
+        if tiers.store is not None and answers.store is not None:
+            tiers.store.answer(answers.store)
+        _count(state.counters, answers, state.limits.block_bytes)
+
+
+def _count(counters: Counters, answers: KvAnswers, block_bytes: int) -> None:
+    num_fetched, num_pulled = len(answers.fetched) // 4, len(answers.pulled) // 4
+    counters.disk_stored_blocks += len(answers.stored)
+    counters.disk_unstored_blocks += len(answers.unstored)
+    counters.disk_fetched_blocks += num_fetched
+    counters.disk_missed_blocks += len(answers.missed) // 4
+    counters.disk_stored_bytes += len(answers.stored) * block_bytes
+    counters.disk_fetched_bytes += num_fetched * block_bytes
+    counters.peer_fetched_blocks += num_pulled
+    counters.peer_missed_blocks += len(answers.lacking) // 4
+    counters.peer_fetched_bytes += num_pulled * block_bytes
+    if answers.store is not None:
+        store, num_fetched = answers.store, len(answers.store.fetched) // 4
+        counters.store_kept_runs += len(store.kept)
+        counters.store_unkept_runs += len(store.unkept)
+        counters.store_fetched_blocks += num_fetched
+        counters.store_missed_blocks += len(store.missed) // 4
+        counters.store_fetched_bytes += num_fetched * block_bytes

@@ -124,7 +124,9 @@ class Engine:
             for request in list(before.running):
                 before.preempt(request)
             self._keep_departed(before, now_ns)
-        pool = BlockPool(limits.num_blocks, self.disk.tiers(message), self.kv_desk.pins)
+        waiting_bytes = 0 if self._cache.store is None else self._cache.store.waiting_bytes
+        tiers = self.disk.tiers(message, limits, waiting_bytes)
+        pool = BlockPool(limits.num_blocks, tiers, self.kv_desk.pins)
         self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
         self.kv_desk.begin(state)
         if self._cache.events is not None:

@@ -100,6 +100,7 @@ FEATURES: dict[str, str] = {
     "kv_offload": "quintet.core.features.kv_offload",
     "kv_peer": "quintet.core.features.kv_peer",
     "kv_disk": "quintet.core.features.kv_disk",
+    "kv_store": "quintet.core.features.kv_store",
     "just_in_time": "quintet.core.features.just_in_time",
     "step_time": "quintet.core.features.step_time",
 }

@@ -37,6 +37,21 @@ def _peer_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
     yield "peer_fetched_bytes", bytes_fetched
 
 
+def _store_counters(metrics: Metrics) -> Iterator[tuple[str, CounterSeries]]:
+    """Yield what is counted of the shared store, likewise."""
+    for name, what in (
+        ("kept", "there now"),
+        ("unkept", "not there: the store is full, slow or out of reach"),
+    ):
+        help = f"Runs of KV blocks for the shared store, by what became of them; {name}: {what}."
+        yield f"store_{name}_runs", metrics.counter("kv_store_runs", help, event=name)
+    for name, what in (("fetched", "come"), ("missed", "asked for, and not come, or not whole")):
+        help = f"KV blocks of the shared store, by what became of them; {name}: {what}."
+        yield f"store_{name}_blocks", metrics.counter("kv_store_blocks", help, event=name)
+    bytes_fetched = metrics.counter("kv_store_bytes", "Bytes of these blocks.", event="fetched")
+    yield "store_fetched_bytes", bytes_fetched
+
+
 class CoreMetrics:
     """Every series of the process, made once at boot."""
 
@@ -55,6 +70,7 @@ class CoreMetrics:
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
             *_disk_counters(metrics),
             *_peer_counters(metrics),
+            *_store_counters(metrics),
             ("preemptions", counter("num_preemptions", "Requests that lost their blocks to another.")),
             (
                 "swap_out_blocks",

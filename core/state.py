@@ -288,6 +288,8 @@ class State:
         request.register_at = (num_full + 1) * block_size
         if self.events is not None:
             self.events.stored(request, first, num_full)
+        if self.pool.tiers.store is not None:
+            self.pool.tiers.store.stand(digests, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.held[0].blocks
             for position in range(first, num_full):
@@ -318,6 +320,8 @@ class State:
             return
         for group, block in states.items():
             index.register(key_of(before, group), block)
+        if self.pool.tiers.store is not None:
+            self.pool.tiers.store.stand_state(digests, num_full)
 
     def let_go_for_choices(self, request: Request) -> None:
         """Release the state that further choices of a request begin with, if none of them waits any more."""

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from quintet.executor.expert_figures import ExpertCounts
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.step import StepPlan, StepResult
@@ -66,6 +69,9 @@ class KvDisk(Protocol):
     def order(self, orders: KvOrders) -> None:
         """Take what is to be stored out of KV memory, as it is now; write and read later."""
 
+    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
+        """Copy what was fetched, from these host blocks, into blocks of KV memory."""
+
     def take_answers(self) -> KvAnswers | None:
         """Return what became of orders since the last call, for the newest tables ordered about; None without any."""
 
@@ -92,6 +98,9 @@ class KvPeers(Protocol):
     def order(self, orders: KvOrders) -> None:
         """Copy what is offered out of KV memory, as it is now; ask others for what is to be fetched."""
 
+    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
+        """Copy what was fetched, from these host blocks, into blocks of KV memory."""
+
     def take_answers(self) -> KvAnswers | None:
         """See `KvDisk.take_answers`."""
 
@@ -100,6 +109,32 @@ class KvPeers(Protocol):
 
     def close(self) -> None:
         """Close the sockets."""
+
+
+class KvStore(Protocol):
+    """Blocks of KV memory in a store that other servers share. Used from the loop only; talks with the store beside it."""
+
+    @property
+    def num_staging_blocks(self) -> int:
+        """Host blocks that they are fetched into, numbered behind all others."""
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """Begin to take orders. ring: tells the loop, from another thread, that there are answers."""
+
+    def order(self, orders: KvOrders) -> None:
+        """Take what is to be kept out of KV memory, as it is now; ask the store later."""
+
+    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
+        """Copy what was fetched, from these host blocks, into blocks of KV memory."""
+
+    def take_answers(self) -> KvAnswers | None:
+        """See `KvDisk.take_answers`."""
+
+    def reset(self) -> None:
+        """Forget what was looked for and to be fetched: the tables were emptied. What is to be kept is."""
+
+    def close(self) -> None:
+        """Keep what was ordered, as far as that takes no longer than anybody waits."""
 
 
 class StepWorker(Protocol):
@@ -124,6 +159,10 @@ class StepWorker(Protocol):
     @property
     def kv_peers(self) -> KvPeers | None:
         """The servers that share requests with this one; None where there are none."""
+
+    @property
+    def kv_store(self) -> KvStore | None:
+        """What other servers have computed, too; None where there is no such store."""
 
     @property
     def facts(self) -> Mapping[str, str]:

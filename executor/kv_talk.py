@@ -1,6 +1,6 @@
-"""The executor's part in the talk with its core about blocks on disk, and of other servers.
+"""The executor's part in the talk with its core about blocks on disk, in a shared store and of other servers.
 
-What is done with them is the worker's (`KvDisk`, `KvPeers`).
+What is done with them is the worker's (`KvDisk`, `KvStore`, `KvPeers`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.executor.interface import KvDisk, KvPeers, StepWorker
+from quintet.executor.interface import KvDisk, KvPeers, KvStore, StepWorker
 from quintet.process.bell import Bell
 from quintet.process.kv_publisher import address_for
 from quintet.process.runtime import Process
@@ -35,30 +35,39 @@ def own_places(index: int, config: EngineConfig) -> EngineConfig:
 
 def kv_talk(process: Process[StepPlan | KvOrders | KvPins], worker: StepWorker) -> KvTalk | None:
     """Return the talk of a worker that keeps blocks elsewhere; None of one that does not."""
-    if worker.kv_disk is None and worker.kv_peers is None:
+    if worker.kv_disk is None and worker.kv_peers is None and worker.kv_store is None:
         return None
-    return KvTalk(process, worker.kv_disk, worker.kv_peers)
+    return KvTalk(process, worker.kv_disk, worker.kv_peers, worker.kv_store)
 
 
 class KvTalk:
     """Passes orders on, and answers back."""
 
     def __init__(
-        self, process: Process[StepPlan | KvOrders | KvPins], disk: KvDisk | None, peers: KvPeers | None
+        self,
+        process: Process[StepPlan | KvOrders | KvPins],
+        disk: KvDisk | None,
+        peers: KvPeers | None,
+        store: KvStore | None = None,
     ) -> None:
         self._process = process
         self._disk = disk
         self._peers = peers
-        self._both: tuple[KvDisk | KvPeers, ...] = tuple(each for each in (disk, peers) if each is not None)
+        self._store = store
+        self._all: tuple[KvDisk | KvPeers | KvStore, ...] = tuple(
+            each for each in (disk, peers, store) if each is not None
+        )
         self._bell = Bell(DiskRang)
         process.inbox.hang(self._bell)
-        for each in self._both:
+        for each in self._all:
             each.begin(self._bell.ring)
 
     def introduce(self, capacity: Capacity) -> None:
         """Tell the core what there is, and have the capacity say how much there may be."""
         if self._peers is not None:
             capacity.num_peer_blocks = self._peers.num_staging_blocks
+        if self._store is not None:
+            capacity.num_store_blocks = self._store.num_staging_blocks
         if self._disk is not None:
             self._tell_kept(self._disk, capacity)
 
@@ -78,10 +87,12 @@ class KvTalk:
             self._disk.order(orders)
         if self._peers is not None and (orders.offer_keys or orders.pulls):
             self._peers.order(orders)
+        if self._store is not None and orders.store is not None:
+            self._store.order(orders)
 
     def answer(self) -> None:
         """Tell the core what became of them."""
-        for each in self._both:
+        for each in self._all:
             answers = each.take_answers()
             if answers is not None:
                 answers.executor_epoch = self._process.me.epoch
@@ -89,10 +100,10 @@ class KvTalk:
 
     def reset(self) -> None:
         """Forget orders: the tables were emptied."""
-        for each in self._both:
+        for each in self._all:
             each.reset()
 
     def close(self) -> None:
         """Let what was ordered be written, for a moment; talk to nobody any more."""
-        for each in self._both:
+        for each in self._all:
             each.close()

@@ -32,7 +32,7 @@ class MockWorker:
     num_split = num_host_blocks = swap_bytes_per_s = 0
     experts = None
     has_chores = False
-    kv_disk = kv_peers = None
+    kv_disk = kv_peers = kv_store = None
 
     def __init__(
         self,

@@ -15,8 +15,8 @@ import torch
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
 from quintet.executor.cards.share import ALONE, WHOLE, Share, share_of
-from quintet.executor.disk.boot import open_kv_disk
 from quintet.executor.eager import EagerRunner
+from quintet.executor.elsewhere import Elsewhere
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.loading import MODEL_DTYPES, load_model
@@ -92,17 +92,9 @@ class Worker:
         self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, ranks)
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
-        self.kv_disk = open_kv_disk(runner, config, self.num_host_blocks)
-        self._first_of_peers = self.num_host_blocks
-        if self.kv_disk is not None:
-            self._first_of_peers += self.kv_disk.num_staging_blocks
-        self.kv_peers = None
-        if config.cache.peers is not None:
-            from quintet.executor.peers.boot import (
-                open_kv_peers,  # it needs ZeroMQ, and who asks nobody does not
-            )
-
-            self.kv_peers = open_kv_peers(runner, config.cache.peers, config, self._first_of_peers)
+        self._elsewhere = Elsewhere(runner, config, self._host_blocks)
+        self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
+        self.kv_store = self._elsewhere.store
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(
@@ -177,29 +169,13 @@ class Worker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._copy_in(plan.swaps_in)
+            self._elsewhere.copy_in(plan.swaps_in)
         if plan.copies:
             self._copy_blocks(plan.copies)
         self._span("tables", plan.step)
         if not plan.slots:
             return StepResult(plan.step, 0, b"")
         return self._smaller_steps.compute(plan, self._compute)
-
-    def _copy_in(self, swaps: bytes) -> None:
-        """Copy from host blocks; those behind the last one are what was read from disk, and behind these what peers gave."""
-        if self.kv_disk is None and self.kv_peers is None:
-            self._host_blocks.copy_in(swaps)
-            return
-        pairs = np.frombuffer(swaps, np.int32).reshape(-1, 2)
-        host = pairs[:, 1]
-        from_host, from_peers = host < self.num_host_blocks, host >= self._first_of_peers
-        from_disk = ~(from_host | from_peers)
-        if from_host.any():
-            self._host_blocks.copy_in(pairs[from_host].tobytes())
-        if self.kv_disk is not None and from_disk.any():
-            self.kv_disk.copy_in(pairs[from_disk, 0], host[from_disk])
-        if self.kv_peers is not None and from_peers.any():
-            self.kv_peers.copy_in(pairs[from_peers, 0], host[from_peers])
 
     def _compute(self, plan: StepPlan) -> StepResult:
         """Compute the rows of a plan, or of a part of one, whose deltas the tables hold."""

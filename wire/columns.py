@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from quintet.wire import kv_disk as d
+from quintet.wire import kv_store as k
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.request import RequestSpec
@@ -56,6 +57,10 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     d.Pull: {"host_blocks": "i"},
     d.KvAnswers: {"fetched": "i", "missed": "i", "pulled": "i", "lacking": "i"},
     d.KvKept: {"places": "i"},
+    k.Put: {"blocks": "i"},
+    k.Get: {"positions": "i", "host_blocks": "i"},
+    k.Found: {"counts": "i"},
+    k.StoreAnswers: {"fetched": "i", "missed": "i"},
 }
 """Struct, field, and the code of its numbers in `array`."""
 

@@ -129,6 +129,19 @@ class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory that blocks are read into, of each engine."""
 
 
+class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A store of blocks of KV memory that several servers share."""
+
+    url: str
+    """Who keeps it, and where: its scheme names a connector."""
+    size_bytes: int = 0
+    """Of all that is kept there, of whatever model; 0 where its owner bounds it."""
+    waiting_bytes: int
+    """Host memory for copies of blocks that wait to be kept, of each engine."""
+    staging_bytes: int
+    """Host memory that blocks are fetched into, of each engine."""
+
+
 Role = Literal["prefill", "decode", "both"]
 """What a server does of requests that two servers compute: ``docs/apart.md``."""
 
@@ -177,6 +190,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Host memory for KV of preempted requests, likewise; 0: they are computed again."""
     disk: KvDiskConfig | None = None
     """Where KV outlives the server; None: nowhere."""
+    store: KvStoreConfig | None = None
+    """What other servers have computed, too; None: nothing."""
     peers: KvPeersConfig | None = None
     """Which servers share requests with this one; None: none."""
     events: KvEventsConfig | None = None

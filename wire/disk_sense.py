@@ -1,4 +1,7 @@
-"""Which messages about blocks in host memory, on disk and of other servers make sense: a part of `quintet.wire.sense`."""
+"""Which messages about blocks elsewhere make sense: in host memory, on disk, in a shared store, of other servers.
+
+A part of `quintet.wire.sense`.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import msgspec
 
 from quintet.wire.columns import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
-from quintet.wire.kv_disk import KEY_BYTES, MAX_KEPT, KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk import MAX_KEPT, KvAnswers, KvKept, KvOrders
 from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, Handover
 from quintet.wire.step import Capacity
+from quintet.wire.store_sense import MAX_NS, are_below, are_keys, are_named, is_store_answer, is_store_order
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-MAX_NS = 1 << 63
 
 
 def blocks_elsewhere(config: EngineConfig) -> tuple[int, int]:
@@ -25,6 +28,8 @@ def blocks_elsewhere(config: EngineConfig) -> tuple[int, int]:
     num_host_blocks = num_blocks(cache.swap_bytes)
     if cache.peers is not None:
         num_host_blocks += num_blocks(cache.peers.staging_bytes)
+    if cache.store is not None:
+        num_host_blocks += num_blocks(cache.store.staging_bytes)
     if cache.disk is None:
         return num_host_blocks, 0
     return num_host_blocks + num_blocks(cache.disk.staging_bytes), num_blocks(cache.disk.size_bytes)
@@ -42,7 +47,11 @@ def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
 
 def fits_elsewhere(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
     """Whether an executor has no more blocks in host memory and on disk than it may."""
-    num_staging_blocks = (capacity.num_staging_blocks, capacity.num_peer_blocks or 0)
+    num_staging_blocks = (
+        capacity.num_staging_blocks,
+        capacity.num_peer_blocks or 0,
+        capacity.num_store_blocks,
+    )
     return (
         capacity.num_host_blocks >= 0
         and min(num_staging_blocks) >= 0
@@ -56,17 +65,11 @@ def disk_checks(
 ) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
     """Return what each kind of message must be, where there are so many device blocks, host blocks and places on disk."""
 
-    def are_below(column: bytes, limit: int) -> bool:
-        return not len(column) % ID_BYTES and (not column or (limit > 0 and all_below(column, limit)))
-
     def are_pairs(column: bytes, first: int, second: int, keys: list[bytes]) -> bool:
         if len(column) != 2 * ID_BYTES * len(keys) or not are_keys(keys):
             return False
         pairs = memoryview(column).cast("i")
         return are_below(pairs[0::2].tobytes(), first) and are_below(pairs[1::2].tobytes(), second)
-
-    def are_named(column: bytes, limit: int, keys: list[bytes]) -> bool:
-        return len(column) == ID_BYTES * len(keys) and are_keys(keys) and are_below(column, limit)
 
     def are_kept(message: KvKept) -> bool:
         return (
@@ -91,6 +94,7 @@ def disk_checks(
                 for each in message.files
             )
             and all(are_named(pull.host_blocks, num_host_blocks, pull.keys) for pull in message.pulls)
+            and is_store_order(message.store, num_blocks, num_host_blocks)
         ),
         KvAnswers: lambda message: (
             _is_about_tables(message)
@@ -102,6 +106,7 @@ def disk_checks(
             and all(0 <= each.task_id <= MAX_COUNT and are_keys(each.keys) for each in message.files)
             and are_below(message.pulled, num_host_blocks)
             and are_below(message.lacking, num_host_blocks)
+            and is_store_answer(message.store, num_host_blocks)
         ),
         KvKept: are_kept,
     }
@@ -117,11 +122,6 @@ def can_be_handed_over(handover: Handover | None) -> bool:
 def is_file_name(name: str) -> bool:
     """Whether a file in a folder may be called so: nothing that leads out of it, or hides."""
     return FILE_NAME.fullmatch(name) is not None
-
-
-def are_keys(keys: list[bytes]) -> bool:
-    """Whether these are keys of blocks, by their lengths."""
-    return all(len(key) in KEY_BYTES for key in keys)
 
 
 def _is_about_tables(message: KvAnswers | KvKept) -> bool:

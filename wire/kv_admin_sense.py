@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from quintet.wire.columns import ID_BYTES, all_below
-from quintet.wire.disk_sense import are_keys, is_file_name
+from quintet.wire.disk_sense import is_file_name
 from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, KvPrefix, KvQuery, KvReport
+from quintet.wire.store_sense import are_keys
 
 MAX_NUMBER = 1 << 63
 MAX_SEATS = 1 << 10

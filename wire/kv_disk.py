@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from quintet.wire.kv_store import StoreAnswers, StoreOrders
+
 KEY_BYTES = (32, 34)
 """Of a key of the first group, and of any other."""
 
@@ -80,12 +82,13 @@ class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
     offer_keys: list[bytes] = []
     pulls: list[Pull] = []
     files: list[FileOrder] = []
+    store: StoreOrders | None = None
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to do."""
         keys = self.store_keys or self.fetch_keys or self.drop_keys or self.offer_keys
-        return not (keys or self.pulls or self.files)
+        return not (keys or self.pulls or self.files or self.store)
 
 
 class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
@@ -108,6 +111,7 @@ class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
     lacking: bytes = b""
     """int32: host blocks that do not: no peer that computes the same bits had it, or none answered."""
     files: list[FileAnswer] = []
+    store: StoreAnswers | None = None
 
 
 class KvKept(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):

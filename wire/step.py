@@ -153,4 +153,6 @@ class Capacity(msgspec.Struct, array_like=True, tag="capacity", gc=False):
     num_staging_blocks: int = 0
     """Host blocks that they are read into; their numbers follow those of `num_host_blocks`."""
     num_peer_blocks: int | None = None
-    """Host blocks that those of other servers are fetched into, numbered behind all others; None where there are no peers."""
+    """Host blocks that those of other servers are fetched into, numbered behind those; None where there are no peers."""
+    num_store_blocks: int = 0
+    """Host blocks that those of a shared store are fetched into, numbered behind all others."""

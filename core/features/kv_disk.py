@@ -52,7 +52,7 @@ def _ask(state: State, disk: DiskPool, request: Request) -> None:
         missing += keys[len(run_of(keys, index.block_of)) :]
     is_there = all(map(disk.place_of.__contains__, missing))
     computing_ns = state.pace.time_of((there - here) * size)
-    if there <= here or not is_there or not disk.is_cheaper(len(missing), computing_ns):
+    if there <= here or not is_there or not disk.cost.is_cheaper(len(missing), computing_ns):
         disk.fetches.wish_nothing(request.request_id)
         return
     disk.ask(request.request_id, missing, there * size, whole=not limits.groups.is_plain)

@@ -17,14 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
+from quintet.core.kv.cost import Cost
 from quintet.core.kv.fetches import Fetches
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import FileOrder, KvAnswers, KvOrders
-
-MOST_SURPRISE = 8
-"""A fetch counts as no more than so many times the mean: one that was stopped says nothing of the next."""
-TRY_EVERY = 32
-"""After so many requests for which computing looked cheaper, what was measured is forgotten: the disk may be faster now."""
 
 
 class DiskPool:
@@ -33,10 +29,9 @@ class DiskPool:
     __slots__ = (
         "_drops",
         "_due",
-        "_num_refused",
         "_ordered",
         "_unwanted",
-        "copy_ns",
+        "cost",
         "fetches",
         "file_orders",
         "free",
@@ -63,13 +58,12 @@ class DiskPool:
         """Places and contents to be forgotten, of what was not ordered yet."""
         self._unwanted: set[bytes] = set()
         """Contents that are being written, and are to be forgotten when they are."""
-        self.copy_ns: float | None = None
-        """How long fetching a block takes, as measured; None before any was."""
+        self.cost = Cost()
+        """Of fetching a block."""
         self._due: dict[bytes, int] = {}
         """Content -> the device block to store it from, of what was not ordered yet."""
         self._ordered: list[tuple[int, int, bytes]] = []
         """Place, host block and content to fetch, of what was not ordered yet."""
-        self._num_refused = 0
 
     # --- keeping ---
 
@@ -142,15 +136,6 @@ class DiskPool:
         self._ordered += ((self.place_of[key], block, key) for block, key in new)
         return True
 
-    def is_cheaper(self, num_blocks: int, computing_ns: int | None) -> bool:
-        """Return whether fetching so many blocks takes less than computing does. What was not measured does."""
-        if computing_ns is None or self.copy_ns is None or num_blocks * self.copy_ns < computing_ns:
-            return True
-        self._num_refused += 1
-        if self._num_refused % TRY_EVERY == 0:
-            self.copy_ns = None
-        return self.copy_ns is None
-
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
         """See `Tier.fetch`."""
         return self.fetches.fetch(request_id, keys)
@@ -208,9 +193,7 @@ class DiskPool:
             if place is not None:
                 self.free[place] = None
         if fetched:
-            copy_ns = answers.fetch_ns / len(fetched)
-            old_ns = copy_ns if self.copy_ns is None else self.copy_ns
-            self.copy_ns = (3 * old_ns + min(copy_ns, MOST_SURPRISE * old_ns)) / 4
+            self.cost.note(len(fetched), answers.fetch_ns)
 
     def take_copies(self) -> list[int]:
         """See `Tier.take_copies`: nothing is copied this way. What that plan has read, and nobody writes, is free again."""

@@ -5,7 +5,8 @@ contents to the device. A host block that is being written gets no other content
 
       free ──── ask ───▶ awaited ──── answered ───▶ holds a content ──── nobody wants it any more ───▶ free
 
-Knows neither where contents come from nor what that costs: `quintet.core.kv.disk_pool` and `quintet.core.kv.peer_pool` do.
+Knows neither where contents come from nor what that costs: `quintet.core.kv.disk_pool`,
+`quintet.core.kv.peer_pool` and `quintet.core.kv.store_pool` do.
 """
 
 from __future__ import annotations
@@ -106,12 +107,15 @@ class Fetches:
             wish.deadline_ns = min(now_ns + PATIENCE_NS, wish.last_deadline_ns)
         self._untimed.clear()
 
-    def expire(self, now_ns: int) -> None:
-        """Give up what was fetched for too long: who waits for it computes."""
+    def expire(self, now_ns: int) -> bool:
+        """Give up what was fetched for too long: who waits for it computes. Return whether anything was."""
+        is_late = False
         for request_id, wish in self.wishes.items():
             if wish.pending and wish.deadline_ns and now_ns > wish.deadline_ns:
+                is_late = True
                 wish.pending.clear()
                 self.room.forget(request_id)
+        return is_late
 
     def settle(self, blocks: Sequence[int], *, missed: bool) -> list[bytes]:
         """Hear that these host blocks hold what was ordered, or do not. Return the contents, of those that were awaited."""

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quintet.deploy.commands.serve import add_option_arguments, options_of
+from quintet.deploy.kv_plan import KvDiskPlan, disk_plan, rows_of
 from quintet.deploy.resolve.build import Resolution, resolve
-from quintet.deploy.resolve.kv_disk import free_bytes
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.describe import describe
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import share_in_words, share_of, stage_layers
 from quintet.executor.cards.spec import DecoderSpec
-from quintet.wire.config import EngineConfig, KvPeersConfig, ModelConfig
+from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
 if TYPE_CHECKING:
@@ -52,18 +52,6 @@ class KvFormatPlan(msgspec.Struct, frozen=True):
     bytes_per_token: int
     num_tokens: int
     """Of long requests, that would fit into `Plan.kv_memory_bytes`; 0 where that is not known yet."""
-
-
-class KvDiskPlan(msgspec.Struct, frozen=True):
-    """What ``--kv-disk`` keeps, for each engine."""
-
-    folder: str
-    size_bytes: int
-    num_blocks: int
-    staging_bytes: int
-    """Host memory that blocks are read into, at most."""
-    free_bytes: int
-    """What the disk has left."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +101,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What the ranks of an engine share, at most; 0 where there is one."""
     kv_disk: KvDiskPlan | None
     """What is kept on disk; null where nothing is."""
+    kv_store: KvStoreConfig | None
+    """What servers share; null where they share nothing."""
     kv_peers: KvPeersConfig | None
     """What goes from server to server; null where nothing does."""
     notes: list[str]
@@ -174,16 +164,7 @@ def make_plan(resolution: Resolution) -> Plan:
         max_model_len=config.model.max_model_len,
         kv_bytes_per_token=kv.bytes_per_token,
         kv_groups=_groups(kv, config.model.max_model_len, config.scheduler.max_num_batched_tokens),
-        kv_formats=[
-            KvFormatPlan(
-                name,
-                config.model.dtype if name == "model" else name,
-                each.bytes_per_token,
-                each.num_blocks(config.cache.memory_bytes) * each.bytes_per_block // each.bytes_per_token,
-            )
-            for name, each in resolution.kv_formats.items()
-            if each.bytes_per_token
-        ],
+        kv_formats=_kv_formats(resolution),
         kv_memory_bytes=config.cache.memory_bytes,
         block_size=kv.block_size,
         num_blocks=num_blocks,
@@ -204,44 +185,25 @@ def make_plan(resolution: Resolution) -> Plan:
         if (config.executor.kind, config.executor.device) == ("torch", "cpu")
         else 0,
         shared_bytes=config.executor.shared_bytes,
-        kv_disk=_kv_disk(config),
+        kv_disk=disk_plan(config),
+        kv_store=config.cache.store,
         kv_peers=config.cache.peers,
         notes=resolution.notes,
     )
 
 
-def _kv_disk(config: EngineConfig) -> KvDiskPlan | None:
-    disk = config.cache.disk
-    if disk is None:
-        return None
-    num_blocks = config.model.kv.num_blocks(disk.size_bytes)
-    free = free_bytes(Path(disk.folder))
-    return KvDiskPlan(disk.folder, disk.size_bytes, num_blocks, disk.staging_bytes, free)
-
-
-def _peers_rows(plan: Plan) -> list[tuple[str, str]]:
-    peers = plan.kv_peers
-    if peers is None:
-        return []
-    words: list[str] = [peers.role]
-    if peers.listen:
-        words.append(
-            f"offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory for each engine"
+def _kv_formats(resolution: Resolution) -> list[KvFormatPlan]:
+    config = resolution.config
+    return [
+        KvFormatPlan(
+            name,
+            config.model.dtype if name == "model" else name,
+            each.bytes_per_token,
+            each.num_blocks(config.cache.memory_bytes) * each.bytes_per_block // each.bytes_per_token,
         )
-    if peers.allowed:
-        words.append(f"fetched from {', '.join(peers.allowed)} into {format_size(peers.staging_bytes)}")
-    return [("KV of others", "; ".join(words))]
-
-
-def _disk_rows(plan: Plan) -> list[tuple[str, str]]:
-    disk = plan.kv_disk
-    if disk is None:
-        return []
-    words = (
-        f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {plan.block_size} tokens, for each"
-        f" engine; {format_size(disk.free_bytes)} are free there; {format_size(disk.staging_bytes)} of memory to read into"
-    )
-    return [("KV on disk", words)]
+        for name, each in resolution.kv_formats.items()
+        if each.bytes_per_token
+    ]
 
 
 def _groups(kv: KvSpec, max_model_len: int, step_tokens: int) -> list[GroupPlan]:
@@ -374,8 +336,7 @@ def plan_lines(plan: Plan) -> list[str]:
             if plan.kv_memory_bytes
             else "what the GPU has left when the model is loaded",
         ),
-        *_disk_rows(plan),
-        *_peers_rows(plan),
+        *rows_of(plan.kv_disk, plan.kv_store, plan.kv_peers, plan.block_size),
         *_beside_kv(plan),
         (
             "requests",

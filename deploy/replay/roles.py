@@ -39,9 +39,10 @@ def replay(recording: Recording) -> ReplayAccount:
             f"the {role} with them. Record with a larger --record-mb, or have a {role} begin anew: it can be played to "
             "from where it began."
         )
-    if role is Role.EXECUTOR and header.config.cache.disk is not None:
+    if role is Role.EXECUTOR and (header.config.cache.disk or header.config.cache.store):
         raise RecordingError(
-            f"{header.worker} cannot be played to: what it read from --kv-disk is not in the recording. Its core can."
+            f"{header.worker} cannot be played to: what it read from --kv-disk or --kv-store is not in the recording. Its core"
+            " can."
         )
     playback = Playback(recording, in_order=role is not Role.TOKENIZER)
     wires = Wires(playback, playback, playback.clock, playback.close)

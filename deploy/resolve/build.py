@@ -15,6 +15,7 @@ from quintet.deploy.resolve.implementation import check_transformers_flags, note
 from quintet.deploy.resolve.kv_disk import kv_disk_config
 from quintet.deploy.resolve.kv_events import kv_events_config
 from quintet.deploy.resolve.kv_peers import kv_peers_config
+from quintet.deploy.resolve.kv_store import kv_store_config
 from quintet.deploy.resolve.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
@@ -210,6 +211,7 @@ def _cache_config(
         events=kv_events_config(options, kv, shares_beginnings=shares_beginnings),
         peers=kv_peers_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
         disk=kv_disk_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
+        store=kv_store_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
     )
     return cache, fitted
 

@@ -360,6 +360,25 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MEMORY, "most of it, for each engine, e.g. 20GiB; what was used longest ago goes", "SIZE", "8GiB"
         ),
     ] = None
+    kv_store: Annotated[
+        str | None,
+        Flag(
+            MEMORY,
+            "store of KV that servers share (docs/kv.md): file:///dev/shm/NAME for those of one machine, s3://BUCKET/PREFIX and"
+            " others by fsspec (quintet[store]), or an installed connector's. On a CPU; it is as private as the prompts",
+            "URL",
+            "none",
+        ),
+    ] = None
+    kv_store_size: Annotated[
+        int | str | None,
+        Flag(
+            MEMORY,
+            "most of what is kept at a file: store by all servers together, e.g. 20GiB; what was used longest ago goes",
+            "SIZE",
+            "8GiB",
+        ),
+    ] = None
     kv_events_config: Annotated[
         str | None,
         Flag(

@@ -133,7 +133,7 @@ class DeviceWorker:
         num_host_blocks = model.kv.num_blocks(config.cache.swap_bytes)
         self._host_pool = HostPool(device, runner.pool, num_host_blocks) if num_host_blocks else None
         self.num_host_blocks = num_host_blocks
-        self.kv_disk = self.kv_peers = None
+        self.kv_disk = self.kv_peers = self.kv_store = None
         self._layout = StagingLayout.of(on_device, num_blocks, num_host_blocks)
         self.swap_bytes_per_s = 0
         if self._host_pool is not None:

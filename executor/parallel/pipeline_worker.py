@@ -117,7 +117,7 @@ class PipelineWorker:
         own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), turn)
         self._host_blocks = HostBlocksOfAllRanks(own, group, links.behind)
         self.num_host_blocks = own.num_blocks
-        self.kv_disk = self.kv_peers = None  # the blocks lie in several processes
+        self.kv_disk = self.kv_peers = self.kv_store = None  # the blocks lie in several processes
         self.swap_bytes_per_s = own.measure()
 
     @property

@@ -57,7 +57,7 @@ def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
 
 
 INNER = {
-    "core/kv": {"core.kv", "wire.codec", "wire.kv_disk", "wire.kv_spec"},
+    "core/kv": {"core.kv", "wire.codec", "wire.kv_disk", "wire.kv_spec", "wire.kv_store"},
     "deploy/fastchat": {
         f"deploy.{room}" for room in ("fastchat", "load_client", "router.lines", "supervisor.listener")
     }
@@ -66,7 +66,7 @@ INNER = {
     "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
     | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
     | {"executor.quant.formats", "executor.gguf.card", "executor.gguf.header", "executor.gguf.parts"}
-    | {"executor.platforms.cores"},
+    | {"executor.platforms.cores", "executor.store.connector"},
     "deploy/router": {"deploy.router", "deploy.load_client", "frontend", "wire"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.resolve.memory", "process", "wire"},
     "executor/cards": {"executor.cards", "wire"},

@@ -9,7 +9,7 @@ early reuse of a block, a missing copy, reading what was let go of: all of them 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -30,8 +30,9 @@ from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, NewRow, StepPlan, StepResult
 from tests.wire.respec import changed
 
-from .fake_disk import FakeDisk
+from .fake_disk import FakeDisk, Past
 from .fake_peers import FakePeers
+from .fake_store import FakeStore
 
 EOS = 2
 VOCAB = 200
@@ -80,10 +81,10 @@ class FakeExecutor:
     """Executes plans in order, at once, but hands results out only when asked."""
 
     def __init__(
-        self, capacity: Capacity, kv: KvSpec, fault: Fault = no_fault, disk: FakeDisk | None = None
+        self, capacity: Capacity, kv: KvSpec, fault: Fault = no_fault, pasts: Sequence[Past] = ()
     ) -> None:
         self.kv = kv
-        self.disk = disk
+        self.pasts = pasts
         self.fault = fault
         self.capacity = capacity
         self.tenants: dict[int, Tenant] = {}
@@ -127,7 +128,7 @@ class FakeExecutor:
         assert all(0 <= block < self.capacity.num_blocks for block in (out + back)[::2])
         assert all(0 <= block < self.capacity.num_host_blocks for block in out[1::2])
         num_blocks = self.capacity.num_host_blocks + self.capacity.num_staging_blocks
-        num_blocks += self.capacity.num_peer_blocks or 0
+        num_blocks += (self.capacity.num_peer_blocks or 0) + self.capacity.num_store_blocks
         assert all(0 <= block < num_blocks for block in back[1::2])
         for column in (out[1::2], back[::2]):
             assert len(set(column)) == len(column), ("written twice", column)
@@ -201,8 +202,8 @@ class FakeExecutor:
                 if offset == 0:
                     content.clear()
                 content[offset] = (index, position, chain[position])
-                if self.disk is not None:
-                    self.disk.past[chain[position]] = tenant.tokens, position + 1
+                for past in self.pasts:
+                    past[chain[position]] = tenant.tokens, position + 1
 
     def _check_states(self, tenant: Tenant, start: int) -> None:
         """Check that a row reads the states behind its own past, before any row writes one."""
@@ -281,6 +282,8 @@ class World:
         features = options.pop("features", FEATURES)
         self.disk: FakeDisk | None = options.pop("disk", None)  # type: ignore[assignment]
         self.peers: FakePeers | None = options.pop("peers", None)  # type: ignore[assignment]
+        self.store: FakeStore | None = options.pop("store", None)  # type: ignore[assignment]
+        self.places = [place for place in (self.disk, self.peers, self.store) if place is not None]
         self.fault: Fault = options.pop("fault", no_fault)  # type: ignore[assignment]
         self.failure: ExecutorFails | None = None
         """Of a step that failed and of which the core will hear when it has heard of all before."""
@@ -297,6 +300,7 @@ class World:
                 swap_bytes=64 * self.num_host_blocks,
                 disk=None if self.disk is None else self.disk.config,
                 peers=None if self.peers is None else self.peers.config,
+                store=None if self.store is None else self.store.config,
                 events=options.pop("events", None),  # type: ignore[arg-type]
             ),
             msgspec.convert(settings | options, SchedulerConfig),
@@ -338,14 +342,15 @@ class World:
                 num_disk_blocks=0 if self.disk is None else self.disk.num_places,
                 num_staging_blocks=0 if self.disk is None else self.disk.num_staging_blocks,
                 num_peer_blocks=None if self.peers is None else self.peers.num_staging_blocks,
+                num_store_blocks=0 if self.store is None else self.store.num_staging_blocks,
             )
         )
 
     def _begin_executor(self, capacity: Capacity) -> None:
         self.failure = None
-        self.executor = FakeExecutor(
-            capacity, msgspec.structs.replace(self.kv, block_size=capacity.block_size), self.fault, self.disk
-        )
+        kv = msgspec.structs.replace(self.kv, block_size=capacity.block_size)
+        pasts = [place.past for place in (self.disk, self.store) if place is not None]
+        self.executor = FakeExecutor(capacity, kv, self.fault, pasts)
         if self.disk is not None:
             self.disk.introduce(self.engine, capacity)
         self.apply(self.engine.capacity(capacity, self.tick()))
@@ -423,9 +428,8 @@ class World:
         orders = self.engine.kv_orders(self.now)
         if orders is None or self.failure is not None:
             return
-        for place in (self.disk, self.peers):
-            if place is not None:
-                place.obey(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
+        for place in self.places:
+            place.obey(orders, self.executor.capacity, self.executor.shadow, self.executor.host)
 
     def _execute(self, plan: StepPlan) -> None:
         try:
@@ -441,8 +445,7 @@ class World:
             if self.failure is not None:
                 self.lose_executor()
                 return True
-            places = (self.disk, self.peers)
-            return any(place.answer(self.engine) for place in places if place is not None)
+            return any(place.answer(self.engine) for place in self.places)
         result = self.executor.results.popleft()
         flights = self.engine.state.in_flight if self.engine.state is not None else ()
         if flights and flights[0].step == result.step:
@@ -469,8 +472,7 @@ class World:
             pass
 
     def _account(self) -> tuple[int, ...]:
-        places = (self.disk, self.peers)
-        num_answers = sum(place.num_answers for place in places if place is not None)
+        num_answers = sum(place.num_answers for place in self.places)
         return len(self.plans), len(self.executor.results), self.num_losses, num_answers
 
     def apply(self, effects: Effects) -> None:

@@ -14,8 +14,23 @@ from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvKept, KvOrd
 from quintet.wire.step import Capacity
 
 Content = dict[int, tuple[int, int, bytes]]
+Past = dict[bytes, tuple[list[int], int]]
+"""What identifies the tokens up to a position, of all that executors wrote -> tokens, and how many of them."""
 SALTS = ("", "a")
 """Of requests in worlds with a disk."""
+
+
+def names_of(past: Past, content: Content, block_size: int) -> list[bytes]:
+    """Return the keys that a block with this content may have, by the tokens behind which it was written."""
+    group, position, link = content[max(content)]
+    tokens, num_tokens = past[link]
+    assert num_tokens == position + 1 and num_tokens % block_size == 0, (group, position)
+    names = []
+    for salt in SALTS:
+        digests: list[bytes] = []
+        extend_chain(digests, salt_digest(salt), tokens, block_size, num_tokens // block_size)
+        names.append(key_of(digests[-1], group))
+    return names
 
 
 class FakeDisk:
@@ -28,8 +43,7 @@ class FakeDisk:
         self.contents: dict[int, tuple[bytes, Content]] = {}
         self.files: dict[str, dict[bytes, Content]] = {}
         """Prefixes in files of their own."""
-        self.past: dict[bytes, tuple[list[int], int]] = {}
-        """What identifies the tokens up to a position, of all that executors wrote -> tokens, and how many of them."""
+        self.past: Past = {}
         self.answers: deque[KvAnswers] = deque()
         self.num_fetched = self.num_answers = 0
         self.is_losing = False
@@ -61,7 +75,7 @@ class FakeDisk:
         stores = codec.unpack_i32(orders.stores)
         for block, place, key in zip(stores[::2], stores[1::2], orders.store_keys, strict=True):
             assert 0 <= place < self.num_places and device[block], block
-            assert key in self._names(device[block], capacity.block_size), (
+            assert key in names_of(self.past, device[block], capacity.block_size), (
                 "stored under another's key",
                 block,
             )
@@ -100,18 +114,6 @@ class FakeDisk:
             for place, key in zip(places, order.keys, strict=True):
                 self.contents[place] = key, self.files[order.name][key]
                 answers.stored.append(key)
-
-    def _names(self, content: Content, block_size: int) -> list[bytes]:
-        """Return the keys that a block with this content may have, by the tokens behind which it was written."""
-        group, position, link = content[max(content)]
-        tokens, num_tokens = self.past[link]
-        assert num_tokens == position + 1 and num_tokens % block_size == 0, (group, position)
-        names = []
-        for salt in SALTS:
-            digests: list[bytes] = []
-            extend_chain(digests, salt_digest(salt), tokens, block_size, num_tokens // block_size)
-            names.append(key_of(digests[-1], group))
-        return names
 
     def act(self, rng: random.Random, engine: Engine) -> None:
         """Answer, if there is something; from now on lose what is asked for, or not."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.kv.disk_pool import MOST_SURPRISE, TRY_EVERY, DiskPool
+from quintet.core.kv.cost import MOST_SURPRISE, TRY_EVERY
+from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.fetches import PATIENCE_NS
 from quintet.core.state import State
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -214,14 +215,14 @@ def test_progress_renews_patience_of_those_behind_it_alone() -> None:
 
 def test_one_slow_read_is_not_the_last() -> None:
     pool = DiskPool(1, 0, 1)
-    pool.copy_ns = 10.0
+    pool.cost.each_ns = 10.0
     store(pool, A)
     pool.ask(1, [A], 4, whole=False)
     pool.answer(KvAnswers(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
-    assert pool.copy_ns == (3 * 10 + MOST_SURPRISE * 10) / 4
-    assert pool.is_cheaper(1, 28)
-    tries = [pool.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
-    assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.copy_ns is None
+    assert pool.cost.each_ns == (3 * 10 + MOST_SURPRISE * 10) / 4
+    assert pool.cost.is_cheaper(1, 28)
+    tries = [pool.cost.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
+    assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.cost.each_ns is None
 
 
 def test_what_the_disk_does_not_take_is_not_there() -> None:
@@ -248,7 +249,7 @@ def test_a_block_that_is_written_gets_no_other_content() -> None:
     pool.answer(KvAnswers(1, 0, fetched=pack_i32([5]), fetch_ns=8))
     assert pool.fetch(2, [A]) is None
     pool.answer(KvAnswers(1, 0, fetched=pack_i32([6]), fetch_ns=8))
-    assert pool.fetch(2, [A]) == [6] and pool.copy_ns == 8
+    assert pool.fetch(2, [A]) == [6] and pool.cost.each_ns == 8
     pool.take_copies()
     assert pool.fetches.room.free == [5]
     pool.check({2})

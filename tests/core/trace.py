@@ -18,6 +18,7 @@ from quintet.wire.step import NewRow
 from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
 from .fake_disk import FakeDisk
 from .fake_peers import PEER, FakePeers
+from .fake_store import FakeStore
 
 PLAIN = (KvGroup("full", [0]),)
 RAISES, DIES, RAISES_LATER, DIES_DECODING = 250, 251, 252, 253
@@ -86,6 +87,7 @@ def random_world(
     stages: int = 1,
     disk: FakeDisk | None = None,
     peers: FakePeers | None = None,
+    store: FakeStore | None = None,
 ) -> World:
     """Make a world whose blocks, slots or budget are too few for comfort; blocks, where there is host memory too."""
     num_blocks = rng.choice([12, 20, 40, 100])
@@ -95,6 +97,7 @@ def random_world(
         groups=list(groups),
         disk=disk,
         peers=peers,
+        store=store,
         fault=fault,
         depth=depth,
         stages=stages,
@@ -123,6 +126,7 @@ def random_trace(
     stages: int = 1,
     disk: FakeDisk | None = None,
     peers: FakePeers | None = None,
+    store: FakeStore | None = None,
 ) -> tuple[World, dict[int, Sent]]:
     """Play a trace; return the world, idle again, and what was sent to it.
 
@@ -135,7 +139,7 @@ def random_trace(
     ):  # somebody needs every token: with windows alone, poison may never be computed
         groups = [*groups, *PLAIN]
     fault = strike if poisonous else no_fault
-    world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk, peers)
+    world = random_world(rng, depth, fault, num_host_blocks, groups, stages, disk, peers, store)
     stems = [[rng.randrange(3, 200) for _ in range(40)] for _ in range(3)]
     sent: dict[int, Sent] = {}
     next_id = 1
@@ -163,8 +167,8 @@ def random_trace(
                 _resend(world, rng, sent, request_id)
         elif dice < 0.6:
             world.plan()
-        elif peers is not None and dice < 0.66:
-            _hear_of_peers(world, rng, peers)
+        elif (place := peers or store) is not None and dice < 0.66:
+            _hear_of(world, rng, place)
         elif disk is not None and dice < 0.7:
             disk.act(rng, world.engine)
         else:
@@ -180,7 +184,7 @@ def _cancel(world: World, rng: random.Random, sent: dict[int, Sent], alive: list
     world.cancel(*chosen, 10**9)
 
 
-def _hear_of_peers(world: World, rng: random.Random, peers: FakePeers) -> None:
+def _hear_of(world: World, rng: random.Random, peers: FakePeers | FakeStore) -> None:
     """Have them answer, seldom too late."""
     peers.act(rng, world.engine)
     if rng.random() < 0.05:

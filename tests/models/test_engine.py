@@ -13,7 +13,7 @@ from tests.models.families import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
 from quintet.core.outbox import Effects
-from quintet.executor.interface import KvDisk, KvPeers, Pending, StepWorker
+from quintet.executor.interface import KvDisk, KvPeers, KvStore, Pending, StepWorker
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
@@ -85,7 +85,10 @@ class House:
             self._apply(self.engine.commit(self._pending.popleft().result(), 0))
 
     def _introduce_disk(self, capacity: Capacity) -> None:
-        disk, peers = self.worker.kv_disk, self.worker.kv_peers
+        disk, peers, store = self.worker.kv_disk, self.worker.kv_peers, self.worker.kv_store
+        if store is not None:
+            store.begin(self._rung.set)
+            capacity.num_store_blocks = store.num_staging_blocks
         if peers is not None:
             peers.begin(self._rung.set)
             capacity.num_peer_blocks = peers.num_staging_blocks
@@ -120,8 +123,9 @@ class House:
                 answers.executor_epoch = 1
                 self.engine.kv_answers(answers)
 
-    def _places(self) -> list[KvDisk | KvPeers]:
-        return [place for place in (self.worker.kv_disk, self.worker.kv_peers) if place is not None]
+    def _places(self) -> list[KvDisk | KvPeers | KvStore]:
+        places = (self.worker.kv_disk, self.worker.kv_peers, self.worker.kv_store)
+        return [place for place in places if place is not None]
 
     def _begin(self, plans: list[StepPlan]) -> None:
         """Begin all of them: a worker that does not compute at once has them in flight together."""

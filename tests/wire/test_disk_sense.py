@@ -8,10 +8,21 @@ import pytest
 from quintet.wire.codec import pack_i32
 from quintet.wire.disk_sense import disk_checks, fits_elsewhere
 from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_store import Found, Get, Put, Search, StoreAnswers, StoreOrders
 from quintet.wire.step import Capacity
 
 CHECKS = disk_checks(num_blocks=8, num_host_blocks=6, num_places=4)
 KEY, OF_GROUP = b"k" * 32, b"k" * 34
+
+
+def store(order: Put | Search | Get) -> KvOrders:
+    match order:
+        case Put():
+            return KvOrders(0, store=StoreOrders(puts=[order]))
+        case Search():
+            return KvOrders(0, store=StoreOrders(searches=[order]))
+        case Get():
+            return KvOrders(0, store=StoreOrders(gets=[order]))
 
 
 def makes_sense(message: msgspec.Struct) -> bool:
@@ -30,6 +41,10 @@ def makes_sense(message: msgspec.Struct) -> bool:
         KvAnswers(1, 0, files=[FileAnswer(1, "", [KEY])]),
         KvAnswers(1, 0, [KEY], [OF_GROUP], pack_i32([5]), pack_i32([0]), 9),
         KvKept(1, 0, pack_i32([3, 0]), [KEY, OF_GROUP]),
+        store(Put(pack_i32([7, 0]), [KEY, OF_GROUP])),
+        store(Search(1, [[KEY, OF_GROUP], []])),
+        store(Get(OF_GROUP, 2, pack_i32([1]), pack_i32([5]), [KEY])),
+        KvAnswers(1, 0, store=StoreAnswers([KEY], [KEY], [Found(1, pack_i32([9]))], fetched=pack_i32([5]))),
     ],
 )
 def test_what_can_be_passes(message: msgspec.Struct) -> None:
@@ -58,6 +73,18 @@ def test_what_can_be_passes(message: msgspec.Struct) -> None:
         KvAnswers(1, 0, fetch_ns=-1),
         KvKept(1, 0, pack_i32([4]), [KEY]),
         KvKept(1, 0, pack_i32([3]), [KEY, KEY]),
+        store(Put(pack_i32([8]), [KEY])),
+        store(Put(b"", [])),
+        store(Search(-1, [[KEY]])),
+        store(Search(1, [[b"k"]])),
+        store(Get(b"k", 2, pack_i32([1]), pack_i32([5]), [KEY])),
+        store(Get(KEY, 2, pack_i32([2]), pack_i32([5]), [KEY])),
+        store(Get(KEY, 2, pack_i32([1]), pack_i32([6]), [KEY])),
+        KvAnswers(1, 0, store=StoreAnswers([b"k"])),
+        KvAnswers(1, 0, store=StoreAnswers(found=[Found(1, b"abc")])),
+        KvAnswers(1, 0, store=StoreAnswers(missed=pack_i32([6]))),
+        KvAnswers(1, 0, store=StoreAnswers(get_ns=-1)),
+        KvAnswers(1, 0, store=StoreAnswers(num_gets=-1)),
     ],
 )
 def test_what_cannot_be_does_not(message: msgspec.Struct) -> None:

@@ -1,0 +1,73 @@
+"""What `quintet plan` says of KV that leaves an engine: to the disk, to a store, to other servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from quintet.deploy.resolve.kv_disk import free_bytes
+from quintet.deploy.resolve.memory import format_size
+from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig
+
+Rows = list[tuple[str, str]]
+
+
+class KvDiskPlan(msgspec.Struct, frozen=True):
+    """What ``--kv-disk`` keeps, for each engine."""
+
+    folder: str
+    size_bytes: int
+    num_blocks: int
+    staging_bytes: int
+    """Host memory that blocks are read into, at most."""
+    free_bytes: int
+    """What the disk has left."""
+
+
+def disk_plan(config: EngineConfig) -> KvDiskPlan | None:
+    """Return what is kept on disk; None where nothing is."""
+    disk = config.cache.disk
+    if disk is None:
+        return None
+    num_blocks = config.model.kv.num_blocks(disk.size_bytes)
+    free = free_bytes(Path(disk.folder))
+    return KvDiskPlan(disk.folder, disk.size_bytes, num_blocks, disk.staging_bytes, free)
+
+
+def rows_of(
+    disk: KvDiskPlan | None, store: KvStoreConfig | None, peers: KvPeersConfig | None, block_size: int
+) -> Rows:
+    """Return it for human eyes."""
+    return _disk_rows(disk, block_size) + _store_rows(store) + _peers_rows(peers)
+
+
+def _disk_rows(disk: KvDiskPlan | None, block_size: int) -> Rows:
+    if disk is None:
+        return []
+    words = (
+        f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {block_size} tokens, for each"
+        f" engine; {format_size(disk.free_bytes)} are free there; {format_size(disk.staging_bytes)} of memory to read into"
+    )
+    return [("KV on disk", words)]
+
+
+def _store_rows(store: KvStoreConfig | None) -> Rows:
+    if store is None:
+        return []
+    bound = f"{format_size(store.size_bytes)} of all servers" if store.size_bytes else "bounded by its owner"
+    memory = format_size(store.staging_bytes + store.waiting_bytes)
+    return [("KV shared", f"{store.url}, {bound}; {memory} of memory for each engine")]
+
+
+def _peers_rows(peers: KvPeersConfig | None) -> Rows:
+    if peers is None:
+        return []
+    words: list[str] = [peers.role]
+    if peers.listen:
+        words.append(
+            f"offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory for each engine"
+        )
+    if peers.allowed:
+        words.append(f"fetched from {', '.join(peers.allowed)} into {format_size(peers.staging_bytes)}")
+    return [("KV of others", "; ".join(words))]

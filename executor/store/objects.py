@@ -1,0 +1,124 @@
+"""A store in object storage, or whatever else fsspec reaches: ``s3://bucket/prefix``, ``gs://…``, ``abfs://…``.
+
+fsspec, and the package of the storage (s3fs, gcsfs, adlfs), are the user's to install; credentials are theirs to find, in the
+environment or in their own files. How much is kept, and how long, is the owner's to say, by the storage's lifecycle rules.
+
+Object storage is far: a question takes tens of milliseconds. So what is there of a chain is searched like a word in a dictionary,
+several questions at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from quintet.wire.config import KvStoreConfig
+from quintet.wire.errors import ConfigError
+
+QUESTIONS = 8
+"""Asked at once, of one search."""
+
+
+class FileSystem(Protocol):
+    """What is used of ``fsspec.AbstractFileSystem``."""
+
+    def info(self, path: str) -> dict[str, object]:
+        """Return what is known of a file, its ``size`` among it; raise `FileNotFoundError`."""
+
+    def cat_file(self, path: str) -> bytes:
+        """Return a file's content."""
+
+    def pipe_file(self, path: str, value: bytes) -> None:
+        """Write a file."""
+
+    def rm_file(self, path: str) -> None:
+        """Remove a file."""
+
+    def makedirs(self, path: str, exist_ok: bool) -> None:
+        """Make a folder, where there are folders."""
+
+
+def open_objects(config: KvStoreConfig) -> ObjectStore:
+    """See `quintet.executor.store.connector.open_connector`."""
+    scheme = config.url.partition(":")[0]
+    try:
+        from fsspec.core import url_to_fs
+
+        files, path = url_to_fs(config.url, use_listings_cache=False, skip_instance_cache=True)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"--kv-store {config.url}: {error}. {scheme}: is reached by fsspec (pip install 'quintet[store]') with the package of"
+            " that storage, such as s3fs, gcsfs or adlfs"
+        ) from None
+    return ObjectStore(files, path)
+
+
+class ObjectStore:
+    """See `quintet.executor.store.connector.KvConnector`. Errors are fsspec's."""
+
+    def __init__(self, files: FileSystem, path: str) -> None:
+        """path: below which all objects are."""
+        self._files = files
+        self._path = path.rstrip("/")
+        self._questions = ThreadPoolExecutor(QUESTIONS, "kv-store-questions")
+
+    def count(self, names: Sequence[str]) -> int:
+        """See `KvConnector.count`. What lies behind an object that is there is taken to be preceded by others that are."""
+        return count_first(len(names), lambda indexes: self._are_there([names[each] for each in indexes]))
+
+    def _are_there(self, names: Sequence[str]) -> list[bool]:
+        return [*self._questions.map(lambda name: self._size_of(name) is not None, names)]
+
+    def _size_of(self, name: str) -> object | None:
+        try:
+            return self._files.info(f"{self._path}/{name}")["size"]
+        except FileNotFoundError:
+            return None
+
+    def put(self, name: str, content: memoryview) -> bool:
+        """See `KvConnector.put`."""
+        if self._size_of(name) != len(content):
+            path = f"{self._path}/{name}"
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            self._files.pipe_file(path, bytes(content))
+        return True
+
+    def get(self, name: str, into: memoryview) -> bool:
+        """See `KvConnector.get`."""
+        try:
+            content = self._files.cat_file(f"{self._path}/{name}")
+        except FileNotFoundError:
+            return False
+        if len(content) != len(into):
+            return False
+        into[:] = content
+        return True
+
+    def drop(self, name: str) -> None:
+        """See `KvConnector.drop`."""
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._path}/{name}")
+
+    def close(self) -> None:
+        """See `KvConnector.close`."""
+        self._questions.shutdown(wait=False, cancel_futures=True)
+
+
+def count_first(number: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:
+    """Return how many of the first of so many things are there, where each that is is preceded by others that are.
+
+    Asks about `QUESTIONS` of them at once, at even distances, then between the last that is there and the first that is not.
+    """
+    there, lacking = 0, number + 1
+    """So many of the first are there; so many are not."""
+    while lacking - there > 1:
+        step = max(1, (lacking - there) // (QUESTIONS + 1))
+        counts = [*range(there + step, lacking, step)][:QUESTIONS]
+        for count, is_there in zip(counts, are_there([count - 1 for count in counts]), strict=True):
+            if not is_there:
+                lacking = count
+                break
+            there = count
+    return there

@@ -1,0 +1,58 @@
+"""`kill -9` while a store is written to and read from, and stores that lose bits: the same bytes for clients of two servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+
+import pytest
+from bench.chaos.streams import crowd, play
+
+from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
+from tests.processes.server import serve, wait_until
+from tests.processes.test_kv_store import runs
+
+NUM_STREAMS = 24
+
+
+def damage(folder: Path, rng: random.Random) -> None:
+    """Write over some of what the store holds."""
+    for path in folder.rglob("*/*/*"):
+        if rng.random() < 0.3 and path.is_file():
+            with path.open("r+b") as run:
+                run.seek(rng.randrange(max(1, path.stat().st_size)))
+                run.write(rng.randbytes(64))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("scheme", ["file", "local"])
+def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path) -> None:
+    if scheme == "local":
+        pytest.importorskip("fsspec")
+    rng = random.Random(1)
+    asked = crowd(1, NUM_STREAMS, (40, 100))
+    flags = (*COMMON, *little_memory("model", NUM_STREAMS))
+    with serve(*flags) as server:
+        calm = asyncio.run(play(server.url, asked))
+    store = (*flags, "--block-size", "16", "--kv-store", f"{scheme}://{tmp_path}/kv")
+    for roles in (["executor"], ["core"], ["core", "executor", "executor"]):
+        with serve(*store) as one, serve(*store) as other:
+
+            async def disturb(roles: list[str] = roles) -> None:
+                await asyncio.to_thread(wait_until, lambda: runs(one, "kept") > 0, "runs are kept")
+                for role in roles:
+                    kill(one, role)
+                    kill(other, role)
+                    await asyncio.sleep(rng.choice([0.05, 0.3]))
+                damage(tmp_path / "kv", rng)
+
+            async def both() -> None:
+                first = asyncio.create_task(play(one.url, asked, disturb))
+                second = await play(other.url, asked)
+                assert_same(one, calm, await first, asked)
+                assert_same(other, calm, second, asked)
+
+            asyncio.run(both())
+            one.process.kill()
+            other.process.kill()

@@ -1,0 +1,92 @@
+"""A store of KV that servers share: what is asked for is either possible or refused, with the way out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.process import own_files
+from quintet.wire.config import EngineConfig, KvStoreConfig
+from quintet.wire.errors import ConfigError
+
+
+def config_of(folder: Path, **options: object) -> EngineConfig:
+    asked: dict[str, object] = {
+        "device": "cpu",
+        "load_format": "dummy",
+        "kv_store": f"file://{folder}/kv",
+    }
+    return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
+
+
+def test_a_folder_is_bounded_and_not_made(tmp_path: Path) -> None:
+    config = config_of(tmp_path, kv_store_size="1GiB")
+    kv = config.model.kv
+    staging_bytes = kv.bytes_per_block * config.model.max_model_len // kv.block_size
+    assert config.cache.store == KvStoreConfig(
+        url=f"file://{tmp_path}/kv",
+        size_bytes=1 << 30,
+        waiting_bytes=256 << 20,
+        staging_bytes=staging_bytes,
+    )
+    assert not (tmp_path / "kv").exists(), "a plan makes nothing"
+    assert config_of(tmp_path, kv_store=None).cache.store is None
+
+
+def test_what_fsspec_reaches_is_bounded_by_its_owner(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    store = config_of(tmp_path, kv_store="memory://bucket/prefix").cache.store
+    assert store is not None and store.size_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_store": None, "kv_store_size": "1GiB"}, "--kv-store-size 1GiB says how much, not where"),
+        ({"executor": "mock"}, "mock executor has none"),
+        ({"enable_prefix_caching": False}, "prefix caching is off"),
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 lie in several processes"),
+        ({"kv_store": "/dev/shm/kv"}, "write a URL such as file:///dev/shm/quintet"),
+        ({"kv_store": "file://kv"}, "write an absolute path"),
+        ({"kv_store": "file:///dev/null"}, "/dev/null must be a folder that the server may write"),
+        ({"kv_store_size": "1MiB"}, "one request of 2048 tokens takes 4.0 MiB"),
+        ({"kv_store": "memory://kv", "kv_store_size": "1GiB"}, "lifecycle rules of the storage"),
+        ({"kv_store": "nobody://kv"}, "the connectors of installed packages"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        config_of(tmp_path, **options)
+    assert words in str(refused.value)
+
+
+def test_a_url_with_somebodys_secret_is_refused_without_telling_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="credentials in the environment") as refused:
+        config_of(tmp_path, kv_store="s3://me:hunter2@bucket/prefix")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_without_fsspec_the_way_to_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quintet.deploy.resolve.kv_store.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'quintet\[store\]'"):
+        config_of(tmp_path, kv_store="s3://bucket/prefix")
+
+
+def test_without_the_storages_package_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match="s3fs"):
+        config_of(tmp_path, kv_store="s3://bucket/prefix")
+
+
+def test_a_folder_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kv").mkdir()
+    monkeypatch.setattr(own_files, "ROOT", -1)
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match=r"--kv-store .* belongs to user"):
+        config_of(tmp_path)

@@ -1,0 +1,253 @@
+"""KV in a shared store, the device's half: done beside the loop, errors are misses, and bytes come back as they were."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from quintet.executor.features import kv_store
+from quintet.executor.features.kv_store import StoreBlocks
+from quintet.executor.store.connector import KvConnector
+from quintet.executor.store.folder import FolderStore
+from quintet.executor.store.objects import ObjectStore
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_store import Get, Put, Search, StoreAnswers, StoreOrders
+
+NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
+KEYS = [bytes([number]) * 32 for number in range(1, 7)]
+WHOSE = b"w" * 32
+
+
+class Bench:
+    """Two layers of KV memory with a store, and the loop that waits for its answers."""
+
+    def __init__(self, connector: KvConnector, whose: bytes = WHOSE) -> None:
+        self.layers = [
+            torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer
+            for layer in range(2)
+        ]
+        self.store = StoreBlocks(self.layers, connector, whose, 4, FIRST)
+        self._rung = threading.Event()
+        self.store.begin(self._rung.set)
+
+    def answers(self) -> KvAnswers:
+        while True:
+            assert self._rung.wait(30.0)
+            self._rung.clear()
+            answers = self.store.take_answers()
+            if answers is not None:  # a ring may have been for tables that are gone
+                return answers
+
+    def told(self, orders: StoreOrders, tables: int = 0) -> StoreAnswers:
+        """Give orders; return the next answers."""
+        self.store.order(KvOrders(tables, store=orders))
+        answers = self.answers().store
+        assert answers is not None
+        return answers
+
+    def put(self, blocks: list[int], keys: list[bytes]) -> bool:
+        answers = self.told(StoreOrders([Put(pack_i32(blocks), keys)]))
+        return answers.kept == keys[-1:]
+
+
+def get(name: bytes, num_blocks: int, *wanted: tuple[int, int, bytes]) -> StoreOrders:
+    """Order (position, host block, key) of a run."""
+    positions, host_blocks, keys = zip(*wanted, strict=True)
+    return StoreOrders(gets=[Get(name, num_blocks, pack_i32(positions), pack_i32(host_blocks), [*keys])])
+
+
+class Gate:
+    """A connector whose answers wait until somebody opens, or which has an error."""
+
+    def __init__(self, inner: KvConnector, held: str = "", error: Exception | None = None) -> None:
+        self.inner, self.held, self.error = inner, held, error
+        self.come, self.opened = threading.Event(), threading.Event()
+        self.asked: list[str] = []
+
+    def _pass(self, what: str) -> None:
+        self.asked.append(what)
+        if self.error is not None:
+            raise self.error
+        if what == self.held:
+            self.come.set()
+            assert self.opened.wait(30.0)
+
+    def count(self, names: Sequence[str]) -> int:
+        self._pass("count")
+        return self.inner.count(names)
+
+    def put(self, name: str, content: memoryview) -> bool:
+        self._pass("put")
+        return self.inner.put(name, content)
+
+    def get(self, name: str, into: memoryview) -> bool:
+        self._pass("get")
+        return self.inner.get(name, into)
+
+    def drop(self, name: str) -> None:
+        self._pass("drop")
+        self.inner.drop(name)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def folder(path: Path) -> FolderStore:
+    return FolderStore(path / "store", 1 << 20)
+
+
+def of_fsspec(path: Path) -> ObjectStore:
+    fsspec = pytest.importorskip("fsspec")
+    return ObjectStore(fsspec.filesystem("local"), str(path / "objects"))
+
+
+@pytest.fixture(params=[folder, of_fsspec])
+def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KvConnector:
+    made: Callable[[Path], KvConnector] = request.param
+    return made(tmp_path)
+
+
+def test_blocks_come_to_another_server_as_they_were_when_they_were_ordered(connector: KvConnector) -> None:
+    bench, other = Bench(connector), Bench(connector)
+    before = [layer.clone() for layer in bench.layers]
+    bench.store.order(KvOrders(0, store=StoreOrders([Put(pack_i32([2, 3]), KEYS[:2])])))
+    for layer in bench.layers:
+        layer.zero_()  # the next plan gives the blocks other contents
+    assert (answers := bench.answers().store) is not None and answers.kept == KEYS[1:2]
+    (found,) = other.told(StoreOrders(searches=[Search(7, [[KEYS[1], KEYS[3]], [], [KEYS[0]]])])).found
+    assert found.request_id == 7 and [*unpack_i32(found.counts)] == [1, 0, 0]
+    answers = other.told(get(KEYS[1], 2, (1, FIRST + 2, KEYS[1]), (0, FIRST, KEYS[0])))
+    assert sorted(unpack_i32(answers.fetched)) == [FIRST, FIRST + 2] and not answers.missed + b"".join(
+        answers.lost
+    )
+    assert answers.num_gets == 1 and answers.get_ns > 0
+    other.store.copy_in(np.array([0, 4], np.int32), np.array([FIRST, FIRST + 2], np.int32))
+    for layer, original in zip(other.layers, before, strict=True):
+        assert torch.equal(layer[[0, 4]], original[[2, 3]])
+    answers = other.told(get(KEYS[3], 2, (1, FIRST + 1, KEYS[3])))
+    assert (answers.missed, answers.lost) == (pack_i32([FIRST + 1]), [KEYS[3]])
+    bench.store.close()
+
+
+@pytest.mark.parametrize("wrong", ["key", "position", "length", "whose"])
+def test_another_content_is_not_taken(wrong: str, connector: KvConnector) -> None:
+    bench = Bench(connector)
+    assert bench.put([2, 3], KEYS[:2])
+    reader = Bench(connector, b"v" * 32 if wrong == "whose" else WHOSE)
+    key = KEYS[2] if wrong == "key" else KEYS[0]
+    order = get(KEYS[1], 3 if wrong == "length" else 2, (1 if wrong == "position" else 0, FIRST, key))
+    answers = reader.told(order)
+    assert (answers.fetched, answers.missed, answers.lost) == (b"", pack_i32([FIRST]), KEYS[1:2])
+    reader.store.close()
+
+
+def test_a_damaged_run_is_a_miss_and_put_anew(
+    tmp_path: Path, connector: KvConnector, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(connector)
+    assert bench.put([2, 3], KEYS[:2])
+    (path,) = (path for path in tmp_path.rglob("*") if KEYS[1].hex() in path.name)
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    wanted = ((0, FIRST, KEYS[0]), (1, FIRST + 1, KEYS[1]))
+    answers = bench.told(get(KEYS[1], 2, *wanted))
+    assert (answers.fetched, answers.missed) == (pack_i32([FIRST]), pack_i32([FIRST + 1]))
+    assert "not what was put" in caplog.text and not path.exists()
+    assert bench.put([2, 3], KEYS[:2])
+    assert len(bench.told(get(KEYS[1], 2, *wanted)).fetched) == 8
+    path.write_bytes(content[:-5])
+    assert bench.put([2, 3], KEYS[:2]), "one of another size is written over"
+    assert len(bench.told(get(KEYS[1], 2, *wanted)).fetched) == 8
+    bench.store.close()
+
+
+def test_errors_are_misses_and_told_of_now_and_then_without_secrets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_store, "SHUN_S", 0.0)
+    gate = Gate(folder(tmp_path), error=PermissionError(13, "Permission denied", "s3://hunter2@bucket"))
+    bench = Bench(gate)
+    assert not bench.put([2], KEYS[:1])
+    gate.error = RuntimeError("hunter2")
+    (found,) = bench.told(StoreOrders(searches=[Search(7, [[KEYS[0]]])])).found
+    assert [*unpack_i32(found.counts)] == [0]
+    assert bench.told(get(KEYS[0], 1, (0, FIRST, KEYS[0]))).missed == pack_i32([FIRST])
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "the store of KV had 1 errors, the last one PermissionError (Permission denied): what it does not have is computed"
+    ]
+    gate.error = None
+    assert bench.put([2], KEYS[:1])
+    bench.store.close()
+
+
+def test_a_store_that_had_an_error_is_not_asked_for_a_moment(tmp_path: Path) -> None:
+    gate = Gate(folder(tmp_path), error=OSError())
+    bench = Bench(gate)
+    assert not bench.put([2], KEYS[:1])
+    gate.error = None
+    assert not bench.put([2], KEYS[:1])
+    assert gate.asked == ["put"]
+    bench.store.close()
+
+
+def test_while_a_get_hangs_others_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(folder(tmp_path), held="get")
+    bench = Bench(gate)
+    assert bench.put([2], KEYS[:1])
+    bench.store.order(KvOrders(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
+    assert gate.come.wait(30.0)
+    monkeypatch.setattr(kv_store, "SHUN_S", 0.0)
+    (found,) = bench.told(StoreOrders(searches=[Search(7, [[KEYS[0]]])])).found
+    assert [*unpack_i32(found.counts)] == [0] and "count" not in gate.asked
+    gate.opened.set()
+    assert (answers := bench.answers().store) is not None and answers.fetched == pack_i32([FIRST])
+    bench.store.close()
+
+
+def test_what_comes_for_tables_that_are_gone_is_nobodys(tmp_path: Path) -> None:
+    gate = Gate(folder(tmp_path), held="get")
+    bench = Bench(gate)
+    assert bench.put([2], KEYS[:1]) and bench.put([3], KEYS[1:2])
+    bench.store.order(KvOrders(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
+    assert gate.come.wait(30.0)
+    bench.store.reset()
+    gate.held = ""
+    answers = bench.told(get(KEYS[1], 1, (0, FIRST, KEYS[1])), tables=1)
+    assert answers.fetched == pack_i32([FIRST])
+    gate.opened.set()
+    bench.store.close()  # the late one has ended
+    bench.store.copy_in(np.array([0], np.int32), np.array([FIRST], np.int32))
+    assert torch.equal(bench.layers[0][0], bench.layers[0][3]), (
+        "nothing was written over what came for the new ones"
+    )
+    assert bench.store.take_answers() is None
+
+
+def test_what_is_to_be_kept_is_kept_whatever_becomes_of_the_tables(tmp_path: Path) -> None:
+    gate = Gate(folder(tmp_path), held="put")
+    bench = Bench(gate)
+    puts = [Put(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:5])]
+    bench.store.order(KvOrders(0, store=StoreOrders(puts)))
+    assert gate.come.wait(30.0)
+    bench.store.reset()
+    gate.opened.set()
+    bench.store.close()
+    assert folder(tmp_path).count([bench.store._format.name_of(key) for key in KEYS]) == 5
+
+
+def test_a_mistake_in_a_thread_is_the_end_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(folder(tmp_path))
+    monkeypatch.setattr(bench.store._format, "finish", lambda *_: 1 // 0)
+    bench.store.order(KvOrders(0, store=StoreOrders([Put(pack_i32([2]), KEYS[:1])])))
+    with pytest.raises(RuntimeError, match="thread that talks with the store"):
+        bench.answers()

@@ -1,0 +1,202 @@
+"""Connectors: a folder that several processes share, whatever becomes of them; what fsspec reaches; what packages bring."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from importlib.metadata import EntryPoint, EntryPoints
+from pathlib import Path
+
+import pytest
+
+from quintet.executor.store import connector as connector_module
+from quintet.executor.store.connector import KvConnector, open_connector
+from quintet.executor.store.folder import INSIDE, FolderStore
+from quintet.executor.store.objects import QUESTIONS, ObjectStore, count_first
+from quintet.wire.config import KvStoreConfig
+from quintet.wire.errors import ConfigError
+
+NAMES = [f"{'ab' * 16}/{number:064x}" for number in range(40)]
+CONTENT = [bytes([number]) * 1000 for number in range(40)]
+
+
+def config(url: str, size_bytes: int = 0) -> KvStoreConfig:
+    return KvStoreConfig(url=url, size_bytes=size_bytes, waiting_bytes=1, staging_bytes=1)
+
+
+def put(store: KvConnector, number: int) -> bool:
+    return store.put(NAMES[number], memoryview(CONTENT[number]))
+
+
+def has(store: KvConnector, number: int) -> bool:
+    into = bytearray(1000)
+    return store.get(NAMES[number], memoryview(into)) and bytes(into) == CONTENT[number]
+
+
+def kept_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "ledger")
+
+
+# --- a folder ---
+
+
+def test_a_folder_gives_way_to_what_is_used(tmp_path: Path) -> None:
+    one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
+    for number in range(10):
+        assert put(one if number % 2 else other, number)
+        os.utime(tmp_path / NAMES[number], (number, number))
+    assert has(one, 0), "used, and so the newest"
+    assert put(other, 10)
+    assert [number for number in range(11) if has(one, number)] == [0, *range(3, 11)], "down to nine tenths"
+    for number in range(11, 40):
+        assert put(one, number) and kept_bytes(tmp_path) <= 10_000
+    one.drop(NAMES[39])
+    assert not has(other, 39) and other.count([NAMES[38], NAMES[39], NAMES[38]]) == 1
+    assert not one.put(NAMES[0], memoryview(bytes(10_001))), "there never is room for it"
+    one.close()
+    other.close()
+
+
+def test_what_another_wrote_meanwhile_takes_no_room_twice(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, 10_000)
+    barrier = threading.Barrier(4)
+
+    def write() -> None:
+        barrier.wait()
+        assert put(store, 1)
+
+    threads = [threading.Thread(target=write) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert int.from_bytes((tmp_path / "ledger").read_bytes(), "little") == 1000 == kept_bytes(tmp_path)
+    store.close()
+
+
+WRITER = """
+import os, sys
+from pathlib import Path
+from quintet.executor.store import folder
+write = folder.write_whole
+def half(file, content, offset):
+    write(file, content[:500], offset)
+    print("written", flush=True)
+    sys.stdin.read()
+folder.write_whole = half
+folder.FolderStore(Path(sys.argv[1]), 10_000).put(sys.argv[2], memoryview(bytes(1000)))
+"""
+
+
+def test_what_was_being_written_by_who_was_killed_is_swept(tmp_path: Path) -> None:
+    """And what is being written by who lives is not, and counts."""
+    command = [sys.executable, "-c", WRITER, str(tmp_path)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with (
+        subprocess.Popen([*command, NAMES[30]], **pipes) as dead,  # type: ignore[call-overload]
+        subprocess.Popen([*command, NAMES[31]], **pipes) as living,  # type: ignore[call-overload]
+    ):
+        for writer in (dead, living):
+            assert writer.stdout.readline() == b"written\n"
+        dead.send_signal(signal.SIGKILL)
+        dead.wait()
+        store = FolderStore(tmp_path, 10_000)
+        assert not has(store, 30) and store.count(NAMES[30:]) == 0
+        for number in range(20):
+            assert put(store, number) and kept_bytes(tmp_path) <= 10_000
+        (unfinished,) = tmp_path.rglob(".*")
+        assert NAMES[31].rpartition("/")[2] in unfinished.name
+        living.stdin.close()
+    store.close()
+
+
+def test_a_ledger_that_is_held_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
+    monkeypatch.setattr("quintet.executor.store.folder.LOCK_S", 0.05)
+    with one._ledger_held():
+        for store in (one, other):
+            with pytest.raises(TimeoutError):
+                put(store, 1)
+    assert put(other, 1)
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store", 10_000)
+    assert put(store, 1)
+    (tmp_path / "store" / NAMES[2]).symlink_to(tmp_path / "store" / NAMES[1])
+    with pytest.raises(PermissionError):
+        has(store, 2)
+    store.close()
+
+
+# --- by URL ---
+
+
+def test_a_url_says_who_keeps_it(tmp_path: Path) -> None:
+    opened = open_connector(config(f"file://{tmp_path}", 10_000))
+    assert isinstance(opened, FolderStore) and put(opened, 1)
+    assert (tmp_path / INSIDE / NAMES[1]).exists()
+    opened.close()
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"):
+        open_connector(config(f"file://{tmp_path}/file/x", 10_000))
+
+
+def test_an_installed_package_can_bring_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = EntryPoint("ours", f"{__name__}:ours", "quintet.kv_connectors")
+
+    def installed(group: str, name: str) -> EntryPoints:
+        return EntryPoints([entry]).select(group=group, name=name)
+
+    monkeypatch.setattr(connector_module, "entry_points", installed)
+    opened = open_connector(config(f"ours://{tmp_path}"))
+    assert put(opened, 1) and has(opened, 1)
+    opened.close()
+
+
+def ours(config: KvStoreConfig) -> KvConnector:
+    """What a package would bring."""
+    return FolderStore(Path(config.url.removeprefix("ours://")), 10_000)
+
+
+# --- fsspec ---
+
+
+def test_what_fsspec_reaches_is_a_store() -> None:
+    pytest.importorskip("fsspec")
+    url = f"memory://{uuid.uuid4().hex}/prefix/"
+    one, other = open_connector(config(url)), open_connector(config(url))
+    assert isinstance(one, ObjectStore)
+    assert put(one, 1) and put(one, 1) and has(other, 1) and not has(other, 2)
+    assert not other.get(NAMES[1], memoryview(bytearray(999)))
+    assert other.count(NAMES[1:]) == 1 and other.count(NAMES) == 0
+    other.drop(NAMES[1])
+    other.drop(NAMES[1])
+    assert not has(one, 1)
+    one.close()
+    other.close()
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/prefix", "nobody://knows/it"])
+def test_what_nothing_reaches_is_refused_in_words(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ConfigError, match="with the package of that storage"):
+        open_connector(config(url))
+
+
+@pytest.mark.parametrize("number", [*range(30), 128, 1000])
+def test_a_chain_is_searched_in_few_rounds(number: int) -> None:
+    for there in {0, min(1, number), number // 2, max(0, number - 1), number}:
+        rounds: list[int] = []
+
+        def are_there(indexes: object, there: int = there, rounds: list[int] = rounds) -> list[bool]:
+            rounds.append(len(indexes))  # type: ignore[arg-type]
+            return [index < there for index in indexes]  # type: ignore[attr-defined]
+
+        assert count_first(number, are_there) == there
+        assert len(rounds) <= 5 and all(0 < count <= QUESTIONS for count in rounds)
