@@ -21,7 +21,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
-from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
 from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
 from quintet.deploy.supervisor.store_lock import alone
 from quintet.process.log import configure_logging
@@ -117,6 +117,7 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
             config = msgspec.structs.replace(
                 config, frontend=msgspec.structs.replace(config.frontend, port=port)
             )
+        check_peer_ports(config)
         with alone(config):
             story = PrintedStory(config, opening_lines(resolution))
             surroundings = Surroundings(
@@ -132,6 +133,15 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
             if options.uds:
                 Path(options.uds).unlink(missing_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
+
+
+def check_peer_ports(config: EngineConfig) -> None:
+    """Raise `PortInUse` or `ConfigError` where KV cannot be offered: an executor would only wait for its port."""
+    peers = config.cache.peers
+    if peers is not None and peers.listen:
+        host, _, port = peers.listen.rpartition(":")
+        for engine in range(config.processes.engines):
+            check_free(host.strip("[]"), int(port) + engine, "--kv-peer-listen")
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
+import secrets
+import tempfile
 from pathlib import Path
 
+from quintet.deploy.resolve.caches import user_cache
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.kv_leaving import check_kv_leaves
 from quintet.deploy.resolve.memory import format_size, parse_size
@@ -44,14 +48,14 @@ def kv_peers_config(
         )
     if not fetches and options.kv_peers:
         raise ConfigError("--kv-peers: --role prefill fetches nothing: drop it, or give --role both")
-    key_file = _key_file(options.kv_peer_key)
     allowed = [_host(host) for host in options.kv_peers] or THIS_MACHINE if fetches else []
-    for host in allowed if not key_file else ():
+    for host in allowed if options.kv_peer_key is None else ():
         if not _is_this_machine(host):
             raise ConfigError(
                 f"--kv-peers {host}: whoever answers there would be believed, and other servers offer KV beyond their machine"
                 " only with a key: give --kv-peer-key FILE too, the same secret to every server"
             )
+    listen = _address(options) if offers else ""
     request_bytes = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     offered_bytes = 0
     if offers:
@@ -63,9 +67,9 @@ def kv_peers_config(
             )
     return KvPeersConfig(
         role=role,
-        listen=_address(options, key_file) if offers else "",
+        listen=listen,
         allowed=allowed,
-        key_file=key_file,
+        key_file=own_key_file() if options.kv_peer_key is None else _key_file(options.kv_peer_key),
         offered_bytes=offered_bytes,
         staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES, request_bytes)) if fetches else 0,
     )
@@ -82,7 +86,7 @@ def _check_nothing_is_said(options: Options) -> None:
             raise ConfigError(f"{flag} says how, not what for: give --role prefill, decode or both too")
 
 
-def _address(options: Options, key_file: str) -> str:
+def _address(options: Options) -> str:
     """Return where KV is offered, ``host:port``."""
     flag, given = "--kv-peer-listen", options.kv_peer_listen or DEFAULT_ADDRESS
     host, _, port = given.removeprefix("tcp://").rpartition(":")
@@ -103,7 +107,7 @@ def _address(options: Options, key_file: str) -> str:
             f"{flag} {given}: other servers are told this address, and {host} is none of a machine's: write the one by which they"
             " reach it"
         )
-    if not address.is_loopback and not key_file:
+    if not address.is_loopback and options.kv_peer_key is None:
         raise ConfigError(
             f"{flag} {given} is open to other machines, and KV is as private as prompts are: give --kv-peer-key FILE too, the"
             " same secret to every server (head -c 32 /dev/urandom > FILE)"
@@ -131,9 +135,7 @@ def _is_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def _key_file(given: str | None) -> str:
-    if given is None:
-        return ""
+def _key_file(given: str) -> str:
     path = Path(given).expanduser().absolute()
     try:
         size = path.stat().st_size
@@ -143,5 +145,33 @@ def _key_file(given: str | None) -> str:
         raise ConfigError(
             f"--kv-peer-key {given}: must be a file that the server may read, with {LEAST_KEY_BYTES} bytes or more that nobody"
             f" can guess: head -c 32 /dev/urandom > {given}"
+        )
+    return str(path)
+
+
+def own_key_file() -> str:
+    """Return the key of this user's servers on this machine, made with the first one: other users neither ask nor answer.
+
+    Raises `ConfigError` where there is no place for it, or somebody else could read it.
+    """
+    path = user_cache() / "kv-peer.key"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=path.parent) as made:  # only its owner may read it
+                made.write(secrets.token_bytes(LEAST_KEY_BYTES))
+                made.flush()
+                with contextlib.suppress(FileExistsError):  # another server was first
+                    os.link(made.name, path)
+        found = path.stat()
+    except OSError as error:
+        raise ConfigError(
+            f"{path}, the key of your servers' KV, cannot be made or read: {error.strerror}; give --kv-peer-key FILE, the same"
+            " to every server"
+        ) from None
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or found.st_size < LEAST_KEY_BYTES:
+        raise ConfigError(
+            f"{path}, the key of your servers' KV, must be yours, and nobody else's to read or write (mode 600): remove it, or"
+            " give --kv-peer-key FILE"
         )
     return str(path)

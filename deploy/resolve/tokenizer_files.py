@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 from pathlib import Path
 
+from quintet.deploy.resolve.caches import user_cache
 from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
 from quintet.executor.gguf.parts import read_parts
 from quintet.wire.errors import ConfigError
@@ -64,5 +64,4 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, way_out: str = NAM
 
 
 def _default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "quintet" / "tokenizers"
+    return user_cache() / "tokenizers"

@@ -69,3 +69,13 @@ def bind_listener(host: str, port: int) -> socket.socket:
             ) from None
         raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
     return listener
+
+
+def check_free(host: str, port: int, flag: str) -> None:
+    """Raise `PortInUse`, naming the flag, for a port of this machine's that another program has now."""
+    try:
+        bind_listener(host, port).close()
+    except PortInUse:
+        raise PortInUse(
+            f"port {port} on {host} is in use by another program; stop it, or choose another with {flag}"
+        ) from None

@@ -34,7 +34,7 @@ from quintet.wire.kv_disk import KvAnswers, KvOrders
 log = logging.getLogger(__name__)
 
 LOOK_MS = 200
-"""Between two looks at who is silent, while something is to come."""
+"""Between two looks at who is silent, while something is to come, and at an address that somebody else has."""
 MAX_LINKS = 64
 FAREWELL_S = 1.0
 
@@ -151,6 +151,11 @@ class PeerBlocks:
         """Talk. What others do wrong is an answer; anything else is our mistake, and the loop's end too."""
         let_others_finish()
         try:
+            if self._door is not None and not self._door.is_open:
+                log.warning(
+                    "%s is somebody else's: KV is offered there once it is free, and computed by others until then",
+                    self._door.address,
+                )
             while not self._is_closing:
                 self._turn()
             self._close_sockets()
@@ -169,6 +174,9 @@ class PeerBlocks:
             poller.register(link.socket, zmq.POLLIN)
             poller.register(link.monitor, zmq.POLLIN)
         is_awaiting = any(not link.is_idle for link in self._links.values())
+        if self._door is not None and not self._door.is_open:
+            self._door.open()
+            is_awaiting = True
         ready = {source for source, _ in poller.poll(LOOK_MS if is_awaiting else None)}
         if self._doorman is not None and self._doorman.socket in ready:
             self._doorman.answer()

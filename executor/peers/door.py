@@ -27,8 +27,6 @@ from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-BIND_S = 5.0
-"""So long the address may still be the one's who had it before."""
 SILENCE_S = 60.0
 """Between two lines of the log that say that somebody asks who is no server of ours."""
 _decoder = msgspec.msgpack.Decoder(Ask)
@@ -46,7 +44,12 @@ class Door:
         whose: bytes,
         parts: Mapping[str, str],
     ) -> None:
-        """address: ``host:port``. whose, parts: see `quintet.executor.kv_identity`. Raises `ConfigError`."""
+        """address: ``host:port``. whose, parts: see `quintet.executor.kv_identity`.
+
+        Raises `ConfigError` for an address that is none of this machine's. One that somebody else has is waited for (`open`).
+        """
+        self.address = address
+        self.is_open = False
         self._offered = offered
         self._whose = whose
         self._parts = dict(parts)
@@ -63,10 +66,22 @@ class Door:
         if key is not None:
             key.protect(self.socket, listens=True)
         try:
-            _bind(self.socket, address)
+            self.open()
         except ConfigError:
             self.socket.close()
             raise
+
+    def open(self) -> None:
+        """Listen, unless the address is somebody else's now: of who had it before, or of who took it meanwhile."""
+        try:
+            self.socket.bind(f"tcp://{self.address}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise ConfigError(
+                    f"--kv-peer-listen {self.address}: {error.strerror}; give one of this machine's"
+                ) from None
+        else:
+            self.is_open = True
 
     def answer(self) -> None:
         """Answer one question, which is there. What makes no sense is not answered; of too many blocks, the first are given."""
@@ -96,17 +111,3 @@ class Door:
         if time.monotonic() >= self._silent_until:
             log.warning("somebody who is no server of ours asks for blocks of KV")
             self._silent_until = time.monotonic() + SILENCE_S
-
-
-def _bind(socket: zmq.Socket[bytes], address: str) -> None:
-    until_s = time.monotonic() + BIND_S
-    while True:
-        try:
-            socket.bind(f"tcp://{address}")
-        except zmq.ZMQError as error:
-            if error.errno == zmq.EADDRINUSE and time.monotonic() < until_s:
-                time.sleep(0.05)
-                continue
-            words = "is somebody else's" if error.errno == zmq.EADDRINUSE else error.strerror
-            raise ConfigError(f"--kv-peer-listen {address}: {words}; give one of this machine's") from None
-        return

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
+from quintet.deploy.commands.serve import check_peer_ports
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.kv_peers import THIS_MACHINE
+from quintet.deploy.supervisor.listener import PortInUse
 from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.errors import ConfigError
 
@@ -18,13 +21,19 @@ def config_of(folder: Path, **options: object) -> EngineConfig:
     return resolve(Options(**(asked | options)), folder, http=False).config  # type: ignore[arg-type]
 
 
+@pytest.fixture(autouse=True)
+def own_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "quintet" / "kv-peer.key"
+
+
 def key_in(folder: Path) -> str:
     path = folder / "key"
     path.write_bytes(b"k" * 32)
     return str(path)
 
 
-def test_what_a_role_does_and_needs(tmp_path: Path) -> None:
+def test_what_a_role_does_and_needs(tmp_path: Path, own_key: Path) -> None:
     assert config_of(tmp_path, role="alone").cache.peers is None
     both = config_of(tmp_path)
     request_bytes = both.model.kv.bytes_per_block * both.model.max_model_len // both.model.kv.block_size
@@ -32,12 +41,15 @@ def test_what_a_role_does_and_needs(tmp_path: Path) -> None:
         role="both",
         listen="127.0.0.1:5600",
         allowed=THIS_MACHINE,
+        key_file=str(own_key),
         offered_bytes=1 << 30,
         staging_bytes=request_bytes,
     )
     assert both.cache.peers == whole
     prefill = config_of(tmp_path, role="prefill", kv_peer_listen="tcp://[::1]:7", kv_peer_memory="2GiB")
-    assert prefill.cache.peers == KvPeersConfig(role="prefill", listen="[::1]:7", offered_bytes=2 << 30)
+    assert prefill.cache.peers == KvPeersConfig(
+        role="prefill", listen="[::1]:7", key_file=str(own_key), offered_bytes=2 << 30
+    )
     decode = config_of(
         tmp_path, role="decode", kv_peers=["10.0.0.0/24", "Prefill-0"], kv_peer_key=key_in(tmp_path)
     )
@@ -77,3 +89,36 @@ def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], w
     with pytest.raises(ConfigError) as refused:
         config_of(tmp_path, **options)
     assert words in str(refused.value)
+
+
+def test_servers_of_a_user_have_a_key_of_their_own(tmp_path: Path, own_key: Path) -> None:
+    def key_file() -> str:
+        peers = config_of(tmp_path).cache.peers
+        assert peers is not None
+        return peers.key_file
+
+    assert key_file() == str(own_key)
+    content = own_key.read_bytes()
+    assert len(content) == 32 and own_key.stat().st_mode & 0o777 == 0o600
+    assert key_file() == str(own_key) and own_key.read_bytes() == content, "the next server has the same"
+    assert [path.name for path in own_key.parent.iterdir()] == ["kv-peer.key"]
+
+    own_key.chmod(0o644)
+    with pytest.raises(ConfigError, match="nobody else's to read"):
+        key_file()
+    given = config_of(tmp_path, kv_peer_key=key_in(tmp_path)).cache.peers
+    assert given is not None and given.key_file == str(tmp_path / "key")
+    own_key.unlink()
+    own_key.parent.rmdir()
+    own_key.parent.touch()
+    with pytest.raises(ConfigError, match="give --kv-peer-key FILE"):
+        key_file()
+
+
+def test_a_port_of_somebody_elses_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(PortInUse, match="another with --kv-peer-listen"):
+            check_peer_ports(config_of(tmp_path, kv_peer_listen=address))
+    check_peer_ports(config_of(tmp_path, kv_peer_listen=address))
+    check_peer_ports(config_of(tmp_path, role="alone"))
