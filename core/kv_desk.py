@@ -6,6 +6,7 @@ and go.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Container, Mapping, Sequence
 
 from quintet.core.kv.pins import Pin, Pins
@@ -28,6 +29,8 @@ from quintet.wire.kv_admin import (
 )
 from quintet.wire.messages import Failed
 
+BLOCKS_A_TURN = 1024
+"""Of KV memory and disk, that are looked at in a turn of the core: some milliseconds."""
 MOST_PINNED = 0.5
 """Share of KV memory that pins may take; less where a request of full length would not fit beside them."""
 
@@ -41,13 +44,18 @@ class KvDesk:
         self.files = FileTasks()
         self.has_news = False
         """Whether the executor does not know the pins as they are now."""
+        self._asked: deque[tuple[KvQuery, int]] = deque()
+        """Questions, and whose core they are to: the first one's tree grows."""
+        self._growing: Tree | None = None
 
     # --- executors come and go ---
 
     def begin(self, state: State) -> None:
         """Follow a state whose pool is new; drop the newest pins that it has no room for."""
         self.files.fail_all()
-        state.trails, self.trails.reach = self.trails, _Shown(state).reach
+        shown = _Shown(state)
+        state.trails, self.trails.reach, self.trails.block_size = self.trails, shown.reach, shown.block_size
+        self._growing = None
         while len(self.pins.wanted) > _most_pinned(state.limits):
             state.pool.unpin(next(reversed(self.pins.by_digest)), None)
         self.has_news = bool(self.pins.by_digest)
@@ -69,11 +77,26 @@ class KvDesk:
 
     # --- questions ---
 
-    def take(self, state: State | None, query: KvQuery, core: int, now_ns: int) -> None:
-        """Do what is asked; what became of it is told by `FileTasks.take_done`, now or later."""
-        report = self.answer(state, query, core, now_ns)
-        if report is not None:
-            self.files.tell(query, report)
+    def take(self, query: KvQuery, core: int) -> None:
+        """Hear what is asked; what became of it is told by `FileTasks.take_done`, in one of the next turns."""
+        self._asked.append((query, core))
+
+    def go_on(self, state: State | None, now_ns: int) -> None:
+        """Answer the first question, or get nearer to that: while there are requests, no more of it than a step bears."""
+        while self._asked:
+            if state is not None and not self._grow(state, now_ns):
+                return
+            query, core = self._asked.popleft()
+            report = self.answer(state, query, core, now_ns)
+            self._growing = None
+            if report is not None:
+                self.files.tell(query, report)
+
+    def _grow(self, state: State, now_ns: int) -> bool:
+        """Return whether the tree for the first question is all there."""
+        if self._growing is None:
+            self._growing = self._tree(state, now_ns)
+        return self._growing.grow(BLOCKS_A_TURN if state.live else None)
 
     def answer(self, state: State | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
         """Do what is asked, and say what became of it; None where a file has to be written or read for that."""
@@ -97,7 +120,8 @@ class KvDesk:
         return None if query.verb in ("export", "import") else report
 
     def _do(self, state: State, query: KvQuery, report: KvReport, now_ns: int) -> None:
-        tree, shown = self._tree(state, now_ns), _Shown(state)
+        tree, shown = self._growing or self._tree(state, now_ns), _Shown(state)
+        tree.grow()
         if query.verb == "list":
             self._list(tree, shown, query, report, now_ns)
             return

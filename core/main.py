@@ -109,6 +109,7 @@ class Core:
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
         self._ask_again()
+        self.engine.kv_desk.go_on(self.engine.state, self.process.now_ns)
         self._plan()
         self._publish()
         self._give_account()
@@ -184,7 +185,7 @@ class Core:
         elif isinstance(message, KvKept):
             self.engine.disk.hear_kept(message)
         elif isinstance(message, KvQuery):
-            self.engine.kv_desk.take(self.engine.state, message, self.process.me.index, now)
+            self.engine.kv_desk.take(message, self.process.me.index)
         elif isinstance(message, KvPins):
             self.engine.kv_desk.hear(message)
         elif isinstance(message, Capacity):

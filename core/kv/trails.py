@@ -4,7 +4,7 @@ A *trail* is what a request that has ended left behind: the digests of its block
 longer a trail is forgotten in passing: each request that ends has two others looked at. So there are no more of them than twice
 the blocks that are held, and a block costs the core nothing.
 
-A *tree* is made of them when somebody asks::
+A *tree* is made of them when somebody asks, some blocks at a time while there are steps to plan::
 
     ┌── block ── block ── block         one prefix, three blocks long: its end is what nothing follows
     └── block ──┬ block                 another
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+
+from quintet.wire.codec import pack_i32
 
 LOOKED_AT = 2
 """Trails that are looked at when one is added: more than one, so that those of what is gone do not add up."""
@@ -26,17 +28,17 @@ class Trail:
 
     __slots__ = ("digests", "tokens", "used_ns")
 
-    def __init__(self, digests: list[bytes], tokens: list[int] | None, used_ns: int) -> None:
-        """tokens: of these blocks at least; None of vectors."""
+    def __init__(self, digests: list[bytes], tokens: Sequence[int] | None, used_ns: int) -> None:
+        """tokens: of these blocks at least; None of vectors. Of a request that lives both grow."""
         self.digests = digests
-        self.tokens = None if tokens is None else array("i", tokens)
+        self.tokens = tokens
         self.used_ns = used_ns
 
 
 class Trails:
     """All of one engine."""
 
-    __slots__ = ("_by_end", "_trails", "now_ns", "reach")
+    __slots__ = ("_by_end", "_trails", "block_size", "now_ns", "reach")
 
     def __init__(self) -> None:
         self._trails: deque[Trail] = deque()
@@ -46,13 +48,15 @@ class Trails:
         """When the newest plan was begun."""
         self.reach: Callable[[list[bytes]], int] = lambda digests: 0
         """Returns behind how many of these blocks a request could begin."""
+        self.block_size = 0
+        """Tokens of a block."""
 
     def __len__(self) -> int:
         return len(self._trails)
 
     def add(self, digests: list[bytes], tokens: list[int] | None) -> None:
         """Hear of a request that has ended."""
-        self._trails.append(Trail(digests, tokens, self.now_ns))
+        self._trails.append(Trail(digests, None if tokens is None else array("i", tokens), self.now_ns))
         for _ in range(min(LOOKED_AT, len(self._trails))):
             self._look_at(self._trails.popleft())
 
@@ -64,7 +68,9 @@ class Trails:
         num_held = self.reach(trail.digests)
         if not num_held:
             return
-        del trail.digests[num_held:]
+        if num_held < len(trail.digests):  # in another one, as a tree may have this one
+            tokens = None if trail.tokens is None else trail.tokens[: num_held * self.block_size]
+            trail = Trail(trail.digests[:num_held], tokens, trail.used_ns)
         end = trail.digests[-1]
         other = self._by_end.get(end)
         if other is not None:
@@ -74,34 +80,52 @@ class Trails:
         self._trails.append(trail)
 
     def tree(self, live: Iterable[Trail]) -> Tree:
-        """Return what is held, of these trails and of requests that live."""
+        """Return what is held, of these trails and of requests that live; it is to be grown."""
         trails = [*live, *sorted(self._trails, key=lambda trail: -trail.used_ns)]
         return Tree(trails, self.reach)
 
 
 class Tree:
-    """Prefixes at one moment."""
+    """Prefixes at one moment, or, where it grows in several turns, at several."""
 
     def __init__(self, trails: list[Trail], reach: Callable[[list[bytes]], int]) -> None:
         """trails: those that were used last first."""
         self._trails = trails
+        self._reach = reach
+        self._num_grown = 0
+        """Of the trails."""
         self.places: dict[bytes, tuple[Trail, int]] = {}
         """Digest -> the newest trail that it is on, and where."""
         self._num_next: dict[bytes, int] = {}
-        for trail in trails:
-            digests, is_new = trail.digests, False
-            for position in range(reach(digests) - 1, -1, -1):
-                digest = digests[position]
-                if is_new:
-                    self._num_next[digest] = self._num_next.get(digest, 0) + 1
-                if digest in self.places:
-                    break
-                self.places[digest] = trail, position
-                is_new = True
+        self._ends: dict[bytes, None] = {}
+
+    def grow(self, num_blocks: int | None = None) -> bool:
+        """Go on with some more trails, of about so many blocks or of all; return whether that were all."""
+        while self._num_grown < len(self._trails) and (num_blocks is None or num_blocks > 0):
+            trail = self._trails[self._num_grown]
+            self._num_grown += 1
+            self._add(trail)
+            if num_blocks is not None:
+                num_blocks -= len(trail.digests)
+        return self._num_grown == len(self._trails)
+
+    def _add(self, trail: Trail) -> None:
+        digests, is_new = trail.digests, False
+        for position in range(self._reach(digests) - 1, -1, -1):
+            digest = digests[position]
+            if is_new:
+                self._num_next[digest] = self._num_next.get(digest, 0) + 1
+                self._ends.pop(digest, None)
+            if digest in self.places:
+                break
+            self.places[digest] = trail, position
+            if not is_new:
+                self._ends[digest] = None
+            is_new = True
 
     def ends(self) -> list[bytes]:
         """Return the last block of every prefix that nothing follows, those that were used last first."""
-        return [digest for digest in self.places if digest not in self._num_next]
+        return list(self._ends)
 
     def num_next(self, digest: bytes) -> int:
         """Return how many blocks follow this one."""
@@ -119,7 +143,7 @@ class Tree:
         if digest not in self.places:
             return b""
         trail, position = self.places[digest]
-        return b"" if trail.tokens is None else trail.tokens[: (position + 1) * block_size].tobytes()
+        return b"" if trail.tokens is None else pack_i32(trail.tokens[: (position + 1) * block_size])
 
     def used_ns(self, digest: bytes) -> int | None:
         """Return when a prefix was last used; None where that is not known."""

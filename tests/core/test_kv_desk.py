@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from quintet.core import states
+from quintet.core import kv_desk, states
 from quintet.core.state import State
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ErrorCode
@@ -299,3 +299,47 @@ def test_an_executor_that_goes_takes_its_tasks_along() -> None:
     world.new_executor()
     ((_, report),) = desk.files.take_done()
     assert report.error is not None and report.error.code is ErrorCode.UNAVAILABLE
+
+
+def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of hundreds of thousands of blocks a listing takes the core seconds: no step waits for that."""
+    monkeypatch.setattr(kv_desk, "BLOCKS_A_TURN", 6)
+    world = World(num_blocks=200)
+    for request_id in range(1, 9):
+        serve(world, request_id, [request_id, *PROMPT])
+    world.admit(50, OTHER, max_tokens=60, ignore_eos=True)
+    world.plan()
+    world.commit()
+    desk = world.engine.kv_desk
+    desk.take(KvQuery(1, 0, "list", limit=10, with_tokens=True), 0)
+    desk.take(KvQuery(2, 0, "list", limit=10), 0)
+    told: list[KvReport] = []
+    turns = 0
+    while len(told) < 2:
+        desk.go_on(world.engine.state, world.tick())
+        told += [report for _, report in desk.files.take_done()]
+        turns += 1
+        assert turns < 60 and state_of(world).live
+        world.plan()
+        world.commit()
+    assert turns >= 8, "two trails a turn, for each of the two"
+    assert told[0].num_prefixes == told[1].num_prefixes == 9
+    for prefix in told[0].prefixes:
+        ids = list(unpack_i32(prefix.token_ids))
+        assert len(ids) == prefix.num_tokens and ids[1:5] in (PROMPT[:4], OTHER[1:5])
+
+    desk.take(KvQuery(3, 0, "list", limit=10), 0)
+    world.run()
+    desk.go_on(world.engine.state, world.tick())
+    assert len(desk.files.take_done()) == 1, "nobody waits for a step: at once"
+
+
+def test_what_is_remembered_of_a_prompt_is_what_is_held_of_it() -> None:
+    world = World(num_blocks=20)
+    for request_id in range(1, 40):
+        serve(world, request_id, [request_id, *PROMPT])
+    for trail in world.engine.kv_desk.trails._trails:
+        assert trail.tokens is not None
+        assert len(trail.tokens) <= max(len(trail.digests) * 4, 24)
