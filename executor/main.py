@@ -40,8 +40,11 @@ WORKERS = {
 }
 """``ExecutorConfig.kind`` to the function that makes the worker. Imported when chosen: the mock needs no torch."""
 
-LEADER = "quintet.executor.parallel.leader:make_leading_worker"
-"""Likewise, of an executor with several ranks; the function takes the others as well."""
+LEADERS = {
+    "cpu": "quintet.executor.parallel.leader:make_leading_worker",
+    "cuda": "quintet.executor.cuda.leading:make_leading_worker",
+}
+"""Likewise, of an executor with several ranks, by ``ExecutorConfig.device``; the function takes the others as well."""
 
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
@@ -86,7 +89,8 @@ def make_worker(config: EngineConfig, span: Span, followers: Followers | None = 
     _set_environment()
     if config.executor.kind == "torch" and config.executor.load_format == "auto":
         read_ahead(config, share_of(config.executor, 0).label)
-    module, _, function = (LEADER if followers else WORKERS[config.executor.kind]).partition(":")
+    path = LEADERS[config.executor.device] if followers else WORKERS[config.executor.kind]
+    module, _, function = path.partition(":")
     gc.disable()  # importing torch makes a million objects that stay: looking through them takes a seventh of its second
     make: Callable[..., StepWorker] = getattr(importlib.import_module(module), function)
     gc.enable()

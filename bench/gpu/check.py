@@ -48,6 +48,15 @@ class Place:
     versions: Mapping[str, str]
     commit: str
 
+    @property
+    def num_gpus(self) -> int:
+        """Of a CPU, which debugs rows, as many as anybody wants."""
+        return int(str(self.facts.get("gpus", 1))) if self.device == "cuda" else 1 << 30
+
+    def skipped(self, why: str) -> Entry:
+        """Return what the journal keeps of a row that cannot run here."""
+        return Entry(Outcome.SKIPPED, 0.0, "", self.commit, self.versions, remarks=[why])
+
     def entry(
         self, outcome: Outcome, seconds: float, told: Told | None = None, tail: Sequence[str] = ()
     ) -> Entry:
@@ -87,9 +96,10 @@ def run_row(row: Row, place: Place, limit_s: float) -> Entry | None:
         module for module in row.needs if place.device != "cpu" or module != "cupy"
     ):
         print(f"      skipped: this Python has no {', '.join(lacking)}", flush=True)
-        return Entry(
-            Outcome.SKIPPED, 0.0, "", place.commit, place.versions, remarks=[f"missing: {', '.join(lacking)}"]
-        )
+        return place.skipped(f"missing: {', '.join(lacking)}")
+    if place.num_gpus < row.gpus:
+        print(f"      skipped: it takes {row.gpus} GPUs, and there are {place.num_gpus}", flush=True)
+        return place.skipped(f"takes {row.gpus} GPUs")
     place.logs.mkdir(parents=True, exist_ok=True)
     log, told = place.logs / f"{row.name}.log", Told(place.logs / f"{row.name}.figures")
     command = [sys.executable, *row.command, "--device", place.device]

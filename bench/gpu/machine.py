@@ -31,7 +31,7 @@ PACKAGES = (
 
 _DEVICE = """
 import json, torch
-found = {"cuda": torch.version.cuda, "available": torch.cuda.is_available()}
+found = {"cuda": torch.version.cuda, "available": torch.cuda.is_available(), "gpus": torch.cuda.device_count()}
 if found["available"]:
     facts = torch.cuda.get_device_properties(0)
     found |= {"gpu": facts.name, "multiprocessors": facts.multi_processor_count, "memory_bytes": facts.total_memory,

@@ -48,6 +48,8 @@ class Row:
     """About how long on one H200: what the budget counts with before the row has run anywhere."""
     limit_s: int
     """After so long it hangs, and is killed."""
+    gpus: int = 1
+    """Where there are fewer it is skipped."""
 
     @property
     def words(self) -> str:
@@ -164,6 +166,17 @@ ROWS = (
         (*PROCESSES, "pytest"),
         takes_s=45,
         limit_s=300,
+    ),
+    Row(
+        "ranks",
+        "a model divided over two GPUs: answers in fp32 are those of one, with graphs, without, and with --batch-invariant; a"
+        " rank killed under load: no byte changes",
+        "all equal",
+        (*PYTEST, "tests/gpu/test_ranks.py"),
+        (*PROCESSES, "pytest"),
+        takes_s=50,
+        limit_s=400,
+        gpus=2,
     ),
     Row(
         "ceilings",

@@ -105,7 +105,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_prompt_embeds(options, facts)
     rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
     kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
-    ranks.check_attention(options, facts, kv.block_size)
+    ranks.check_attention(options, facts, device, kv.block_size)
+    ranks.check_gpu_rows(options, facts, device, DTYPE_BYTES[dtype])
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
         notes.append(
             f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"

@@ -33,6 +33,16 @@ def sees_a_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
     return (root / "dev/dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists()
 
 
+def num_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int | None:
+    """Return how many NVIDIA GPUs there are that this environment does not hide; None where files do not tell (WSL 2)."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    files = len(list((root / "dev").glob("nvidia[0-9]*")))
+    if visible is None:
+        return files or (None if sees_a_gpu(environment, root) else 0)
+    names = visible.split(",")
+    return next((count for count, name in enumerate(names) if hides_all_gpus(name)), len(names))
+
+
 def hides_all_gpus(visible: str | None) -> bool:
     """Return whether a value of ``CUDA_VISIBLE_DEVICES`` shows no GPU: the list ends at its first entry that is none.
 

@@ -488,7 +488,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(
             PROCESSES,
             "engines, each a core and an executor with the whole model: memory and processors are divided among them, "
-            "GPUs are one each",
+            "GPUs are one each, or one for each of their ranks",
             "ENGINES",
         ),
     ] = 1
@@ -496,8 +496,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(
             PROCESSES,
-            "ranks, processes that each compute a share of every layer, on processors and with weights and KV of their own: "
-            "all together one executor",
+            "ranks, processes that each compute a share of every layer, on processors or a GPU and with weights and KV of their "
+            "own: all together one executor",
             "RANKS",
         ),
     ] = 1

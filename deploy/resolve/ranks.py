@@ -9,7 +9,9 @@ from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.gpu_ranks import check_gpu_ranks
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import (
     MOST_RANKS,
@@ -23,7 +25,7 @@ from quintet.executor.cards.share import (
     stage_layers,
     why_not,
 )
-from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.cards.spec import AttentionSpec, DecoderSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
@@ -68,9 +70,7 @@ def check_flags(options: Options, device: str) -> None:
             f"{_given(options)}: ranks share memory as Linux has it, and this is {sys.platform}; drop it"
         )
     if device != "cpu":
-        raise ConfigError(
-            f"{_given(options)}: models are divided on the CPU only so far; add --device cpu or drop it"
-        )
+        check_gpu_ranks(options)
 
 
 def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
@@ -137,8 +137,28 @@ def sum_leaves(options: Options, facts: ModelFacts) -> int:
     return leaves
 
 
-def check_attention(options: Options, facts: ModelFacts, block_size: int) -> None:
+def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes: int) -> None:
+    """Reject parts whose rows a GPU's kernels cannot read, 16 bytes at a time, where no others multiply."""
+    size = options.tensor_parallel_size
+    spec = _spec_of(facts) if device == "cuda" and size > 1 else None
+    for layer in () if spec is None else spec.layers:
+        mixer, mlp, depths = layer.mixer, layer.mlp, []
+        if isinstance(mlp, ExpertsSpec) or (mlp is not None and options.batch_invariant):
+            depths.append(mlp.width // size)
+        if isinstance(mixer, AttentionSpec) and options.batch_invariant:
+            depths.append(mixer.num_heads // size * mixer.value_dim)
+        odd = next((depth for depth in depths if depth * dtype_bytes % 16), None)
+        if odd is not None:
+            raise ConfigError(
+                f"{FLAG} {size}: of {card_path(facts.path)} each rank would have rows of {odd} numbers, and a GPU's kernels read"
+                f" {16 // dtype_bytes} at a time, none over: fewer ranks, or --device cpu"
+            )
+
+
+def check_attention(options: Options, facts: ModelFacts, device: str, block_size: int) -> None:
     """Reject heads and blocks that only torch computes with: every rank would load its weights before it says so."""
+    if device != "cpu":
+        return
     if options.tensor_parallel_size * options.pipeline_parallel_size == 1 and not options.layout_invariant:
         return
     if block_size % TILE_TOKENS:
@@ -161,9 +181,9 @@ def num_copied_parameters(options: Options, facts: ModelFacts) -> int:
 
 
 def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: int) -> int:
-    """Return the bytes that all ranks of an engine share, at most, where the model was found to be divisible."""
+    """Return the bytes of this machine that all ranks of an engine share, at most, where the model was found to be divisible."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
-    spec = _spec_of(facts) if size * stages > 1 else None
+    spec = _spec_of(facts) if size * stages > 1 and device == "cpu" else None
     if spec is None:
         return 0
     longest = rules.derive_max_model_len(options.max_model_len, facts.max_model_len, card_path(facts.path))

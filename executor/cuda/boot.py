@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -12,13 +13,17 @@ from quintet.executor.cuda.attention.backend import AttentionBackend, AttentionN
 from quintet.executor.cuda.attention.choice import choose_attention
 from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
 from quintet.executor.cuda.linear_choice import DeviceLinears, captured_stopwatch
+from quintet.executor.cuda.orders import Teller
 from quintet.executor.cuda.runner import DeviceRunner
+from quintet.executor.cuda.steps import DeviceSteps
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.cuda.worker import DeviceWorker
 from quintet.executor.layers.attention import AttentionLayer, KvScales
 from quintet.executor.models.model import CausalModel
+from quintet.executor.parallel.ranks import Ranks
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
@@ -28,6 +33,17 @@ STAGING_WORDS = 1 << 20
 """Of the buffer that plans are copied to: the prompts of a busy second; a plan with more takes memory of its own."""
 
 
+@dataclass(frozen=True, slots=True)
+class OpenedRunner:
+    """A model with its KV memory, ready for steps."""
+
+    runner: DeviceRunner
+    staging: torch.Tensor
+    """int32: where a plan's words go."""
+    num_blocks: int
+
+
+@torch.inference_mode()
 def make_device_worker(
     device: Device,
     model: CausalModel,
@@ -35,20 +51,29 @@ def make_device_worker(
     dtype: torch.dtype,
     facts: dict[str, str],
     span: Span = no_span,
+    group: DeviceGroup | None = None,
+    ranks: Ranks | None = None,
 ) -> DeviceWorker:
-    """Return the worker, ready for plans; its graphs are captured later. Raises `ConfigError` where memory is too small."""
-    with torch.inference_mode():
-        return _make(device, model, config, dtype, facts, span)
+    """Return the worker, ready for plans; its graphs are captured later. Raises `ConfigError` where memory is too small.
+
+    group, ranks: of the first of several ranks, which tells the others.
+    """
+    opened = open_runner(device, model, config, dtype, group, ranks)
+    steps = DeviceSteps(opened.runner, opened.staging, config)
+    teller = None if ranks is None else Teller(ranks)
+    return DeviceWorker(steps, config, opened.num_blocks, facts, span, group, teller)
 
 
-def _make(
+@torch.inference_mode()
+def open_runner(
     device: Device,
     model: CausalModel,
     config: EngineConfig,
     dtype: torch.dtype,
-    facts: dict[str, str],
-    span: Span,
-) -> DeviceWorker:
+    group: DeviceGroup | None = None,
+    ranks: Ranks | None = None,
+) -> OpenedRunner:
+    """Return what computes steps. Of several ranks, all do this beside each other, and have as many blocks as who has fewest."""
     spec, scheduler, where = config.model.kv, config.scheduler, device.torch_device
     kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
     is_invariant = config.executor.batch_invariant
@@ -67,6 +92,7 @@ def _make(
         staging,
         DeviceKv(spec, 1, kv_dtype, where),
         dtype,
+        group,
     )
     begun = time.monotonic()
     runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
@@ -77,6 +103,9 @@ def _make(
     if not config.executor.enforce_eager:
         reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, dtype.itemsize)
     num_blocks = num_kv_blocks(config, device, reserved)
+    if ranks is not None:
+        told = ranks.exchange(num_blocks.to_bytes(8, "little"))
+        num_blocks = min(int.from_bytes(each, "little") for each in told)
     runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, where))
     log.info(
         "the largest step (%d tokens) took %.1f s with everything it loaded; KV gets %d blocks of %d tokens, %.1f GiB",
@@ -86,7 +115,7 @@ def _make(
         spec.block_size,
         num_blocks * spec.bytes_per_block / 2**30,
     )
-    return DeviceWorker(device, runner, staging, config, num_blocks, facts, span)
+    return OpenedRunner(runner, staging, num_blocks)
 
 
 def _attention_of_prompts(

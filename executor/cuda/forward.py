@@ -18,6 +18,7 @@ from quintet.executor.cuda.attention.backend import AttentionBackend
 from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.experts import GATES, experts
+from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.kv_memory import DeviceKv
 from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.activation import gated
@@ -76,10 +77,11 @@ class DevicePass:
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         backend: AttentionBackend | None = None,
         embeds: StepEmbeds | None = None,
+        group: DeviceGroup | None = None,
     ) -> None:
         """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
         rotations: of each of the model's ropes cosines and sines ``[num_tokens, rotary_dim]``; backend: whose attention
-        computes, None for ours; embeds: of tokens without ids.
+        computes, None for ours; embeds: of tokens without ids; group: the ranks among which the model is divided.
         """
         self._device = device
         self._multiply = linears
@@ -90,6 +92,7 @@ class DevicePass:
         self._rotations = rotations
         self._backend = backend
         self._embeds = embeds
+        self._group = group
         self._states = DeviceStates(self._rows_of, kv)
         self.linears: dict[Linear, None] = {}
         """The linear layers that were met, in order."""
@@ -156,6 +159,8 @@ class DevicePass:
         self.linears[layer] = None
         if not layer.shape.is_output_layer:
             self._made(layer.columns)
+        if layer.shape.is_partial:
+            return self._linear_of_ranks(layer, x)
         y = self._multiply.apply(layer, in_packs(x.settled))
         if layer.activation is GatedActivation.NONE:
             return Value(y)
@@ -164,6 +169,12 @@ class DevicePass:
             return Value(gated(self._device, y, gate))
         gates, ups = y.chunk(2, dim=-1)
         return Value(activate(gates, layer.activation.kind) * ups)
+
+    def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
+        """Return a layer of whose inputs every rank has some: parts are rounded to the dtype, and added before the bias."""
+        group, table = self._group, layer.method.table
+        assert group is not None and table is not None and not layer.activation, layer.shape
+        return Value(group.add(self._multiply.multiply(in_packs(x.settled), table), layer.method.bias))
 
     def add(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`. Left to the norm that follows, if one does."""
@@ -186,9 +197,9 @@ class DevicePass:
         raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
 
     def of_all_ranks(self, x: Value, kept: Kept) -> Value:
-        """See `ForwardPass`. There are no others."""
-        assert kept.is_all, kept
-        return x
+        """See `ForwardPass`."""
+        assert self._group is not None, kept
+        return Value(self._group.side_by_side(x.settled, kept))
 
     def softcap(self, x: Value, cap: float) -> Value:
         """See `ForwardPass`."""
@@ -218,7 +229,13 @@ class DevicePass:
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
         """See `ForwardPass`. Every choice of a token is a row."""
         self._made(layer.routing.chosen * layer.widest)
-        return Value(experts(self._device, layer, x.settled, scores.settled))
+        y = experts(self._device, layer, x.settled, scores.settled)
+        if not layer.is_partial:
+            return Value(y)
+        assert self._group is not None and layer.kept.is_all, (
+            "columns of every expert are divided, not experts"
+        )
+        return Value(self._group.add(y))
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`."""

@@ -17,6 +17,7 @@ from quintet.executor.cuda.attention.backend import AttentionBackend, HostRows
 from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.forward import DevicePass, Value
+from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.kv_memory import DeviceKv
 from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
@@ -74,9 +75,12 @@ class DeviceRunner:
         staging: torch.Tensor,
         kv: DeviceKv,
         dtype: torch.dtype,
+        group: DeviceGroup | None = None,
     ) -> None:
-        """staging: int32 on the device, where a plan's words are copied to before its step."""
+        """staging: int32 on the device, where a plan's words are copied to before its step. group: of a rank of several, whose
+        others launch the same."""
         self._device = device
+        self._group = group
         self._model = model
         self._linears = linears
         self._attention = attention
@@ -95,6 +99,11 @@ class DeviceRunner:
         """Compute over other memory from now on. Not once a graph was captured."""
         self.kv = kv
         self.pool = BlockPool.of(self._device, kv.places)
+
+    @property
+    def device(self) -> Device:
+        """Where it launches."""
+        return self._device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -148,6 +157,8 @@ class DeviceRunner:
         rows = self._memory.rows(num_rows, num_tokens, max_count)
         sampled = self._memory.sampled(num_sampled)
         apply_plan(self._device, staging, self.tables, rows, sampled)
+        if self._group is not None:
+            self._group.take_ids(rows.token_ids)
         self._forward(rows, host, embeds)
         return self._draw(rows, sampled)
 
@@ -188,28 +199,36 @@ class DeviceRunner:
             backend.prepare(rows.of_group(0), host)
         rotations = self._rotations.of(rows)
         self._pass = DevicePass(
-            self._device, self._linears, self._attention, rows, self.kv, rotations, backend, embeds
+            *(self._device, self._linears, self._attention, rows, self.kv, rotations, backend, embeds),
+            self._group,
         )
         self._hidden = self._model.forward(self._pass)
 
     def _draw(self, rows: StepRows, sampled: SampledRows) -> Drawn:
-        assert self._pass is not None
+        nothing = torch.empty(0, device=self._device.torch_device)
         if not sampled.num_rows:
-            nothing = torch.empty(0, device=self._device.torch_device)
             return Drawn(nothing, nothing)
         hidden = self._hidden
         if sampled.num_rows < rows.num_tokens or rows.max_count > 1:
             hidden = hidden.take(sampled.tokens)
-        logits = self._model.logits(self._pass, hidden).settled
+        logits = self._logits(hidden)
+        if logits is None:
+            return Drawn(nothing, nothing)
         tokens = draw(self._device, logits, self.tables.settings, sampled.slots, sampled.positions)
         scatter_tokens(self._device, tokens, sampled, self.tables)
         return Drawn(logits, tokens)
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `GivesLogits`; of the last step that `compute` launched."""
-        assert self._pass is not None, "no step has run"
+        """See `GivesLogits`; of the last step that `compute` launched. Nothing at a rank that is not the first."""
         index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
-        return self._model.logits(self._pass, self._hidden.take(index)).settled
+        logits = self._logits(self._hidden.take(index))
+        return torch.empty(0, device=self._device.torch_device) if logits is None else logits
+
+    def _logits(self, hidden: Value) -> torch.Tensor | None:
+        """Return logits of some rows, of all ranks' parts of the vocabulary; None at a rank that is not the first."""
+        assert self._pass is not None, "no step has run"
+        logits = self._model.logits(self._pass, hidden).settled
+        return logits if self._group is None else self._group.logits(logits, self._model.vocab_size)
 
 
 class _Rotations:

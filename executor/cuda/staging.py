@@ -10,7 +10,7 @@ from quintet.executor.cuda.device import Device, Event
 
 
 @dataclass(slots=True)
-class _Buffer:
+class PinnedBuffer:
     """Page-locked memory, and the mark behind the last copy that used it."""
 
     host: torch.Tensor
@@ -24,10 +24,10 @@ class PinnedRing:
     """
 
     def __init__(self, device: Device, num_buffers: int, num_words: int) -> None:
-        self._buffers = [_Buffer(device.pinned((num_words,), torch.int32)) for _ in range(num_buffers)]
+        self._buffers = [PinnedBuffer(device.pinned((num_words,), torch.int32)) for _ in range(num_buffers)]
         self._next = 0
 
-    def take(self) -> _Buffer:
+    def take(self) -> PinnedBuffer:
         """Return the buffer that was taken longest ago; its user sets ``free_after``."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)

@@ -12,7 +12,8 @@ a draw from the model's own logits (penalties, log-probabilities) make `begin` w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -21,15 +22,17 @@ import torch
 from numpy.typing import NDArray
 
 from quintet.executor.audit import TablesDiffer, check_tables
-from quintet.executor.batch import Rows
+from quintet.executor.batch import Int, Rows
 from quintet.executor.cuda.attention.backend import HostRows
-from quintet.executor.cuda.device import Device, Event
-from quintet.executor.cuda.graphs import DecodeGraphs
-from quintet.executor.cuda.host_pool import HostPool
-from quintet.executor.cuda.ops.tables import PackedPlan, StagingLayout, pack_staging
-from quintet.executor.cuda.runner import DecodeGraph, DeviceRunner, Drawn
+from quintet.executor.cuda.device import Event
+from quintet.executor.cuda.group import DeviceGroup
+from quintet.executor.cuda.ops.peers import RanksApart
+from quintet.executor.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
+from quintet.executor.cuda.orders import Teller
+from quintet.executor.cuda.runner import Drawn
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.cuda.staging import PinnedRing
+from quintet.executor.cuda.steps import DeviceSteps
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.sampling.grammar import Grammars, StepMasks
@@ -57,6 +60,7 @@ class DeviceStep:
     _tokens: torch.Tensor
     """int32[num_sampled], pinned: there once the step has ended."""
     _on_end: Callable[[], None]
+    """May raise what makes the tokens worthless."""
     device_ms: float | None = None
     gap_ms: float | None = None
 
@@ -76,8 +80,8 @@ class DeviceStep:
         self.device_ms = self._ended.elapsed_ms(self._begun)
         if self._before is not None:
             self.gap_ms = self._begun.elapsed_ms(self._before)
-        self.outcome.token_ids = self._tokens.numpy().tobytes()
         self._on_end()
+        self.outcome.token_ids = self._tokens.numpy().tobytes()
         return self.outcome
 
 
@@ -86,20 +90,22 @@ class DeviceWorker:
 
     def __init__(
         self,
-        device: Device,
-        runner: DeviceRunner,
-        staging: torch.Tensor,
+        steps: DeviceSteps,
         config: EngineConfig,
         num_blocks: int,
         facts: Mapping[str, str],
         span: Span = no_span,
+        group: DeviceGroup | None = None,
+        teller: Teller | None = None,
     ) -> None:
-        """staging: int32, the runner's."""
+        """group, teller: of the first of several ranks, which the others follow."""
         self.num_blocks = num_blocks
         self.facts = {**facts, "blocks": str(num_blocks)}
-        self.runner = runner
-        self._device = device
-        self._staging = staging
+        self.runner = runner = steps.runner
+        self._steps = steps
+        self._device = device = runner.device
+        self._group = group
+        self._teller = teller
         self._span = span
         scheduler, model = config.scheduler, config.model
         on_device = runner.tables
@@ -121,24 +127,19 @@ class DeviceWorker:
         self._untold: list[tuple[StepMasks, DeviceStep]] = []
         """Steps with structured outputs, whose matchers have not heard what was drawn."""
         in_flight = scheduler.depth + 1
-        self._words = PinnedRing(device, in_flight, len(staging))
         self._tokens = PinnedRing(device, in_flight + 1, scheduler.max_num_seqs)
-        self._graphs: DecodeGraphs[DecodeGraph] | None = None
-        if not config.executor.enforce_eager:
-            self._graphs = DecodeGraphs(scheduler.max_num_seqs, runner.capture_decode)
         self._num_without_graph = 0
         self._newest_end: Event | None = None
         self._num_ended = 0
         is_gpu = device.torch_device.type == "cuda"
-        num_host_blocks = model.kv.num_blocks(config.cache.swap_bytes)
-        self._host_pool = HostPool(device, runner.pool, num_host_blocks) if num_host_blocks else None
-        self.num_host_blocks = num_host_blocks
+        pool = steps.host_pool
+        self.num_host_blocks = 0 if pool is None else pool.num_blocks
         self.kv_disk = self.kv_peers = self.kv_store = None
-        self._layout = StagingLayout.of(on_device, num_blocks, num_host_blocks)
+        self._layout = StagingLayout.of(on_device, num_blocks, self.num_host_blocks)
         self.swap_bytes_per_s = 0
-        if self._host_pool is not None:
-            self.swap_bytes_per_s = self._host_pool.measure()
-            self.facts["swap"] = f"{num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
+        if pool is not None:
+            self.swap_bytes_per_s = pool.measure()
+            self.facts["swap"] = f"{pool.num_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
         self._smaller_steps = SmallerSteps(
             torch.cuda.empty_cache if is_gpu else _nothing,
             self.tables.go_on if model.kv.has_states else None,
@@ -164,13 +165,16 @@ class DeviceWorker:
     @property
     def has_chores(self) -> bool:
         """Whether there is something to do for later while nothing is in flight: graphs to capture."""
-        return self._graphs is not None and self._graphs.num_missing > 0
+        return self._steps.graphs is not None and self._steps.graphs.num_missing > 0
 
     @torch.inference_mode()
     def do_chore(self) -> None:
         """Capture the next graph."""
-        assert self._graphs is not None
-        self._graphs.capture_one()
+        assert self._steps.graphs is not None
+        if self._teller is not None:
+            self._teller.capture()
+        with self._together():
+            self._steps.graphs.capture_one()
         self._num_without_graph = 0
         self._num_ended += 1
         self._newest_end = None  # the device's rest until the next step says nothing about the loop
@@ -188,7 +192,7 @@ class DeviceWorker:
         """
         if isinstance(error, torch.OutOfMemoryError):
             return False
-        return isinstance(error, (*self._device.errors, torch.AcceleratorError, TablesDiffer))
+        return isinstance(error, (*self._device.errors, torch.AcceleratorError, TablesDiffer, RanksApart))
 
     def waits_for(self, plan: StepPlan) -> bool:
         """What a step draws is on the device, where the next one finds it."""
@@ -204,12 +208,12 @@ class DeviceWorker:
         for row in plan.new_rows:
             self._sampler.admit(row)
         self._span("tables", plan.step)
-        packed, staging = self._upload(plan)
+        packed, words, staging = self._upload(plan)
         begun = self._device.record()  # behind the packing: that is time in which the device may rest
-        self._move_blocks(packed, staging)
+        self._steps.move_blocks(packed, staging)
         if not self._smaller_steps.is_to_be_cut(plan):
             try:
-                return self._launch(plan, packed, staging, begun)
+                return self._launch(plan, packed, words, staging, begun)
             except torch.OutOfMemoryError as error:
                 self._smaller_steps.note_shortage(plan, error)
         # Outside of the handler: the traceback keeps the attempt's tensors alive.
@@ -218,26 +222,25 @@ class DeviceWorker:
         return Finished(self._smaller_steps.compute_in_parts(rest, self._compute_now))
 
     def _compute_now(self, plan: StepPlan) -> StepResult:
-        packed, staging = self._upload(plan)
-        return self._launch(plan, packed, staging, self._device.record()).result()
+        packed, words, staging = self._upload(plan)
+        return self._launch(plan, packed, words, staging, self._device.record()).result()
 
-    def _move_blocks(self, packed: PackedPlan, staging: torch.Tensor) -> None:
-        if self._host_pool is not None:
-            self._host_pool.copy_out(staging[packed.swaps_out])
-            self._host_pool.copy_in(staging[packed.swaps_in])
-        self.runner.copy_blocks(staging[packed.copies])
-
-    def _launch(self, plan: StepPlan, packed: PackedPlan, staging: torch.Tensor, begun: Event) -> Pending:
+    def _launch(
+        self, plan: StepPlan, packed: PackedPlan, words: Words, staging: torch.Tensor, begun: Event
+    ) -> Pending:
         """Launch what a plan, or a part of one, computes; the host's tables hold its deltas."""
         result = StepResult(plan.step, 0, b"")
         if not packed.num_rows:
+            if self._teller is not None:
+                self._teller.step(words, packed, None, is_captured=False)
             self.runner.apply_deltas(staging)
             return Finished(result)
         rows = Rows(plan)
         embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
-        drawn = self._compute(plan, packed, staging, embeds)
-        self._span("layers")
-        result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self.runner)
+        with self._together():
+            drawn = self._compute(plan, packed, words, staging, embeds)
+            self._span("layers")
+            result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self)
         tokens = drawn.tokens[: packed.num_sampled]
         self._tell_matchers()
         masks = self._sampler.begin_masks(rows)
@@ -265,37 +268,54 @@ class DeviceWorker:
             masks.note(step.drawn().tolist())
         self._untold.clear()
 
+    @property
+    def max_outputs(self) -> int:
+        """See `quintet.executor.runner.GivesLogits`."""
+        return self.runner.max_outputs
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `quintet.executor.runner.GivesLogits`: of all ranks' parts."""
+        if self._teller is not None:
+            self._teller.logits(tokens)
+        return self.runner.logits(tokens)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Between what the others are told and what is launched here nothing may go wrong: they would wait for the rest of it."""
+        try:
+            yield
+        except Exception as error:
+            if self._teller is None:
+                raise
+            raise RanksApart(f"rank 0 launched less than it told the others: {error}") from error
+
     def _count(self) -> None:
+        if self._group is not None:
+            self._group.check()
         self._num_ended += 1
 
-    def _upload(self, plan: StepPlan) -> tuple[PackedPlan, torch.Tensor]:
-        """Copy a plan's words to the device; return where they are, usually the buffer that graphs read."""
-        num_words = self._layout.num_words(plan)
-        if num_words > len(self._staging):
-            # Prompts longer than the buffer, all at once: too rare to keep memory for.
-            words = torch.empty(num_words, dtype=torch.int32)
-            packed = pack_staging(plan, self._layout, words.numpy())
-            return packed, words.to(self._device.torch_device)
-        buffer = self._words.take()
-        packed = pack_staging(plan, self._layout, buffer.host.numpy())
-        self._staging[: packed.num_words].copy_(buffer.host[: packed.num_words], non_blocking=True)
-        buffer.free_after = self._device.record()
-        return packed, self._staging
+    def _upload(self, plan: StepPlan) -> tuple[PackedPlan, Words, torch.Tensor]:
+        """Copy a plan's words to the device; return them, and where they are there."""
+        room = self._steps.room_for(self._layout.num_words(plan))
+        packed = pack_staging(plan, self._layout, room.words)
+        return packed, room.words, self._steps.send(room, packed.num_words)
 
     def _compute(
-        self, plan: StepPlan, packed: PackedPlan, staging: torch.Tensor, embeds: StepEmbeds | None
+        self,
+        plan: StepPlan,
+        packed: PackedPlan,
+        words: Words,
+        staging: torch.Tensor,
+        embeds: StepEmbeds | None,
     ) -> Drawn:
-        is_decode = packed.num_tokens == packed.num_rows == packed.num_sampled and embeds is None
-        if is_decode and self._graphs is not None and staging is self._staging:
-            graph = self._graphs.find(packed.num_rows)
-            if graph is not None:
-                return graph.replay()
-            self._num_without_graph += 1
+        graph = self._steps.graph_of(packed, staging, embeds)
+        if self._teller is not None:
+            self._teller.step(words, packed, embeds, is_captured=graph is not None)
+        if graph is not None:
+            return graph.replay()
+        self._num_without_graph += self._steps.could_be_captured(packed, staging, embeds)
         host = HostRows(np.frombuffer(plan.starts, np.int32), np.frombuffer(plan.counts, np.int32))
-        return self.runner.compute(
-            *(staging, packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled),
-            *(host, embeds),
-        )
+        return self._steps.compute(packed, staging, host, embeds)
 
 
 def _nothing() -> None:

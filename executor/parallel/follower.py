@@ -24,8 +24,9 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
 
-FOLLOWING = "quintet.executor.parallel.following"
-"""Where the work is: imported once this process has a name and a parent, since torch comes with it."""
+FOLLOWING = {"cpu": "quintet.executor.parallel.following", "cuda": "quintet.executor.cuda.following"}
+"""Where the work is, by ``ExecutorConfig.device``: imported once this process has a name and a parent, since torch comes
+with it."""
 
 
 def main() -> None:
@@ -52,7 +53,8 @@ def main() -> None:
     try:
         config = take_share(me.index, config, arguments.rank)
         descriptors = (_numbers(arguments.groups), _numbers(arguments.links))
-        importlib.import_module(FOLLOWING).follow_for_ever(config, *descriptors, arguments.rank)
+        following = importlib.import_module(FOLLOWING[config.executor.device])
+        following.follow_for_ever(config, *descriptors, arguments.rank)
     except Exception as error:
         is_config = isinstance(error, ConfigError)
         words = str(error) if is_config else f"{type(error).__name__}: {error}"

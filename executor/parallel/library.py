@@ -27,6 +27,8 @@ class OrderKind(IntEnum):
     """What a worker does while nobody waits."""
     MOVE_EXPERT = 6
     """A piece of an expert is copied from one rank to another; see `quintet.executor.parallel.expert_copies`."""
+    ON_DEVICE = 7
+    """Of ranks on GPUs: part of what `quintet.executor.cuda.orders` says."""
 
 
 class Note(IntEnum):

@@ -32,6 +32,8 @@ from quintet.wire.errors import ConfigError
 
 PAIR_BYTES = 8
 """Of two block ids, int32."""
+SLOT_BYTES = 256
+"""Of what a rank says to all others at boot: up to so many less one. A unique id of NCCL's is 128."""
 SPINS = 4000
 """Pauses of some 10 to 50 ns before a wait sleeps: about as long as one rank is behind another within a step."""
 
@@ -90,6 +92,17 @@ class Ranks:
         """Return the memory ``[max_tokens, width]`` of the queries of all ranks that keep KV together with this one."""
         address = self.library.queries(self.handle, self.share.kv_copy, width * dtype.itemsize)
         return self._rows(address, self.shape.max_tokens, width, dtype)
+
+    def exchange(self, own: bytes) -> list[bytes]:
+        """Return what every rank says here, in their order: all ranks, as often. Up to `SLOT_BYTES` less one; in ``staging``."""
+        slots = self.staging().view(self.share.size, SLOT_BYTES)
+        assert len(own) < SLOT_BYTES, own
+        mine = bytes([len(own)]) + own
+        slots[self.share.rank, : len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        self.meet()
+        told = [bytes(slot[1 : 1 + int(slot[0])].tolist()) for slot in slots]
+        self.meet()  # everybody has read them
+        return told
 
     def meet(self) -> None:
         """Wait until every rank is here: all of them, in the same order."""
@@ -167,7 +180,7 @@ class Ranks:
         self.library.wait_for_all(self.handle)
 
     def hear(self, step: object) -> COrder:
-        """Wait for the next order; a run's step is described in ``step``."""
+        """Wait for the next order; a run's step is described in ``step``, a `CStep` of whoever hears of none."""
         self.library.hear(self.handle, ctypes.byref(self._order), step)
         return self._order
 

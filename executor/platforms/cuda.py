@@ -58,6 +58,25 @@ def open_cuda_device(config: ExecutorConfig) -> Device | None:
         return None
 
 
+def open_rank_device(config: ExecutorConfig) -> Device:
+    """Return the device of one of several ranks, the first that its process sees, with our kernels loaded; else `ConfigError`.
+
+    Call `open_platform` first.
+    """
+    size, count = config.tensor_parallel_size, torch.cuda.device_count()
+    if count < size:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} takes a GPU for each rank, and {count} can be used: lower it, or see what"
+            " `nvidia-smi` and CUDA_VISIBLE_DEVICES say"
+        )
+    try:
+        return _open(torch.cuda.current_device())
+    except ConfigError as error:
+        raise ConfigError(
+            f"--tensor-parallel-size needs our kernels, and they cannot be used: {error}"
+        ) from error
+
+
 def extra_for(cuda_version: str | None) -> str:
     """Return which of our extras installs the CuPy for a torch built for this version of CUDA."""
     major = (cuda_version or "").partition(".")[0]

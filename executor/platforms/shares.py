@@ -27,7 +27,7 @@ def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
     if config.executor.kind == "mock" or (num_engines == num_ranks == 1 and index == 0):
         return config
     if config.executor.device == "cuda":
-        os.environ[VISIBLE] = device_of(index, os.environ.get(VISIBLE))
+        os.environ[VISIBLE] = devices_of(index, rank, num_ranks, os.environ.get(VISIBLE))
         return config
     num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank
     num_cores = usable_cores()
@@ -52,12 +52,16 @@ def keep_to(processors: Collection[int]) -> None:
         kept |= left
 
 
-def device_of(index: int, visible: str | None) -> str:
-    """Return the name of the device of engine ``index`` among those that are visible; one that does not exist has no name."""
+def devices_of(index: int, rank: int, num_ranks: int, visible: str | None) -> str:
+    """Return the names of the devices of engine ``index`` among those that are visible: a rank's own first, the others to reach.
+
+    One that does not exist has no name, which ends the list for CUDA.
+    """
+    its = [index * num_ranks + (rank + step) % num_ranks for step in range(num_ranks)]
     if not visible:
-        return str(index)
+        return ",".join(map(str, its))
     names = visible.split(",")
-    return names[index] if index < len(names) else ""
+    return ",".join(names[each] if each < len(names) else "" for each in its)
 
 
 def share_of(processors: Collection[int], index: int, num_shares: int, system: Path = SYSTEM) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import os
@@ -138,6 +139,18 @@ def test_a_row_that_lacks_a_package_is_skipped_until_it_is_there(
     check.run_rows([row_of("pass")], journal, place, again=False, budget_s=60)
     assert journal.entries["row"].outcome is Outcome.PASSED
     check.run_rows([row_of("pass", needs=("no_such_module",))], journal, place, again=True, budget_s=60)
+    assert journal.entries["row"].outcome is Outcome.PASSED
+
+
+def test_a_row_of_several_gpus_is_skipped_where_there_are_fewer(
+    journal: Journal, place: check.Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = dataclasses.replace(row_of("pass"), gpus=2)
+    check.run_rows([row], journal, place, again=False, budget_s=60)
+    assert journal.entries["row"].outcome is Outcome.SKIPPED
+    assert "takes 2 GPUs, and there are 1" in capsys.readouterr().out
+    two = dataclasses.replace(place, facts={"gpus": 2})
+    check.run_rows([row], journal, two, again=False, budget_s=60)
     assert journal.entries["row"].outcome is Outcome.PASSED
 
 

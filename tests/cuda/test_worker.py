@@ -24,6 +24,7 @@ from tests.models.test_qwen1_long import Rememberer
 from tests.models.test_swapping import with_host_memory
 
 from quintet.executor.cards.card import card_of
+from quintet.executor.cards.share import WHOLE, Share
 from quintet.executor.cuda.boot import make_device_worker
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.worker import DeviceWorker
@@ -93,8 +94,8 @@ class RowMajor:
         return RowMajorStack(shape, plan)
 
 
-def model_on(device: Device, config: EngineConfig) -> CausalModel:
-    """Return the configured model with its weights on the device, in codes where the checkpoint has them so."""
+def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> CausalModel:
+    """Return the configured model, or a rank's share, with weights on the device, in codes where the checkpoint has them so."""
     path, stored, dtype = (
         Path(config.model.path),
         recognise(card_of(config.model)),
@@ -109,7 +110,7 @@ def model_on(device: Device, config: EngineConfig) -> CausalModel:
         quantization = GgufQuantization(contents, quantization, on_device=True)
     elif stored is not None:
         quantization = StoredQuantization(stored, quantization, contents, on_device=True)
-    setting = Setting(device.torch_device, dtype, quantization)
+    setting = Setting(device.torch_device, dtype, quantization, share)
     model = build_model(config.model.architecture, card_of(config.model), setting)
     with torch.inference_mode():
         if config.executor.load_format == "dummy":

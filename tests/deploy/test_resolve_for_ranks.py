@@ -275,7 +275,6 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path, changes: dict[str, Any], 
     [
         ({"block_size": 8}, "blocks of 8 tokens: ranks compute with blocks of a multiple of 16"),
         ({"executor": "mock"}, "the mock executor computes nothing"),
-        ({"device": "cuda"}, "add --device cpu"),
         ({"device": "cuda", "decode_context_parallel_size": 2}, "keep KV together in host memory so far"),
     ],
 )

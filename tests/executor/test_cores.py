@@ -16,7 +16,7 @@ from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.platforms import shares
 from quintet.executor.platforms.cores import default_threads, usable_cores
 from quintet.executor.platforms.memory_nodes import usable_nodes
-from quintet.executor.platforms.shares import device_of, share_of
+from quintet.executor.platforms.shares import devices_of, share_of
 
 from .test_process import config_of
 
@@ -237,5 +237,12 @@ def test_engines_divide_cores_and_keep_to_memory_nodes(tmp_path: Path) -> None:
 
 
 def test_each_engine_has_the_next_gpu_that_is_visible() -> None:
-    assert [device_of(index, None) for index in range(2)] == ["0", "1"]
-    assert [device_of(index, "3,GPU-5") for index in range(3)] == ["3", "GPU-5", ""]
+    assert [devices_of(index, 0, 1, None) for index in range(2)] == ["0", "1"]
+    assert [devices_of(index, 0, 1, "3,GPU-5") for index in range(3)] == ["3", "GPU-5", ""]
+
+
+def test_each_rank_sees_its_own_gpu_first_and_reaches_those_of_its_engine() -> None:
+    assert [devices_of(0, rank, 2, None) for rank in range(2)] == ["0,1", "1,0"]
+    assert [devices_of(1, rank, 2, "7,6,5,4") for rank in range(2)] == ["5,4", "4,5"]
+    assert devices_of(0, 2, 4, None) == "2,3,0,1"
+    assert devices_of(0, 1, 2, "3") == ",3", "CUDA sees none of them"

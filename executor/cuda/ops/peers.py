@@ -20,8 +20,8 @@ THREADS = 512
 EXCHANGE = "pippl"
 """The kinds of an exchange's first parameters."""
 PATIENCE_S = 60.0
-"""How long a rank's kernels wait for another's. It may be capturing a graph meanwhile, or be asked nothing for a while behind an
-error of its host; who is really gone ends the group long before."""
+"""How long a rank's kernels wait for another's, whose host may be capturing a graph meanwhile; who is gone ends the group long
+before."""
 
 
 class RanksApart(RuntimeError):

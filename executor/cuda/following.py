@@ -1,0 +1,83 @@
+"""What a rank that is not the first does all its life on its device: launch what `quintet.executor.cuda.orders` says."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+
+from quintet.executor.cuda.attention.backend import HostRows
+from quintet.executor.cuda.boot import open_runner
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.ops.tables import HEADER_WORDS
+from quintet.executor.cuda.orders import CaptureOrder, Hearer, LogitsOrder, Order, StepOrder
+from quintet.executor.cuda.ranks import group_of, open_device_ranks
+from quintet.executor.cuda.steps import DeviceSteps
+from quintet.executor.loading import MODEL_DTYPES, load_model
+from quintet.executor.models.model import CausalModel
+from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.platforms.cuda import open_rank_device
+from quintet.executor.platforms.platform import open_platform
+from quintet.process.leftovers import give_back_memory
+from quintet.wire.config import EngineConfig
+
+
+def follow_for_ever(config: EngineConfig, groups: Sequence[int], links: Sequence[int], rank: int) -> None:
+    """Be a rank whose process sees its device first, until it is killed. groups: see `Followers`; there are no links."""
+    assert not links, "stages are not on GPUs"
+    platform = open_platform(config.executor)
+    device = open_rank_device(config.executor)
+    ranks = open_device_ranks(config, groups[0], rank)
+    model = load_model(config, platform, on_device=True, share=ranks.share)
+    for _ in follow(device, model, config, ranks):
+        pass
+
+
+@torch.inference_mode()
+def follow(device: Device, model: CausalModel, config: EngineConfig, ranks: Ranks) -> Iterator[Order]:
+    """Boot beside the others, say so, and carry out orders for ever; yield each behind its launches. model: the rank's share."""
+    group = group_of(device, ranks, config)
+    opened = open_runner(device, model, config, MODEL_DTYPES[config.model.dtype], group, ranks)
+    steps = DeviceSteps(opened.runner, opened.staging, config)
+    hearer = Hearer(ranks)
+    gc.freeze()
+    give_back_memory()
+    ranks.done()
+    while True:
+        order = hearer.next()
+        group.check()
+        match order:
+            case StepOrder():
+                _launch(steps, order)
+            case LogitsOrder():
+                steps.runner.logits(np.frombuffer(order.tokens, np.int64))
+            case CaptureOrder():
+                assert steps.graphs is not None, "rank 0 captures graphs"
+                steps.graphs.capture_one()
+        yield order
+
+
+def _launch(steps: DeviceSteps, order: StepOrder) -> None:
+    """Launch a step as rank 0 does."""
+    packed, runner = order.packed, steps.runner
+    words = np.frombuffer(order.words, np.int32)
+    room = steps.room_for(len(words))
+    room.words[: len(words)] = words
+    staging = steps.send(room, len(words))
+    steps.move_blocks(packed, staging)
+    if not packed.num_rows:
+        runner.apply_deltas(staging)
+        return
+    embeds = order.step_embeds(runner.dtype, runner.device.torch_device)
+    if order.is_captured:
+        graph = steps.graph_of(packed, staging, embeds)
+        assert graph is not None, "graphs are captured by all ranks together"
+        graph.replay()
+        return
+    rows = words[HEADER_WORDS:]
+    host = HostRows(
+        rows[packed.num_rows : 2 * packed.num_rows], rows[2 * packed.num_rows : 3 * packed.num_rows]
+    )
+    steps.compute(packed, staging, host, embeds)

@@ -1,0 +1,57 @@
+"""A model divided over emulated devices: ranks that are threads of the test, over what processes of a server share."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+from tests.cuda.rank_devices import devices_of
+from tests.cuda.test_worker import model_on
+
+from quintet.executor.cuda.following import follow
+from quintet.executor.cuda.leading import lead
+from quintet.executor.cuda.ops.tables import HEADER_WORDS, PackedPlan
+from quintet.executor.cuda.orders import Teller
+from quintet.executor.cuda.ranks import open_device_ranks
+from quintet.executor.cuda.worker import DeviceWorker
+from quintet.wire.config import EngineConfig
+
+
+@contextmanager
+def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[DeviceWorker]:
+    """Yield rank 0's worker, with all graphs captured, or none; end all ranks behind it. config: resolved for so many ranks."""
+    executor = msgspec.structs.replace(config.executor, enforce_eager=not captured)
+    config = msgspec.structs.replace(config, executor=executor)
+    descriptor, devices = os.memfd_create("ranks"), devices_of(executor.tensor_parallel_size)
+    is_over = threading.Event()
+
+    def be_a_rank(rank: int) -> None:
+        ranks = open_device_ranks(config, descriptor, rank)
+        model = model_on(devices[rank], config, ranks.share)
+        for _ in follow(devices[rank], model, config, ranks):
+            if is_over.is_set():
+                return
+
+    threads = [
+        threading.Thread(target=be_a_rank, args=(rank,), daemon=True) for rank in range(1, len(devices))
+    ]
+    for thread in threads:
+        thread.start()
+    first = open_device_ranks(config, descriptor, 0)
+    worker = lead(devices[0], model_on(devices[0], config, first.share), config, {}, first)
+    while worker.has_chores:
+        worker.do_chore()
+    try:
+        yield worker
+    finally:
+        is_over.set()
+        nothing = slice(0, 0)
+        last = PackedPlan(0, 0, 0, 0, HEADER_WORDS, nothing, nothing, nothing)
+        Teller(first).step(np.zeros(HEADER_WORDS, np.int32), last, None, is_captured=False)
+        for thread in threads:
+            thread.join()
+        os.close(descriptor)

@@ -1,0 +1,220 @@
+"""A model divided over devices gives the tokens of one that is not: the whole worker, every kernel emulated, ranks at once."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+import transformers
+from tests.cuda.device_ranks import leading_worker
+from tests.cuda.rank_devices import at_once, devices_of, peers_of
+from tests.cuda.test_worker_bits import Bits, ask, bits_of
+from tests.models.equal import GREEDY, Dtype, few_blocks, load, run, with_blocks
+from tests.models.random_checkpoints import Expectation, expectations, write_checkpoint
+from tests.models.ranks import config_of
+from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, routed
+from tests.models.test_embeds import mixed
+from tests.models.test_engine import House, changed
+
+from quintet.executor.cards.share import Share
+from quintet.executor.cuda.group import ONE_SHOT_BYTES, DeviceGroup
+from quintet.executor.cuda.ops.peers import Peers, RanksApart
+from quintet.executor.cuda.ops.tables import PackedPlan
+from quintet.executor.cuda.orders import Hearer, StepOrder, Teller
+from quintet.executor.cuda.ranks import open_device_ranks
+from quintet.executor.embeds import StepEmbeds
+from quintet.wire.config import EngineConfig
+from quintet.wire.params import SamplingParams
+
+KINDS = {
+    "llama": llama.ROWS["llama"],
+    "queries and keys normed as one": dense.ROWS["olmo2"],
+    "stacked, with biases and learned positions": gpt.ROWS["gpt2"],
+    "columns of experts": routed.ROWS["mixtral"],
+}
+MORE_KINDS = {
+    "fewer KV heads than four ranks": falcon.ROWS["falcon 40b"],
+    "latents": latent.ROWS["minicpm3"],
+    "two rotations": gemma.ROWS["gemma3"],
+    "soft caps": gemma.ROWS["gemma2"],
+    "slopes": falcon.ROWS["bloom"],
+    "experts of groups, latents": latent.ROWS["deepseek v3"],
+}
+
+
+def rank_config(
+    folder: Path,
+    size: int = 2,
+    dtype: Dtype = "float32",
+    swap_space: float | None = None,
+    **executor: Any,
+) -> EngineConfig:
+    config = config_of(folder, size, 1, dtype, "none", "auto", swap_space, experts=False)
+    config = changed(config, max_num_seqs=4, max_num_batched_tokens=23)
+    return msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, **executor))
+
+
+def made(kind: str, folder: Path) -> list[Expectation]:
+    row = KINDS.get(kind) or MORE_KINDS[kind]
+    return expectations(write_checkpoint(row, folder), (1, 9, 17, 29))
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.whole)])
+@pytest.mark.parametrize(
+    "kind", [*KINDS, *(pytest.param(name, marks=pytest.mark.whole) for name in MORE_KINDS)]
+)
+def test_tokens_are_those_of_one_device(kind: str, size: int, tmp_path: Path) -> None:
+    """Prompts in chunks beside rows that decode in graphs; what a step draws the next one finds at every rank."""
+    expected = made(kind, tmp_path)
+    config = rank_config(tmp_path, size)
+    with leading_worker(config) as worker:
+        house = House(config, worker)
+        for i, each in enumerate(expected):
+            house.admit(i, each.prompt, GREEDY)
+        house.run()
+    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+
+
+@pytest.mark.whole
+def test_blocks_are_swapped_and_vectors_taken_by_all_ranks(tmp_path: Path) -> None:
+    """Every other prompt comes as vectors; KV memory is too little for all, and what goes to the host comes back."""
+    expected = made("llama", tmp_path)
+    table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
+    config = rank_config(tmp_path, swap_space=2**-10)
+    config = with_blocks(config, few_blocks(config))
+    with leading_worker(config, captured=False) as worker:
+        house = House(config, worker)
+        for i, prompt in enumerate(mixed(table, [each.prompt for each in expected])):
+            house.admit(i, prompt, GREEDY)
+        house.run()
+    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+    assert house.engine.state is not None and house.engine.state.counters.swap_in_blocks > 0
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=0.0, max_tokens=6, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=1.1, top_p=0.9, seed=7, max_tokens=6, repetition_penalty=1.3),
+    ],
+    ids=["log-probabilities", "penalties"],
+)
+def test_what_asks_for_logits_again_is_followed(params: SamplingParams, tmp_path: Path) -> None:
+    prompts = [each.prompt for each in made("llama", tmp_path)]
+    config = rank_config(tmp_path)
+    whole = load(tmp_path)
+    expected = run(whole, changed(whole.config), prompts, params=params)
+    with leading_worker(config, captured=False) as worker:
+        house = House(config, worker)
+        for i, prompt in enumerate(prompts):
+            house.admit(i, prompt, params)
+        house.run()
+    assert [house.outputs[i] for i in range(len(prompts))] == expected.outputs
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_bits_do_not_depend_on_the_batch(dtype: Dtype, tmp_path: Path) -> None:
+    """With ``--batch-invariant``: sums of ranks are added in one order, whatever a message's size is."""
+    made("llama", tmp_path)
+    config = rank_config(tmp_path, dtype=dtype, batch_invariant=True)
+    config = changed(config, max_num_seqs=4, max_num_batched_tokens=128)
+    told: dict[str, dict[int, Bits]] = {}
+    with leading_worker(config) as worker:
+        told["together"] = bits_of(ask(config, worker, (4, 5, 6)))
+        told["alone"] = bits_of(ask(config, worker, (5,)))
+        in_chunks = changed(config, max_num_batched_tokens=29, long_prefill_token_threshold=13)
+        told["in chunks"] = bits_of(ask(in_chunks, worker, (4, 5, 6)))
+    assert told["alone"][5] == told["together"][5]
+    assert told["in chunks"] == told["together"]
+
+
+def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
+    """Also of words that take several parts, more than there is room for at once."""
+    write_checkpoint(KINDS["llama"], tmp_path)
+    config = rank_config(tmp_path)
+    with (tmp_path / "memory").open("w+b") as memory:
+        first, second = (open_device_ranks(config, memory.fileno(), rank) for rank in range(2))
+        words = np.arange(400_000, dtype=np.int32)
+        packed = PackedPlan(3, 9, 4, 2, len(words), slice(10, 14), slice(14, 14), slice(14, 20))
+        embeds = StepEmbeds(torch.tensor([1, 4]), torch.randn(2, 8).bfloat16())
+
+        def tell() -> None:
+            second_is_there.wait()
+            teller = Teller(first)
+            teller.step(words, packed, embeds, is_captured=True)
+            teller.logits(np.array([5, 6], np.int64))
+
+        second_is_there = threading.Event()
+        telling = threading.Thread(target=tell, daemon=True)
+        telling.start()
+        second.done()
+        second_is_there.set()
+        hearer = Hearer(second)
+        step, logits = hearer.next(), hearer.next()
+        telling.join()
+    assert isinstance(step, StepOrder) and step.packed == packed and step.is_captured
+    assert step.words == words.tobytes()
+    given = step.step_embeds(torch.bfloat16, torch.device("cpu"))
+    assert given is not None and torch.equal(given.tokens, embeds.tokens)
+    assert torch.equal(given.vectors, embeds.vectors)
+    assert logits.tokens == np.array([5, 6], np.int64).tobytes()  # type: ignore[union-attr]
+
+
+def test_a_rank_whose_step_fails_midway_ends_the_group(tmp_path: Path) -> None:
+    """The others were told the whole of it, and wait for the rest: neither a smaller step nor the next one would meet them."""
+    made("llama", tmp_path)
+    config = rank_config(tmp_path)
+    with leading_worker(config, captured=False) as worker:
+        launch = worker.runner.compute
+
+        def compute(*sizes: Any) -> Any:
+            launch(*sizes)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        worker.runner.compute = compute  # type: ignore[method-assign]
+        house = House(config, worker)
+        house.admit(0, [1, 2, 3], GREEDY)
+        with pytest.raises(RanksApart, match="rank 0 launched less than it told the others") as error:
+            house.run()
+        assert worker.is_broken(error.value)
+        worker.runner.compute = launch  # type: ignore[method-assign]
+
+
+def test_large_messages_are_a_librarys_unless_bits_must_not_depend_on_them() -> None:
+    """The library here adds in place, as NCCL does; with and without a bias."""
+    rows, width = ONE_SHOT_BYTES[2] // (64 * 4) + 1, 64
+    barrier, added = threading.Barrier(2), [torch.empty(0)] * 2
+
+    class Library:
+        def __init__(self, rank: int) -> None:
+            self.rank, self.calls = rank, 0
+
+        def add(self, x: torch.Tensor) -> None:
+            self.calls += 1
+            added[self.rank] = x.clone()
+            barrier.wait()
+            x.copy_(added[0] + added[1])
+            barrier.wait()
+
+    devices, bias = devices_of(2), torch.full((width,), 0.5)
+
+    def work(peers: Peers, library: Library | None) -> list[torch.Tensor]:
+        group = DeviceGroup(devices[peers.rank], Share(peers.rank, 2), peers, library)
+        parts = [torch.full((count, width), float(peers.rank + 1)) for count in (1, rows)]
+        return [group.add(part, bias) for part in parts]
+
+    libraries = [Library(rank) for rank in range(2)]
+    for each in (libraries, [None, None]):
+        works = [partial(work, *pair) for pair in zip(peers_of(devices), each, strict=True)]
+        for sums in at_once(works):
+            assert [bool((total == 3.5).all()) for total in sums] == [True, True]
+    assert [library.calls for library in libraries] == [1, 1]

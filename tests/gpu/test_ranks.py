@@ -1,0 +1,62 @@
+"""Row ``ranks`` of docs/gpu.md: a model divided over two GPUs, end to end, and a rank that is killed. Skipped where there is one.
+
+`--device cpu` runs it with ranks on processors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+
+import psutil
+import pytest
+import torch
+from bench.chaos.streams import crowd, differences, play
+from tests.gpu.test_serve import COMMON, completions
+from tests.processes.server import serve
+
+RANKS = ("--tensor-parallel-size", "2")
+FLAGS = (
+    "--batch-invariant",
+    "--max-model-len",
+    "1024",
+    "--kv-cache-memory",
+    "64MiB",
+    "--max-restarts",
+    "100",
+)
+NUM_STREAMS = 32
+
+
+@pytest.fixture(autouse=True)
+def two_devices(device_name: str) -> None:
+    count = torch.cuda.device_count() if device_name == "cuda" else 2
+    if count < 2:
+        pytest.skip(f"takes 2 GPUs, and there is {count}")
+
+
+@pytest.mark.parametrize(
+    "flags", [(), ("--enforce-eager",), ("--batch-invariant",)], ids=["default", "eager", "invariant"]
+)
+def test_fp32_answers_are_those_of_one_device(device_name: str, flags: tuple[str, ...]) -> None:
+    texts = []
+    for ranks in ((), RANKS):
+        with serve("--device", device_name, "--dtype", "float32", *flags, *ranks, *COMMON) as server:
+            texts.append(completions(server))
+    assert texts[0] == texts[1]
+
+
+def test_a_killed_rank_changes_no_byte(device_name: str) -> None:
+    """All ranks begin again, and streams go on."""
+    asked = crowd(1, NUM_STREAMS, (60, 160))
+    with serve("--device", device_name, *RANKS, *FLAGS) as server:
+        calm = asyncio.run(play(server.url, asked))
+
+        async def disturb() -> None:
+            executor = psutil.Process(server.children()["quintet-executor-0"].pid)
+            [rank] = [each for each in executor.children() if "rank-1" in " ".join(each.cmdline())]
+            rank.send_signal(signal.SIGKILL)
+
+        run = asyncio.run(play(server.url, asked, disturb))
+        assert not differences(calm, run, asked)
+        assert all(heard.is_done for heard in run.heard)
