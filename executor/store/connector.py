@@ -14,7 +14,10 @@ from typing import Protocol
 
 from quintet.wire.config import KvStoreConfig
 
-CONNECTORS = {"file": "quintet.executor.store.folder:open_folder"}
+CONNECTORS = {
+    "file": "quintet.executor.store.folder:open_folder",
+    "nixl+s3": "quintet.executor.store.nixl:open_nixl",
+}
 """Scheme of ``--kv-store`` to the function that opens it. Third parties: entry points of ``quintet.kv_connectors``. Any other
 scheme is fsspec's."""
 FSSPEC = "quintet.executor.store.objects:open_objects"
