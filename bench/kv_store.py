@@ -1,10 +1,10 @@
 """What a shared store of KV is worth: the first token of long prompts, computed by one server, and fetched by another.
 
-    python -m bench.kv_store --shape S [--store URL] [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS OF SERVE]
+    python -m bench.kv_store --shape S [--store URL] [--tokens 4032] [--prompts 3] [--model FOLDER] [--save FILE] [-- FLAGS]
 
-Two servers of one machine share a store: shared memory, unless ``--store`` says otherwise. The first one computes so many prompts,
-one after the other, and is ended; then the second one gets the same prompts. Every answer must be the same, byte for byte. The model
-is of the real shape, its weights are random, made in ``--model`` unless it is there.
+Two servers of one machine share a store: shared memory, unless ``--store`` says otherwise. The first one computes so many
+prompts, one after the other, and is ended; then the second one gets the same prompts. Every answer must be the same, byte for
+byte. The model is of the real shape, its weights are random, made in ``--model`` unless it is there.
 """
 
 from __future__ import annotations
