@@ -257,7 +257,8 @@ inline void prepare_memory() {
     size_t stacks_bytes = MAX_THREADS * STACK_BYTES;
     int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     block.stacks = static_cast<char*>(mmap(nullptr, stacks_bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
-    for (int i = 0; i < MAX_THREADS; ++i) mprotect(block.stacks + i * STACK_BYTES, PAGE_BYTES, PROT_NONE);
+    // Several ranks' libraries would have more mappings than a process may.
+    for (int i = 0; block.rank == 0 && i < MAX_THREADS; ++i) mprotect(block.stacks + i * STACK_BYTES, PAGE_BYTES, PROT_NONE);
     size_t bytes = MAX_SHARED_BYTES + 4 * CANARY_BYTES;
     block.memory = static_cast<unsigned char*>(mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0));
   }
