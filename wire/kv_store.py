@@ -78,6 +78,6 @@ class StoreAnswers(msgspec.Struct, array_like=True, gc=False):
     lost: list[bytes] = []
     """Names of runs that were not there, or not whole."""
     num_gets: int = 0
-    """Runs that were brought, or should have been."""
+    """Runs that were brought."""
     get_ns: int = 0
     """How long any of these was on its way."""

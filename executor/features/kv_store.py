@@ -246,8 +246,11 @@ class StoreBlocks:
             if task.tables != self._tables:
                 return
             answers = self._answers
-            answers.num_gets += 1
-            answers.get_ns += 0 if since_ns is None else now_ns - since_ns
+            if (
+                is_there and since_ns is not None
+            ):  # what the store does not answer says nothing of how long it takes
+                answers.num_gets += 1
+                answers.get_ns += now_ns - since_ns
             answers.fetched += pack_i32(fetched)
             answers.missed += pack_i32(block for block in host_blocks if block not in fetched)
             if len(whole) < len(wanted):

@@ -10,8 +10,8 @@ several questions at a time.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from quintet.wire.config import KvStoreConfig
@@ -62,14 +62,30 @@ class ObjectStore:
         """path: below which all objects are."""
         self._files = files
         self._path = path.rstrip("/")
-        self._questions = ThreadPoolExecutor(QUESTIONS, "kv-store-questions")
 
     def count(self, names: Sequence[str]) -> int:
         """See `KvConnector.count`. What lies behind an object that is there is taken to be preceded by others that are."""
         return count_first(len(names), lambda indexes: self._are_there([names[each] for each in indexes]))
 
     def _are_there(self, names: Sequence[str]) -> list[bool]:
-        return [*self._questions.map(lambda name: self._size_of(name) is not None, names)]
+        """Ask about all at once, from threads that the end of the process does not wait for."""
+        found: list[bool | Exception] = [False] * len(names)
+
+        def ask(index: int) -> None:
+            try:
+                found[index] = self._size_of(names[index]) is not None
+            except Exception as error:  # noqa: BLE001 -- whoever asked for it raises it
+                found[index] = error
+
+        threads = [threading.Thread(target=ask, args=(index,), daemon=True) for index in range(len(names))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        errors = [each for each in found if isinstance(each, Exception)]
+        if errors:
+            raise errors[0]
+        return [each is True for each in found]
 
     def _size_of(self, name: str) -> object | None:
         try:
@@ -102,8 +118,7 @@ class ObjectStore:
             self._files.rm_file(f"{self._path}/{name}")
 
     def close(self) -> None:
-        """See `KvConnector.close`."""
-        self._questions.shutdown(wait=False, cancel_futures=True)
+        """See `KvConnector.close`: connections end with the process."""
 
 
 def count_first(number: int, are_there: Callable[[Sequence[int]], Sequence[bool]]) -> int:

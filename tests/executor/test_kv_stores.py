@@ -181,6 +181,20 @@ def test_what_fsspec_reaches_is_a_store() -> None:
     other.close()
 
 
+def test_an_error_in_a_search_is_one_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fsspec = pytest.importorskip("fsspec")
+    files = fsspec.filesystem("local", skip_instance_cache=True)
+    store = ObjectStore(files, str(tmp_path))
+    assert put(store, 1)
+
+    def closed(path: str) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(files, "info", closed)
+    with pytest.raises(PermissionError):
+        store.count(NAMES[1:20])
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/prefix", "nobody://knows/it"])
 def test_what_nothing_reaches_is_refused_in_words(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("fsspec")
