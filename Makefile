@@ -85,6 +85,15 @@ $(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/u
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
 	@touch $@
 
+# Quintet runs inside of this one, too; of NIXL's packages torch is not needed anew.
+.venv/clients/store/installed: tests/clients/requirements/store.txt | $(BIN)/uv
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
+	@{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo $(CURDIR)/src; } \
+	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
+	@touch $@
+
 # It compares with transformers, of this project's packages.
 .venv/clients/lm_eval/installed: tests/clients/requirements/lm_eval.txt | $(BIN)/uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)

@@ -1,16 +1,14 @@
-"""A store by way of NIXL: against a stand-in of its agent, and, where it is installed, against NIXL itself and an S3 server."""
+"""A store by way of NIXL, against a stand-in of its agent; `tests/clients` has it against NIXL itself and an S3 server."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from tests.s3_server import s3_server
 
 from quintet.executor.store import nixl
 from quintet.executor.store.connector import open_connector
@@ -173,30 +171,3 @@ def test_without_nixl_the_way_to_it_is_said(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "nixl", None)
     with pytest.raises(ConfigError, match="pip install nixl"):
         open_connector(config("nixl+s3://bucket"))
-
-
-@pytest.fixture
-def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    with s3_server(tmp_path) as (environment, name):
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
-        yield name
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("nixl+s3", "nixl")])
-def test_against_an_s3_server(scheme: str, package: str, bucket: str) -> None:
-    pytest.importorskip(package)
-    one, other = (open_connector(config(f"{scheme}://{bucket}/prefix")) for _ in range(2))
-    content = bytes(range(256)) * 12_000
-    for name in NAMES[:5]:
-        assert one.put(name, memoryview(content))
-    assert other.count(NAMES) == 5
-    into = bytearray(len(content))
-    assert other.get(NAMES[4], memoryview(into)) and into == content
-    assert not other.get(NAMES[5], memoryview(into))
-    other.drop(NAMES[0])
-    assert not other.get(NAMES[0], memoryview(into))
-    assert other.put(NAMES[0], memoryview(content)) and other.get(NAMES[0], memoryview(into))
-    one.close()
-    other.close()

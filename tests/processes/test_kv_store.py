@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
-
-from tests.s3_server import s3_server
 
 from .server import Server, serve, wait_until
 from .test_apart import cached
@@ -50,26 +47,3 @@ def test_engines_of_one_server_share_what_they_computed(tmp_path: Path) -> None:
         assert num_cached == 0
         wait_until(lambda: runs(server, "kept") > 0, "the prompt in the store")
         assert ask(server) == (text, RUN), "at the other engine"
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("nixl+s3", "nixl")])
-def test_servers_that_share_a_bucket(
-    scheme: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And go on without it when it is gone."""
-    pytest.importorskip(package)
-    with s3_server(tmp_path) as (environment, bucket):
-        for variable, value in environment.items():
-            monkeypatch.setenv(variable, value)
-        flags = (*FLAGS, "--kv-store", f"{scheme}://{bucket}/prefix")
-        with serve(*flags) as one, serve(*flags) as other:
-            text, num_cached = ask(one)
-            assert num_cached == 0
-            wait_until(lambda: runs(one, "kept") > 0, "the prompt in the store")
-            assert ask(other) == (text, RUN)
-            for child in psutil.Process().children():
-                if "moto.server" in child.cmdline():
-                    child.kill()
-            prompt = "Nobody has computed this. " * 40
-            assert ask(one, prompt)[0] == ask(other, prompt)[0]
