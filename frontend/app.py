@@ -170,6 +170,7 @@ class App:
             await asyncio.sleep(0)
         finally:
             service.num_exchanges -= 1
+            exchange.forget_body()
             leave_behind(exchange.num_bytes)
             service.http.answered(exchange.route, exchange.method, exchange.status or 499)
             if self._log_requests:

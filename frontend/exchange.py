@@ -102,6 +102,10 @@ class Exchange:
             self.num_bytes += len(self._body)
         return self._body
 
+    def forget_body(self) -> None:
+        """Hear that the exchange has ended. It and its scope refer to each other: only Python's search for cycles ends them."""
+        self._body = None
+
     def take_over(self, body: bytes, begun: Begun) -> None:
         """Have this body answered in the place of the one that came, behind what was told of the answer."""
         self._body, self.begun = body, begun

@@ -1,5 +1,6 @@
 """/metrics, /openapi.json, /docs and the small pages."""
 
+import gc
 import logging
 import logging.handlers
 import queue
@@ -12,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quintet.frontend.app import ROUTES
+from quintet.frontend.exchange import Exchange
 from quintet.wire.supervision import SeatState
 
 
@@ -147,3 +149,18 @@ def test_a_request_is_one_line_of_the_log(serve: Callable[..., Any]) -> None:
         log.removeHandler(handler)
         log.setLevel(level)
     assert "\n" not in line and line.endswith("GET /made-up%0A2026-01-01%20INFO%20forged 404")
+
+
+def test_bodies_do_not_outlive_their_exchange(serve: Callable[..., Any]) -> None:
+    """An exchange and its scope refer to each other: megabytes must not wait for Python's search for such cycles."""
+    server = serve()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            server.ask("POST", "/v1/completions", {"prompt": "x" * 5000, "max_tokens": 1})
+        server.ask("GET", "/health")
+        kept = [each._body for each in gc.get_objects() if isinstance(each, Exchange)]
+    finally:
+        gc.enable()
+    assert not [body for body in kept if body and len(body) > 5000]
