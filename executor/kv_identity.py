@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import torch
 
 from quintet.executor.ops.host_library import instruction_set, open_library, sources_name
 from quintet.wire.config import EngineConfig
@@ -82,9 +81,9 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
         "runner": runner,
         "instruction_set": "" if library is None else instruction_set(library),
         "kernels": "" if library is None else sources_name(library),
-        "torch": torch.__version__,
+        "torch": importlib.metadata.version("torch"),
         "transformers": importlib.metadata.version("transformers"),
-        "executor": _sources_of(EXECUTOR),
+        "executor": sources(),
     }
 
 
@@ -122,9 +121,9 @@ def _samples_of(config: EngineConfig) -> object:
     ]
 
 
-def _sources_of(folder: Path) -> str:
+def sources() -> str:
     """Return a name of the Python that decides what the kernels compute: which rotation, which numbers a format stands for."""
     content = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        content.update(path.relative_to(folder).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(EXECUTOR.rglob("*.py")):
+        content.update(path.relative_to(EXECUTOR).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
     return content.hexdigest()

@@ -234,6 +234,14 @@ class EplbConfig(msgspec.Struct, frozen=True):
     """Places for copies in each layer, of all ranks of a stage together."""
 
 
+class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Machines that compute one model together, each some of its stages; this one is the first."""
+
+    count: int
+    address: str  # host:port where the first one listens
+    key_file: str
+
+
 class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The device side."""
 
@@ -259,6 +267,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Whether hot ones are copied to other ranks besides; None: no."""
     sum_leaves: int = 1
     """In how many leaves of a tree sums over what ranks divide are added, whatever their number; 1: each rank's part is one."""
+    hosts: HostsConfig | None = None
+    """The machines that the stages are on; None: all on this one."""
     has_own_cores: bool = False
     """Whether each compute thread of all ranks has a core: found out by the process that takes its share of them."""
     pin_threads: bool = False
@@ -286,6 +296,16 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_kv_memories(self) -> int:
         """KV memories of an executor, each with every block: of one rank, or of some that keep it together."""
         return self.tensor_parallel_size // self.decode_context_parallel_size
+
+    @property
+    def num_hosts(self) -> int:
+        """Machines that they are on, each with as many."""
+        return 1 if self.hosts is None else self.hosts.count
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Processes of an executor on one machine."""
+        return self.num_ranks // self.num_hosts
 
 
 class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):

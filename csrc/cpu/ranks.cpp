@@ -1,5 +1,6 @@
 #include "ranks.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <thread>
 
@@ -172,9 +173,7 @@ void Ranks::tell(const Order& order, const Step* step) {
     copy(mine.row_offsets, s.row_offsets, s.num_rows);
     copy(mine.output_tokens, s.output_tokens, s.num_outputs);
     for (index_t row = 0; row < s.num_rows; ++row) {
-      const index_t end = s.row_starts[row] + s.row_counts[row], slot = s.row_slots[row];
-      const index_t of_tokens = (end + shape_.block_size - 1) / shape_.block_size;
-      const index_t entries = of_tokens < kStateEntries ? kStateEntries : of_tokens;
+      const index_t slot = s.row_slots[row], entries = table_entries(s.row_starts[row] + s.row_counts[row]);
       for (index_t table = 0; table < shape_.tables; ++table)
         copy(tables + table * step_.block_table_group_stride + slot * step_.block_table_stride,
              s.block_table + table * s.block_table_group_stride + slot * s.block_table_stride, entries);
@@ -193,7 +192,17 @@ Order Ranks::hear(Step& step) {
   return order;
 }
 
+index_t Ranks::table_entries(index_t tokens) const {
+  return std::max(kStateEntries, (tokens + shape_.block_size - 1) / shape_.block_size);
+}
+
 void Ranks::done() { lines_[rank_].done.reach(told_); }
+
+void Ranks::done_with(std::uint32_t orders) { lines_[rank_].done.reach(orders + 1); }
+
+void Ranks::wait_for_done(std::uint32_t orders) {
+  for (index_t other = 1; other < shape_.ranks; ++other) lines_[other].done.wait_for(orders + 1, spins_);
+}
 
 void Ranks::wait_for_told(std::uint32_t orders) { head_->told.wait_for(orders + 1, spins_); }
 
@@ -233,6 +242,10 @@ QT_EXPORT void qt_ranks_tell(qt::Ranks* ranks, const qt::Order* order, const qt:
 QT_EXPORT void qt_ranks_hear(qt::Ranks* ranks, qt::Order* order, qt::Step* step) { *order = ranks->hear(*step); }
 
 QT_EXPORT void qt_ranks_done(qt::Ranks* ranks) { ranks->done(); }
+
+QT_EXPORT void qt_ranks_done_with(qt::Ranks* ranks, index_t orders) { ranks->done_with(std::uint32_t(orders)); }
+
+QT_EXPORT void qt_ranks_wait_for_done(qt::Ranks* ranks, index_t orders) { ranks->wait_for_done(std::uint32_t(orders)); }
 
 QT_EXPORT void qt_ranks_wait_for_all(qt::Ranks* ranks) { ranks->wait_for_all(); }
 

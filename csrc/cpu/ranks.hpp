@@ -16,6 +16,8 @@
 //
 // A stage and the next one (docs/parallel.md) are two ranks as well, that never meet: the first tells what the second shall go on
 // with, whose input is the order's payload. There may be several orders under way, each with arrays and a payload of its own.
+// Where they are on two machines each has such memory, and a process on either carries orders across (step_bytes.cpp): it hears
+// what is told here as rank 1, and tells it there as rank 0.
 //
 // Each waits by a short spin, then a futex. Nobody looks whether the others live: the processes end together (docs/parallel.md).
 #pragma once
@@ -86,6 +88,10 @@ class Ranks {
   Order hear(Step& step);
   // The others: is there, or has done what it heard.
   void done();
+  // The others: has done so many orders since the first, however many it has heard.
+  void done_with(std::uint32_t orders);
+  // Rank 0: waits until everybody has done so many; of none, until everybody is there. From any thread.
+  void wait_for_done(std::uint32_t orders);
 
   // The others: waits until so many orders were told since the first, and takes none. From any thread.
   void wait_for_told(std::uint32_t orders);
@@ -114,6 +120,10 @@ class Ranks {
   // What is computed over it: rows of all heads' queries, and states of partitions. One layer's, since all meet behind each.
   char* queries(index_t copy) const { return queries_ + copy * shape_.max_tokens * shape_.query_row_bytes; }
   float* partials(index_t copy) const { return partials_ + copy * shape_.partial_floats; }
+  // Where the step lies of the order that rank 0 tells next, or of the one that another has heard.
+  Step step() const { return step_at(place()); }
+  // Entries of each block table that a row brings whose last token is the `tokens`-th.
+  index_t table_entries(index_t tokens) const;
 
  private:
   struct Head;

@@ -40,6 +40,8 @@ examples:
   quintet serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 2GiB
   quintet serve MODEL --frontends 2 --tokenizers 2 --api-key sk-secret --host 0.0.0.0
   quintet serve MODEL --executor mock --step-ms 5 everything but the model, to measure the rest
+  quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
+  quintet serve MODEL --nnodes 2 --pipeline-parallel-size 2 --node-rank 1 --headless --master-addr 10.0.0.5 --group-key FILE
   quintet serve --config server.yaml              flags from a file: `max-model-len: 8192`; flags given here win
 
 SIGTERM or Ctrl-C drains: requests in flight may finish, up to --drain-timeout. A second signal ends everything at once.
@@ -93,6 +95,10 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
 
     Must be the main thread of a program that has done nothing else. The end of file at ``parent_fd`` stops the server too.
     """
+    if options.headless:
+        from quintet.deploy.headless import serve_headless
+
+        return serve_headless(options)
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)

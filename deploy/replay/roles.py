@@ -47,7 +47,8 @@ def replay(recording: Recording) -> ReplayAccount:
     playback = Playback(recording, in_order=role is not Role.TOKENIZER)
     wires = Wires(playback, playback, playback.clock, playback.close)
     cache = msgspec.structs.replace(header.config.cache, events=None)
-    config = msgspec.structs.replace(header.config, trace=None, cache=cache)
+    executor = msgspec.structs.replace(header.config.executor, hosts=None)  # all stages here: the same bits
+    config = msgspec.structs.replace(header.config, trace=None, cache=cache, executor=executor)
     process: Process[Any] = Process(header.worker, config, None, wires)
     with contextlib.suppress(EndOfRecording, Stopping):
         _PLAYERS[role](process)

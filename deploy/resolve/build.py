@@ -121,16 +121,15 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
         num_parameters or 0, item_bytes, quantization, facts.stored, weights, copied
     )
     weight_bytes //= num_ranks
-    stages = options.pipeline_parallel_size
+    stages, hosts = options.pipeline_parallel_size, options.nnodes
     if kind == "torch" and device == "cpu":
-        notes.extend(
-            filter(None, (crowding(options.data_parallel_size, num_ranks * stages, usable_cores()),))
-        )
+        ranks_here = num_ranks * stages // hosts
+        notes.extend(filter(None, (crowding(options.data_parallel_size, ranks_here, usable_cores()),)))
     room_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
-        check_weights_fit(weight_bytes, room_bytes, options.data_parallel_size, num_ranks)
+        check_weights_fit(weight_bytes // hosts, room_bytes, options.data_parallel_size, num_ranks)
     shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype])
-    held_bytes = weight_bytes + shared_bytes // num_ranks
+    held_bytes = (weight_bytes + shared_bytes // num_ranks) // hosts
     cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, held_bytes, notes)
     facts, more_notes = rules.fit_facts(facts, fitted)
     notes.extend(more_notes)
@@ -261,6 +260,8 @@ def _kv_memory(
     """Return the bytes that the KV of a rank, or of those that keep it together, may take. The mock holds none.
 
     As asked, or a share of what all else leaves of their room.
+    Of a rank of all stages together: of several hosts, which are taken to have as much memory as this one, so many times that.
+
     0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
     """
     together = options.decode_context_parallel_size
@@ -271,8 +272,9 @@ def _kv_memory(
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
     if device == "cuda":
         return 0
-    scratch_bytes = ATTENTION_SCRATCH_BYTES * options.pipeline_parallel_size
-    return max(1, int((room_bytes - scratch_bytes) * options.kv_cache_memory_share) * together)
+    scratch_bytes = ATTENTION_SCRATCH_BYTES * options.pipeline_parallel_size // options.nnodes
+    of_host = int((room_bytes - scratch_bytes) * options.kv_cache_memory_share)
+    return max(1, of_host * options.nnodes * together)
 
 
 def _recording_folder(path: str | None) -> str | None:

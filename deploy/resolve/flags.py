@@ -518,6 +518,36 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "RANKS",
         ),
     ] = 1
+    nnodes: Annotated[
+        int,
+        Flag(
+            PROCESSES,
+            "hosts that compute the model, each as many of the stages: --node-rank 0 answers, the others are --headless",
+            "HOSTS",
+        ),
+    ] = 1
+    node_rank: Annotated[int, Flag(PROCESSES, "which of them this one is, from 0", "HOST")] = 0
+    headless: Annotated[
+        bool,
+        Flag(
+            PROCESSES,
+            "compute for the host at --master-addr, which says what; of other flags only MODEL, --group-key, --threads, "
+            "--packed-cache and --log-level count here",
+        ),
+    ] = False
+    master_addr: Annotated[
+        str, Flag(PROCESSES, "where the first host listens for the others: by name or address", "ADDRESS")
+    ] = "127.0.0.1"
+    master_port: Annotated[int, Flag(PROCESSES, "its port for that", "PORT")] = 29501
+    group_key: Annotated[
+        str | None,
+        Flag(
+            PROCESSES,
+            "file with a secret of 32 bytes or more that all hosts have: they talk encrypted, and to nobody else",
+            "FILE",
+            "none",
+        ),
+    ] = None
     layout_invariant: Annotated[
         bool,
         Flag(

@@ -7,10 +7,10 @@ import ipaddress
 import os
 import secrets
 import tempfile
-from pathlib import Path
 
 from quintet.deploy.resolve.caches import user_cache
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.key_files import LEAST_BYTES, key_file_of
 from quintet.deploy.resolve.kv_leaving import check_kv_leaves
 from quintet.deploy.resolve.memory import format_size, parse_size
 from quintet.wire.config import KvPeersConfig
@@ -22,7 +22,6 @@ DEFAULT_MEMORY = "1GiB"
 MAX_STAGING_BYTES = 512 << 20
 """What is fetched at once, for all waiting requests, lies in memory."""
 THIS_MACHINE = ["127.0.0.0/8", "::1/128", "localhost"]
-LEAST_KEY_BYTES = 32
 
 
 def kv_peers_config(
@@ -69,7 +68,9 @@ def kv_peers_config(
         role=role,
         listen=listen,
         allowed=allowed,
-        key_file=own_key_file() if options.kv_peer_key is None else _key_file(options.kv_peer_key),
+        key_file=own_key_file()
+        if options.kv_peer_key is None
+        else key_file_of("--kv-peer-key", options.kv_peer_key),
         offered_bytes=offered_bytes,
         staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES, request_bytes)) if fetches else 0,
     )
@@ -135,20 +136,6 @@ def _is_this_machine(host: str) -> bool:
         return host == "localhost"
 
 
-def _key_file(given: str) -> str:
-    path = Path(given).expanduser().absolute()
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise ConfigError(f"--kv-peer-key {given}: {error.strerror}") from None
-    if not os.access(path, os.R_OK) or size < LEAST_KEY_BYTES:
-        raise ConfigError(
-            f"--kv-peer-key {given}: must be a file that the server may read, with {LEAST_KEY_BYTES} bytes or more that nobody"
-            f" can guess: head -c 32 /dev/urandom > {given}"
-        )
-    return str(path)
-
-
 def own_key_file() -> str:
     """Return the key of this user's servers on this machine, made with the first one: other users neither ask nor answer.
 
@@ -159,7 +146,7 @@ def own_key_file() -> str:
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=path.parent) as made:  # only its owner may read it
-                made.write(secrets.token_bytes(LEAST_KEY_BYTES))
+                made.write(secrets.token_bytes(LEAST_BYTES))
                 made.flush()
                 with contextlib.suppress(FileExistsError):  # another server was first
                     os.link(made.name, path)
@@ -169,7 +156,7 @@ def own_key_file() -> str:
             f"{path}, the key of your servers' KV, cannot be made or read: {error.strerror}; give --kv-peer-key FILE, the same"
             " to every server"
         ) from None
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or found.st_size < LEAST_KEY_BYTES:
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077 or found.st_size < LEAST_BYTES:
         raise ConfigError(
             f"{path}, the key of your servers' KV, must be yours, and nobody else's to read or write (mode 600): remove it, or"
             " give --kv-peer-key FILE"

@@ -10,6 +10,7 @@ from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.gpu_ranks import check_gpu_ranks
+from quintet.deploy.resolve.hosts import check_first
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.registry import FAMILIES
@@ -40,6 +41,7 @@ def check_flags(options: Options, device: str) -> None:
     """Reject what ranks do not do."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     eplb_config(options)
+    check_first(options)
     if size == 1 and options.enable_expert_parallel:
         raise ConfigError(
             f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"

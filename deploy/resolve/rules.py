@@ -60,6 +60,8 @@ def check_ranges(options: Options) -> None:
         "depth": (options.depth, 1),
         "record_mb": (options.record_mb, 4),
         "port": (options.port, 0),
+        "nnodes": (options.nnodes, 1),
+        "node_rank": (options.node_rank, 0),
     }
     if options.block_size is not None:
         at_least["block_size"] = (options.block_size, 1)

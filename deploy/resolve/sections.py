@@ -9,6 +9,7 @@ from typing import Literal
 from quintet.deploy.resolve import network, rules
 from quintet.deploy.resolve.eplb import eplb_config
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.hosts import hosts_config
 from quintet.deploy.resolve.memory import parse_size
 from quintet.wire.config import (
     ExecutorConfig,
@@ -71,6 +72,7 @@ def executor_config(
         expert_parallel=options.enable_expert_parallel,
         eplb=eplb_config(options),
         sum_leaves=sum_leaves,
+        hosts=hosts_config(options),
         pin_threads=options.pin_threads,
         seed=options.seed,
         batch_invariant=options.batch_invariant,

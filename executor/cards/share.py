@@ -16,14 +16,14 @@ from math import gcd
 
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec, QkNormOver
-from quintet.wire.config import ExecutorConfig
+from quintet.wire.config import ExecutorConfig, SchedulerConfig
 from quintet.wire.kv_spec import padded_head
 
 MOST_RANKS = 64
 MOST_LEAVES = 8
 """``kMostLeaves`` of ``csrc/cpu/linear.hpp``."""
 MIN_OUTPUTS = 256
-"""Rows of logits that a program has room for at least (`quintet.executor.program.stage.most_outputs`)."""
+"""Rows of logits that a program has room for at least: prompt log-probabilities come so many at a time."""
 LINK_DEPTH = 2
 """Steps that may be on their way from a stage to the next."""
 SUM_BYTES = 4
@@ -273,6 +273,11 @@ def queries_width(spec: DecoderSpec, share: Share) -> int:
         if isinstance(mixer, AttentionSpec | LatentSpec)
     )
     return share.context_size * max(each, default=0)
+
+
+def most_outputs(limits: SchedulerConfig) -> int:
+    """Return how many rows of logits a step has at most."""
+    return max(limits.max_num_seqs, MIN_OUTPUTS)
 
 
 def results_depth(stages: int) -> int:

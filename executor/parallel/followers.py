@@ -1,4 +1,4 @@
-"""The other ranks' processes, as rank 0 sees them: it starts them before anything else, and ends when one of them ends.
+"""The other ranks' processes on a host, as who starts them sees them: before anything else, and it ends when one of them ends.
 
 For all others an executor is one process: rank 0 has the seat, the plans and the results. A group of ranks lives and dies as one.
 
@@ -6,7 +6,9 @@ For all others an executor is one process: rank 0 has the seat, the plans and th
     rank 0 dies          the kernel kills the others (PR_SET_PDEATHSIG)
     a rank hangs         nothing is completed any more, which rank 0's heartbeats tell; the supervisor aborts it
 
-So nobody who waits for a rank has to look whether it lives. Imports no torch.
+So nobody who waits for a rank has to look whether it lives. Where ranks are on several hosts (`quintet.executor.hosts`) rank 0
+starts those of the first, and the process that the other hosts talk with; on each other host a process that has its place starts
+those there, and ends with the connection. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,20 +24,21 @@ import threading
 
 import msgspec
 
+from quintet.executor.hosts.places import ranks_of
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import WorkerId
 
-MODULE = "quintet.executor.parallel.follower"
+RANK, HUB = "quintet.executor.parallel.follower", "quintet.executor.hosts.hub"
 
 log = logging.getLogger("quintet")
 
 
 class Followers:
-    """Ranks 1 and up of one executor. Made in the main thread: children die with the thread that made them."""
+    """A host's ranks of one executor but rank 0. Made in the main thread: children die with the thread that made them."""
 
-    def __init__(self, me: WorkerId, config: EngineConfig) -> None:
+    def __init__(self, me: WorkerId, config: EngineConfig, host: int = 0) -> None:
         self._config = config
         self._me = me
         self._is_closing = False
@@ -44,13 +47,14 @@ class Followers:
         """Descriptors of the memory that ranks of a stage share, of each stage; see `quintet.executor.parallel.ranks`."""
         self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
         """Of that between each stage and the next; see `quintet.executor.parallel.links`."""
-        self._processes = {rank: self._start(rank) for rank in range(1, config.executor.num_ranks)}
-        for rank, process in self._processes.items():
-            threading.Thread(
-                target=self._watch, args=(rank, process), name=f"rank {rank}", daemon=True
-            ).start()
+        ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
+        self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}
+        if host == 0 and config.executor.hosts is not None:
+            self._processes["the hub"] = self._start(HUB, 0)
+        for name, process in self._processes.items():
+            threading.Thread(target=self._watch, args=(name, process), name=name, daemon=True).start()
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, module: str, rank: int) -> subprocess.Popen[bytes]:
         seat = ["--index", str(self._me.index), "--epoch", str(self._me.epoch), "--rank", str(rank)]
         memory = [f"--groups={','.join(map(str, self.groups))}", f"--links={','.join(map(str, self.links))}"]
         parent = ["--parent", str(os.getpid())]
@@ -60,18 +64,18 @@ class Followers:
             written.write(msgspec.json.encode(self._config))
             written.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, *seat, *memory, *parent],
+                [sys.executable, "-P", "-m", module, *seat, *memory, *parent],
                 stdin=written,
                 pass_fds=[*self.groups, *self.links],
                 process_group=0,
             )
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def _watch(self, name: str, process: subprocess.Popen[bytes]) -> None:
         status = process.wait()
         if self._is_closing:
             return
         try:
-            words = f"rank {rank} {ending(status)}; all ranks end with it"
+            words = f"{name} {ending(status)}; all ranks end with it"
             log.critical("%s", words)
             file = error_file(self._config.run_dir, self._me)
             with contextlib.suppress(OSError):

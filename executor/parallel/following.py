@@ -16,9 +16,9 @@ from quintet.executor.loading import load_model
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
-from quintet.executor.parallel.library import Note, OrderKind
-from quintet.executor.parallel.links import Links, Part
-from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks
+from quintet.executor.parallel.library import PAIR_BYTES, Note, OrderKind, Part
+from quintet.executor.parallel.links import Links
+from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.stage import Stage
 from quintet.executor.program.step import Step
@@ -140,7 +140,7 @@ def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: i
     if stage.logits is not None:
         outputs = step.c.num_outputs
         behind.payload(stage.logits.shape[1], stage.dtype)[:outputs].copy_(stage.logits[:outputs])
-        behind.tell_done()
+        behind.tell_done(outputs)
         return
     if is_new:
         behind.payload(width, stage.dtype)[:count].copy_(stage.hidden[:count])

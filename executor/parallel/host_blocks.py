@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quintet.executor.features.kv_offload import HostBlocks
-from quintet.executor.parallel.library import OrderKind
-from quintet.executor.parallel.ranks import PAIR_BYTES, Ranks
+from quintet.executor.parallel.library import PAIR_BYTES, OrderKind
+from quintet.executor.parallel.ranks import Ranks
 
 
 class HostBlocksOfAllRanks:

@@ -43,5 +43,6 @@ def make_pipeline_worker(
     num_blocks, pages = num_blocks_of(config), model.weights.reservation
     worker = PipelineWorker(pipeline, links, group, config, num_blocks, facts, span, pages)
     pipeline.wait_for_stages()
-    worker.facts["ranks"] = f"{share.stages} stages of {share.size}"
+    hosts = config.executor.num_hosts
+    worker.facts["ranks"] = f"{share.stages} stages of {share.size}" + f" on {hosts} hosts" * (hosts > 1)
     return worker

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
+import os
 from enum import IntEnum
 
-from quintet.executor.ops.host_library import check_layout, declare
+from quintet.executor.ops.host_library import check_layout, declare, open_library
+from quintet.wire.errors import ConfigError
 
+PAIR_BYTES = 8
+"""Of two block ids, int32."""
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
@@ -29,6 +34,14 @@ class OrderKind(IntEnum):
     """A piece of an expert is copied from one rank to another; see `quintet.executor.parallel.expert_copies`."""
     ON_DEVICE = 7
     """Of ranks on GPUs: part of what `quintet.executor.cuda.orders` says."""
+
+
+class Part(IntEnum):
+    """Where the parts of a step begin that stages are told to run: layers, then logits of some tokens."""
+
+    LAYERS = 0
+    LOGITS = 1
+    END = 2
 
 
 class Note(IntEnum):
@@ -93,6 +106,11 @@ class RanksLibrary:
         self.tell = declare(library, "qt_ranks_tell", a, a, a)
         self.hear = declare(library, "qt_ranks_hear", a, a, a)
         self.done = declare(library, "qt_ranks_done", a)
+        self.done_with = declare(library, "qt_ranks_done_with", a, n)
+        self.wait_for_done = declare(library, "qt_ranks_wait_for_done", a, n)
+        self.pack_step = declare(library, "qt_ranks_pack_step", a, a, a, result=n)
+        self.unpack_step = declare(library, "qt_ranks_unpack_step", a, a, ctypes.c_char_p, n, result=i)
+        self.step_bytes = int(declare(library, "qt_step_bytes", result=n)())
         self.wait_for_all = declare(library, "qt_ranks_wait_for_all", a)
         self.logits = declare(library, "qt_ranks_logits", a, result=a)
         self.rotated = declare(library, "qt_ranks_rotated", a, result=a)
@@ -115,3 +133,25 @@ class RanksLibrary:
         self.meet = declare(library, "qt_program_meet", a, a, i)
         self.attention = declare(library, "qt_program_context_attention", a, a, a, a, n, a, a, n, n)
         self.add_sums = declare(library, "qt_program_add_sums", a, a, n, n, a, a, a, n, i)
+
+
+def open_ranks_library() -> RanksLibrary:
+    """Return it. Raises `ConfigError` where it was not built."""
+    library = open_library()
+    if library is None:
+        raise ConfigError(
+            "--tensor-parallel-size and --pipeline-parallel-size need Quintet's host kernels, and they were not built:"
+            " install a C++ compiler (g++ or clang++) and Quintet again, or drop the flags"
+        )
+    return RanksLibrary(library)
+
+
+class RanksMemory:
+    """The memory that ranks share, as this process sees it."""
+
+    def __init__(self, library: RanksLibrary, descriptor: int, shape: CRanksShape) -> None:
+        """descriptor: of the memory, which is made as large as ``shape`` says; what it holds begins with zeros."""
+        num_bytes = int(library.num_bytes(ctypes.byref(shape)))
+        os.ftruncate(descriptor, num_bytes)
+        self.mapped = mmap.mmap(descriptor, num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.mapped))

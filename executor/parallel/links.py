@@ -7,25 +7,18 @@
 An order's payload is what the next stage goes on with. Two orders may be under way to a stage, so that it finds the next one when
 it has done one; and to the first stage as many as there are stages, since it takes a step's logits when it wants to. It begins no
 step before it has taken those of the step as many before it, so nobody waits in a circle.
+
+Between stages on two hosts each has memory of its own for the link (`quintet.executor.hosts`): no stage knows of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 from quintet.executor.cards.share import Share
 from quintet.executor.parallel.ranks import Ranks
 
 TELLER, HEARER = Share(0, 2), Share(1, 2)
-
-
-class Part(IntEnum):
-    """Where the parts of a step begin that stages are told to run: layers, then logits of some tokens."""
-
-    LAYERS = 0
-    LOGITS = 1
-    END = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,8 @@ import torch
 
 from quintet.executor.batch import Int, Rows
 from quintet.executor.embeds import embeds_of
-from quintet.executor.parallel.library import Note, OrderKind
-from quintet.executor.parallel.links import Links, Part
-from quintet.executor.parallel.ranks import PAIR_BYTES
+from quintet.executor.parallel.library import PAIR_BYTES, Note, OrderKind, Part
+from quintet.executor.parallel.links import Links
 from quintet.executor.program.runner import append_draw
 from quintet.executor.program.stage import Stage
 from quintet.executor.program.step import CStep, Step

@@ -6,32 +6,23 @@ Knows no model. What the ranks do together in the middle of a step is in `quinte
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
 
-from quintet.executor.cards.share import (
-    PARTIAL_BYTES,
-    STAGING_BYTES,
-    SUM_BYTES,
-    Share,
-    chosen_bytes,
-    gathered_width,
-    queries_width,
-    share_of,
-)
-from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.cards.share import Share
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.parallel.library import COrder, CRanksShape, Note, OrderKind, RanksLibrary
-from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ConfigError
+from quintet.executor.parallel.library import (
+    PAIR_BYTES,
+    COrder,
+    CRanksShape,
+    Note,
+    OrderKind,
+    RanksMemory,
+    open_ranks_library,
+)
 
-PAIR_BYTES = 8
-"""Of two block ids, int32."""
 SLOT_BYTES = 256
 """Of what a rank says to all others at boot: up to so many less one. A unique id of NCCL's is 128."""
 SPINS = 4000
@@ -43,20 +34,11 @@ class Ranks:
 
     def __init__(self, descriptor: int, share: Share, shape: CRanksShape, *, spins: int) -> None:
         """descriptor: of the memory, which every rank makes as large as ``shape`` says; what it holds begins with zeros."""
-        library = open_library()
-        if library is None:
-            raise ConfigError(
-                "--tensor-parallel-size and --pipeline-parallel-size need Quintet's host kernels, and they were not built:"
-                " install a C++ compiler (g++ or clang++) and Quintet again, or drop the flags"
-            )
-        self.library = RanksLibrary(library)
+        self.library = open_ranks_library()
         self.share = share
         self.shape = shape
-        num_bytes = int(self.library.num_bytes(ctypes.byref(shape)))
-        os.ftruncate(descriptor, num_bytes)
-        self._memory = mmap.mmap(descriptor, num_bytes)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        self.handle = self.library.new(ctypes.byref(shape), self._address, share.rank, spins)
+        self._memory = RanksMemory(self.library, descriptor, shape)
+        self.handle = self.library.new(ctypes.byref(shape), self._memory.address, share.rank, spins)
         self._order = COrder()
 
     def logits(self, dtype: torch.dtype) -> torch.Tensor:
@@ -125,8 +107,8 @@ class Ranks:
         return int(self.library.noted(self.handle, what))
 
     def _rows(self, address: int, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        offset = address - self._address
-        flat = torch.frombuffer(self._memory, dtype=dtype, count=rows * width, offset=offset)
+        offset = address - self._memory.address
+        flat = torch.frombuffer(self._memory.mapped, dtype=dtype, count=rows * width, offset=offset)
         return flat.view(rows, width)
 
     def tell_run(self, step: object, begin: int, end: int, length: int) -> None:
@@ -162,8 +144,9 @@ class Ranks:
         ctypes.memmove(self.library.mail(self.handle), part, len(part))
         self._tell(kind, len(part))
 
-    def tell_done(self) -> None:
-        """Say that a step is done: what it gave is the payload."""
+    def tell_done(self, outputs: int) -> None:
+        """Say that a step is done: what it gave is the payload, so many rows of logits."""
+        self._order.num_outputs = outputs
         self._tell(OrderKind.RUN, 0)
 
     def tell_chore(self) -> None:
@@ -196,49 +179,6 @@ class Ranks:
 def vector_records(width: int, dtype: torch.dtype) -> np.dtype[np.void]:
     """Return what mail of `OrderKind.EMBEDS` is made of: which of the step's tokens, and its vector's bytes."""
     return np.dtype([("token", np.int32), ("vector", np.uint8, (width * dtype.itemsize,))])
-
-
-def shape_of(config: EngineConfig, spec: DecoderSpec, max_outputs: int, item_bytes: int) -> CRanksShape:
-    """Return what the ranks of a model need room for."""
-    scheduler, model = config.scheduler, config.model
-    max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    by_token = (rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
-    return CRanksShape(
-        ranks=config.executor.tensor_parallel_size,
-        max_tokens=max_tokens,
-        max_rows=scheduler.max_num_seqs,
-        max_outputs=max_outputs,
-        tables=len(model.kv.groups),
-        slots=scheduler.max_num_seqs,
-        table_stride=max(2, -(-(model.max_model_len + 1) // model.kv.block_size)),
-        block_size=model.kv.block_size,
-        sums_width=spec.hidden_size,
-        logits_row_bytes=model.vocab_size * item_bytes,
-        rotated_row_bytes=2 * sum(by_token) * item_bytes,
-        gathered_row_bytes=gathered_width(spec) * item_bytes,
-        experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
-        staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
-        depth=1,
-        payload_bytes=max_tokens * spec.hidden_size * item_bytes
-        if config.executor.pipeline_parallel_size > 1
-        else 0,
-        **_kv_together(config, spec, item_bytes),
-    )
-
-
-def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
-    """Return the room for keys and values that ranks keep together: of all places, though a stage has some of them only."""
-    executor, kv = config.executor, config.model.kv
-    if executor.decode_context_parallel_size == 1:
-        return {}
-    num_blocks = kv.num_blocks(config.cache.memory_bytes)
-    num_bytes = num_blocks * kv.layers_per_block * kv.layer_bytes
-    return {
-        "kv_bytes": num_bytes,
-        "kv_copies": executor.num_kv_memories,
-        "query_row_bytes": queries_width(spec, share_of(executor, 0)) * item_bytes,
-        "partial_floats": PARTIAL_BYTES // SUM_BYTES,
-    }
 
 
 def input_place(max_tokens: int, width: int, dtype: torch.dtype, ranks: Ranks | None) -> torch.Tensor:

@@ -27,7 +27,7 @@ def open_kv_peers(
         parts,
         whole_of(parts),
         peers.listen,
-        read_key(peers.key_file),
+        read_key(peers.key_file, "--kv-peer-key", b"quintet peers") if peers.key_file else None,
         num_blocks(peers.offered_bytes),
         num_blocks(peers.staging_bytes),
         first_host_block,

@@ -1,6 +1,6 @@
-"""Who may talk: all that have the key file, by CURVE (CurveZMQ, ZeroMQ RFC 26); without one, whoever reaches the address.
+"""Who may talk: all that have the key file, by CURVE (CurveZMQ, ZeroMQ RFC 26).
 
-Every server has the same pair of keys, made from the file's content: who cannot say so in the handshake neither asks nor answers.
+All have the same pair of keys, made from the file's content: who cannot say so in the handshake neither asks nor answers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from zmq.utils import z85
 from quintet.wire.errors import ConfigError
 
 Context = zmq.Context[zmq.Socket[bytes]]
-FLAG = "--kv-peer-key"
 LEAST_BYTES = 32
 _ASKED = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks who may talk (RFC 27)."""
@@ -23,7 +22,7 @@ _ASKED = "inproc://zeromq.zap.01"
 
 @dataclass(slots=True, frozen=True)
 class PeerKey:
-    """The pair of keys that all servers have."""
+    """The pair of keys that all have."""
 
     public: bytes
     secret: bytes
@@ -38,20 +37,18 @@ class PeerKey:
             socket.setsockopt(zmq.CURVE_SERVERKEY, self.public)
 
 
-def read_key(path: str) -> PeerKey | None:
-    """Return the keys that a file's content makes; None for no file. Raises `ConfigError`."""
-    if not path:
-        return None
+def read_key(path: str, flag: str, purpose: bytes) -> PeerKey:
+    """Return the keys that a file's content makes for a purpose: others for another. Raises `ConfigError`, naming the flag."""
     try:
         content = Path(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{FLAG} {path}: {error.strerror}") from None
+        raise ConfigError(f"{flag} {path}: {error.strerror}") from None
     if len(content) < LEAST_BYTES:
         raise ConfigError(
-            f"{FLAG} {path} holds {len(content)} bytes; it must hold at least {LEAST_BYTES} that nobody can guess:"
+            f"{flag} {path} holds {len(content)} bytes; it must hold at least {LEAST_BYTES} that nobody can guess:"
             f" head -c 32 /dev/urandom > {path}"
         )
-    secret = z85.encode(hashlib.sha256(b"quintet peers\0" + content).digest())
+    secret = z85.encode(hashlib.sha256(purpose + b"\0" + content).digest())
     return PeerKey(zmq.curve_public(secret), secret)
 
 

@@ -23,13 +23,13 @@ def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
     To be called before anything computes or looks for a device. An engine that was added to those the server began with
     shares processors with one of them; a GPU is never shared.
     """
-    num_engines, num_ranks = config.processes.engines, config.executor.num_ranks
-    if config.executor.kind == "mock" or (num_engines == num_ranks == 1 and index == 0):
+    num_engines, num_ranks = config.processes.engines, config.executor.ranks_per_host
+    if config.executor.kind == "mock" or (num_engines == config.executor.num_ranks == 1 and index == 0):
         return config
     if config.executor.device == "cuda":
         os.environ[VISIBLE] = devices_of(index, rank, num_ranks, os.environ.get(VISIBLE))
         return config
-    num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank
+    num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank % num_ranks
     num_cores = usable_cores()
     threads = config.executor.threads or max(1, default_threads(num_cores) // num_shares)
     has_own = index < num_engines and threads * num_shares <= num_cores

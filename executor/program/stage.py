@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quintet.executor.cards.share import Share
+from quintet.executor.cards.share import Share, most_outputs
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.expert_figures import ExpertCounts
 from quintet.executor.models.model import CausalModel
@@ -24,10 +24,7 @@ from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.recorder import Recorder
 from quintet.executor.program.rotations import Rotations
-from quintet.wire.config import EngineConfig, SchedulerConfig
-
-MIN_OUTPUTS = 256
-"""Rows of logits there is room for at least: prompt log-probabilities come so many at a time."""
+from quintet.wire.config import EngineConfig
 
 
 class Stage:
@@ -185,8 +182,3 @@ class Stage:
         sources, targets = torch.from_numpy(pairs[pairs[:, 1] % turn.size == turn.index].T.copy())
         for place in self.kv.places:
             place[targets] = place[sources]
-
-
-def most_outputs(limits: SchedulerConfig) -> int:
-    """Return how many rows of logits there is room for."""
-    return max(limits.max_num_seqs, MIN_OUTPUTS)

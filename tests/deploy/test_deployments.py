@@ -61,6 +61,39 @@ def test_the_pods_flags_are_those_of_their_commands(path: Path, tmp_path: Path) 
     assert "quintet" not in read
 
 
+def test_the_pods_of_a_group_are_hosts_of_one_model() -> None:
+    [group] = [
+        thing for thing in things(DEPLOY / "kubernetes" / "hosts.yaml") if thing["kind"] == "LeaderWorkerSet"
+    ]
+    template = group["spec"]["leaderWorkerTemplate"]
+    assert template["restartPolicy"] == "None", "or the leader's clients lose their connections with any pod"
+    told = {
+        "LWS_GROUP_SIZE": str(template["size"]),
+        "LWS_WORKER_INDEX": "1",
+        "LWS_LEADER_ADDRESS": "group-0.group",
+    }
+    found: list[Options] = []
+    for role in ("leaderTemplate", "workerTemplate"):
+        [container] = template[role]["spec"]["containers"]
+        words = " ".join(container["args"]).replace("$(POD_IP)", "10.0.0.5")
+        for name, value in told.items():
+            words = words.replace(f"$({name})", value)
+        found.append(options_from(words.split()))
+        [secret] = [each for each in template[role]["spec"]["volumes"] if "secret" in each]
+        [mount] = [each for each in container["volumeMounts"] if each["name"] == secret["name"]]
+        assert found[-1].group_key == f"{mount['mountPath']}/group"
+    leader, worker = found
+    assert (leader.model, leader.nnodes, leader.pipeline_parallel_size, leader.master_port) == (
+        worker.model, worker.nnodes, worker.pipeline_parallel_size, worker.master_port,
+    )  # fmt: skip
+    assert leader.pipeline_parallel_size % leader.nnodes == 0
+    assert (leader.headless, worker.headless, worker.node_rank) == (False, True, 1)
+    pod = template["leaderTemplate"]["spec"]
+    ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}
+    assert ports == {"http": leader.port, "hosts": leader.master_port}
+    assert pod["terminationGracePeriodSeconds"] > leader.drain_timeout
+
+
 def test_the_runtime_of_kserve_has_flags_of_serve() -> None:
     [runtime] = things(DEPLOY / "kserve" / "runtime.yaml")
     [container] = runtime["spec"]["containers"]

@@ -37,7 +37,8 @@ class Side:
         ]
         self.address = f"127.0.0.1:{free_port()}"
         parts = PARTS | {"weights": whose.hex()}
-        self.peers = PeerBlocks(self.layers, parts, whose, self.address, read_key(key), num_offered, 4, FIRST)
+        pair = read_key(key, "--kv-peer-key", b"quintet peers") if key else None
+        self.peers = PeerBlocks(self.layers, parts, whose, self.address, pair, num_offered, 4, FIRST)
         self._rung = threading.Event()
         self.peers.begin(self._rung.set)
 

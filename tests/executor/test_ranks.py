@@ -15,14 +15,12 @@ from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.cards.share import Kept, Share
 from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.parallel.boot import spec_of
 from quintet.executor.parallel.library import CRanksShape, OrderKind, RanksLibrary
-from quintet.executor.parallel.ranks import Ranks, shape_of
+from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.parallel.shapes import shape_of
 from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.stage import most_outputs
 from quintet.executor.program.step import CStep, Step
 from quintet.executor.quant.part import Part
-from quintet.wire.config import DTYPE_BYTES
 
 DEPTH = 6
 DEADLINE_S = 60.0
@@ -196,8 +194,7 @@ def test_what_is_counted_as_shared_is_what_is_mapped(experts: bool, tmp_path: Pa
         enable_eplb=experts, eplb_config='{"num_redundant_experts": 2}' if experts else None,
     )  # fmt: skip
     config = resolve(options, tmp_path).config
-    item_bytes = DTYPE_BYTES[config.model.dtype]
-    shape = shape_of(config, spec_of(config.model), most_outputs(config.scheduler), item_bytes)
+    shape = shape_of(config)
     ranks = RanksLibrary(library)
     mail_bytes = 4 * ranks.mail_ints
     rest = ranks.num_bytes(ctypes.byref(shape)) - config.executor.shared_bytes

@@ -1,0 +1,1 @@
+"""Stages of one model on several machines: ``docs/parallel.md``."""

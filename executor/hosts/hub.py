@@ -1,0 +1,308 @@
+"""The process of the first host that the others talk with: ``python -m quintet.executor.hosts.hub``, started by rank 0.
+
+Listens, admits each other host once, and carries what their stages and this host's tell each other: what one of the others tells
+another passes through here. Ends when one is lost, and with it all ranks. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quintet.executor.hosts.carrier import Carrier, Frames, largest_frame, read_head
+from quintet.executor.hosts.places import hearer_of, links_between, teller_of
+from quintet.executor.hosts.talk import (
+    BEAT_S,
+    FAILED,
+    GROUP_KEY,
+    RUNNER,
+    VERSION,
+    Beat,
+    Begin,
+    Done,
+    FromMember,
+    HostLost,
+    Join,
+    Noted,
+    Parts,
+    Refused,
+    Told,
+    Welcome,
+)
+from quintet.executor.kv_identity import parts_of, sources
+from quintet.executor.parallel.child import Seat, be_child, numbers
+from quintet.executor.peers.keys import Context, Doorman, read_key
+from quintet.wire.codec import encode
+from quintet.wire.config import EngineConfig, FrontendConfig, HostsConfig
+from quintet.wire.errors import ConfigError
+
+BIND_S = 20.0
+"""So long the address may still be the one's who had it before, or its name be unknown."""
+COMPLAINT_S = 60.0
+"""Between two lines of the log that say that somebody knocks who has no key."""
+log = logging.getLogger("quintet")
+
+
+@dataclass(slots=True)
+class Guest:
+    """A host that has asked to take part."""
+
+    host: int
+    descriptor: int
+    """Of its connection."""
+    heard_s: float
+    has_begun: bool = False
+
+
+class Hub:
+    """Used in one thread."""
+
+    def __init__(self, seat: Seat, config: EngineConfig, links: Sequence[int]) -> None:
+        """links: descriptors of the links' memory. Raises `ConfigError`."""
+        assert config.executor.hosts is not None
+        hosts = config.executor.hosts
+        self._config, self._epoch = config, seat.me.epoch
+        self._sources, self._parts = sources(), parts_of(config, RUNNER)
+        self._guests: dict[bytes, Guest] = {}
+        """By how ZeroMQ calls the connection."""
+        self._by_host: dict[int, bytes] = {}
+        self._held: dict[int, list[Frames]] = {}
+        """What hosts are to hear once they have begun: who is there already, and nothing that a step waits for."""
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromMember)
+        self._carrier = Carrier(config, 0, links, self._send_to)
+        self._told_s = self._quiet_until_s = 0.0
+        self._context = context = Context()
+        key = read_key(hosts.key_file, *GROUP_KEY)
+        self._doorman = Doorman(context, key)
+        self._door = context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.ROUTER_MANDATORY, 1),
+            (zmq.SNDHWM, 0),  # there is never more under way than links hold
+            (zmq.MAXMSGSIZE, largest_frame(config)),
+        ):
+            self._door.setsockopt(option, value)
+        key.protect(self._door, listens=True)
+        self._monitor: Any = self._door.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILED)
+        try:
+            _bind(self._door, hosts)
+        except ConfigError:
+            self.close()
+            raise
+        log.info(
+            "waiting for %d other hosts at %s, of whom each runs: quintet serve MODEL --headless --node-rank N",
+            hosts.count - 1, hosts.address,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._door.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def run(self) -> None:
+        """Carry for ever. Raises `HostLost`."""
+        poller = zmq.Poller()
+        for each in (self._door, self._monitor, self._doorman.socket, self._carrier.fileno()):
+            poller.register(each, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(int(BEAT_S * 1000)))
+            if self._doorman.socket in ready:
+                self._doorman.answer()
+            if self._monitor in ready:
+                self._see_connection()
+            if self._door in ready:
+                self._hear()
+            if self._carrier.fileno() in ready:
+                self._carrier.send_all()
+            now = time.monotonic()
+            if now - self._told_s >= BEAT_S:
+                self._told_s = now
+                self._carrier.send_notes()
+                for who in self._guests:
+                    self._send(who, [encode(Beat())])
+                self._look_for_silence(now)
+
+    def _hear(self) -> None:
+        """Read what is there."""
+        while True:
+            try:
+                who, *frames = self._door.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            guest = self._guests.get(who.bytes)
+            try:
+                message = read_head(self._decoder, frames)
+                if guest is None:
+                    self._admit(who, message)
+                    continue
+                guest.heard_s = time.monotonic()
+                self._take(guest, who.bytes, message, frames)
+            except HostLost as error:
+                if guest is None:
+                    log.warning("somebody at the hosts' door %s", error)
+                    continue
+                raise HostLost(f"host {guest.host} {error}") from None
+
+    def _admit(self, who: zmq.Frame, message: FromMember) -> None:
+        """Let a host take part that was not known."""
+        hosts = self._config.executor.hosts
+        assert hosts is not None
+        if not isinstance(message, Join):
+            raise HostLost("says what makes no sense")
+        if not 0 < message.host < hosts.count:
+            words = f"this is a group of --nnodes {hosts.count}: --node-rank is 1 to {hosts.count - 1}"
+            self._refuse(who.bytes, message.host, words)
+        elif message.version != VERSION or message.sources != self._sources:
+            self._refuse(who.bytes, message.host, "it is another version of Quintet; install the same")
+        elif message.host in self._by_host:
+            self._refuse(who.bytes, message.host, "another with this --node-rank is there", is_final=False)
+        else:
+            descriptor: Any = who.get(zmq.SRCFD)
+            self._guests[who.bytes] = Guest(message.host, int(descriptor), time.monotonic())
+            self._by_host[message.host] = who.bytes
+            config = msgspec.json.encode(shown(self._config))
+            self._send(who.bytes, [encode(Welcome(self._epoch, config))])
+
+    def _refuse(self, who: bytes, host: int, words: str, *, is_final: bool = True) -> None:
+        log.warning("host %d is refused: %s", host, words)
+        self._send(who, [encode(Refused(words, is_final))])
+
+    def _take(self, guest: Guest, who: bytes, message: FromMember, frames: Frames) -> None:
+        match message:
+            case Parts() if not guest.has_begun:
+                self._compare(guest, who, message)
+            case Told() | Done() | Noted() if guest.has_begun:
+                self._carry(guest, message, frames)
+            case Beat():
+                pass
+            case _:
+                raise HostLost("says what makes no sense")
+
+    def _compare(self, guest: Guest, who: bytes, message: Parts) -> None:
+        """Have a host begin that would compute the same."""
+        differing = [name for name, part in self._parts.items() if message.parts.get(name) != part]
+        if not differing:
+            guest.has_begun = True
+            for frames in ([encode(Begin())], *self._held.pop(guest.host, [])):
+                self._send(who, frames)
+            log.info("host %d is there", guest.host)
+            return
+        words = f"its {' and '.join(sorted(differing))} differ from the first host's"
+        if differing == ["instruction_set"]:
+            words += ": set QUINTET_ISA to one that all processors have"
+        self._refuse(who, guest.host, words)
+        del self._guests[who], self._by_host[guest.host]
+
+    def _carry(self, guest: Guest, message: Told | Done | Noted, frames: Frames) -> None:
+        """Give something of a link to whom it is for."""
+        executor = self._config.executor
+        if message.link not in links_between(executor):
+            raise HostLost(f"speaks of link {message.link}")
+        ends = teller_of(executor, message.link), hearer_of(executor, message.link)
+        sender, receiver = ends if isinstance(message, Told) else ends[::-1]
+        if sender != guest.host:
+            raise HostLost(f"speaks of link {message.link}")
+        if receiver == 0:
+            self._carrier.take(message, frames)
+        else:
+            self._send_to(receiver, frames)
+
+    def _send_to(self, host: int, frames: Frames) -> None:
+        who = self._by_host.get(host)
+        if who is not None and self._guests[who].has_begun:
+            self._send(who, frames)
+        else:
+            self._held.setdefault(host, []).append(frames)
+
+    def _send(self, who: bytes, frames: Frames) -> None:
+        try:
+            self._door.send_multipart([who, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            if who in self._guests:
+                raise HostLost(f"host {self._guests[who].host} cannot be reached: {error.strerror}") from None
+
+    def _see_connection(self) -> None:
+        event: Any = recv_monitor_message(self._monitor)
+        if event["event"] == zmq.EVENT_DISCONNECTED:
+            for who, guest in list(self._guests.items()):
+                if guest.descriptor == event["value"]:
+                    self._lose(who, guest, "has closed the connection")
+        elif time.monotonic() >= self._quiet_until_s:
+            self._quiet_until_s = time.monotonic() + COMPLAINT_S
+            log.warning("somebody at the hosts' door has another %s, or none", GROUP_KEY[0])
+
+    def _look_for_silence(self, now: float) -> None:
+        silent_s = self._config.processes.stall_s
+        for who, guest in list(self._guests.items()):
+            if now - guest.heard_s > silent_s:
+                self._lose(who, guest, f"has been silent for {silent_s:g} s")
+
+    def _lose(self, who: bytes, guest: Guest, words: str) -> None:
+        """End with a host that takes part; the place of another is free again."""
+        if guest.has_begun:
+            raise HostLost(f"host {guest.host} {words}")
+        log.warning("host %d, which had not begun, %s", guest.host, words)
+        del self._guests[who], self._by_host[guest.host]
+
+
+def shown(config: EngineConfig) -> EngineConfig:
+    """Return what other hosts are told of the configuration: no keys of clients, no paths of this machine."""
+    replace, hosts = msgspec.structs.replace, config.executor.hosts
+    assert hosts is not None
+    return replace(
+        config,
+        run_dir="",
+        model=replace(config.model, path="", tokenizer_path=""),
+        executor=replace(config.executor, packed_cache=None, threads=0, hosts=replace(hosts, key_file="")),
+        frontend=FrontendConfig(),
+        trace=None,
+        record=None,
+    )
+
+
+def _bind(door: zmq.Socket[bytes], hosts: HostsConfig) -> None:
+    """Listen at the address, and no other. Raises `ConfigError`."""
+    name, _, port = hosts.address.rpartition(":")
+    until_s = time.monotonic() + BIND_S
+    while True:
+        try:
+            found_all = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() > until_s:
+                raise ConfigError(f"--master-addr {name}: {error.strerror}") from None
+            time.sleep(0.5)
+    family, _, _, _, found = found_all[0]
+    if family == socket.AF_INET6:
+        door.setsockopt(zmq.IPV6, 1)
+    address = f"[{found[0]}]:{port}" if family == socket.AF_INET6 else f"{found[0]}:{port}"
+    while True:
+        try:
+            door.bind(f"tcp://{address}")
+            return
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE or time.monotonic() > until_s:
+                raise ConfigError(
+                    f"--master-addr {name} --master-port {port}: {error.strerror}; the first host listens there, so it must be"
+                    " an address of this machine, and a port that is free"
+                ) from None
+            time.sleep(0.05)
+
+
+def _run(seat: Seat, config: EngineConfig, arguments: argparse.Namespace) -> None:
+    with contextlib.closing(Hub(seat, config, numbers(arguments.links))) as hub:
+        hub.run()
+
+
+if __name__ == "__main__":
+    be_child("hub", _run)

@@ -1,0 +1,31 @@
+"""Which host has which stages, and which links between stages lead from one host to another.
+
+host 0    stage 0 ── stage 1 ─╮               hosts have neighbours among the stages, as many each;
+              ▲               ▼ link 1        link k leads from stage k to the next, the last one back to the first
+host 1    link 3 ── stage 3 ── stage 2
+"""
+
+from __future__ import annotations
+
+from quintet.wire.config import ExecutorConfig
+
+
+def ranks_of(executor: ExecutorConfig, host: int) -> range:
+    """Return the ranks whose processes a host has."""
+    return range(host * executor.ranks_per_host, (host + 1) * executor.ranks_per_host)
+
+
+def teller_of(executor: ExecutorConfig, link: int) -> int:
+    """Return the host whose stage tells what a link carries."""
+    return link * executor.num_hosts // executor.pipeline_parallel_size
+
+
+def hearer_of(executor: ExecutorConfig, link: int) -> int:
+    """Return the host whose stage hears it."""
+    return teller_of(executor, (link + 1) % executor.pipeline_parallel_size)
+
+
+def links_between(executor: ExecutorConfig) -> list[int]:
+    """Return the links that lead from one host to another."""
+    links = range(executor.pipeline_parallel_size)
+    return [link for link in links if teller_of(executor, link) != hearer_of(executor, link)]

@@ -1,0 +1,85 @@
+"""How large the memory is that ranks share, for a configured model. Imports no torch."""
+
+from __future__ import annotations
+
+from quintet.executor.cards.card import card_of
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.share import (
+    LINK_DEPTH,
+    PARTIAL_BYTES,
+    STAGING_BYTES,
+    SUM_BYTES,
+    chosen_bytes,
+    gathered_width,
+    most_outputs,
+    queries_width,
+    results_depth,
+    share_of,
+)
+from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.parallel.library import CRanksShape
+from quintet.wire.config import DTYPE_BYTES, EngineConfig, ModelConfig
+
+
+def shape_of(config: EngineConfig) -> CRanksShape:
+    """Return what the ranks of a stage need room for."""
+    scheduler, model = config.scheduler, config.model
+    spec, item_bytes = spec_of(model), DTYPE_BYTES[model.dtype]
+    max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    by_token = (rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
+    return CRanksShape(
+        ranks=config.executor.tensor_parallel_size,
+        max_tokens=max_tokens,
+        max_rows=scheduler.max_num_seqs,
+        max_outputs=most_outputs(scheduler),
+        tables=len(model.kv.groups),
+        slots=scheduler.max_num_seqs,
+        table_stride=max(2, -(-(model.max_model_len + 1) // model.kv.block_size)),
+        block_size=model.kv.block_size,
+        sums_width=spec.hidden_size,
+        logits_row_bytes=model.vocab_size * item_bytes,
+        rotated_row_bytes=2 * sum(by_token) * item_bytes,
+        gathered_row_bytes=gathered_width(spec) * item_bytes,
+        experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
+        staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
+        depth=1,
+        payload_bytes=max_tokens * spec.hidden_size * item_bytes
+        if config.executor.pipeline_parallel_size > 1
+        else 0,
+        **_kv_together(config, spec, item_bytes),
+    )
+
+
+def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
+    """Return the room for keys and values that ranks keep together: of all places, though a stage has some of them only."""
+    executor, kv = config.executor, config.model.kv
+    if executor.decode_context_parallel_size == 1:
+        return {}
+    num_blocks = kv.num_blocks(config.cache.memory_bytes)
+    num_bytes = num_blocks * kv.layers_per_block * kv.layer_bytes
+    return {
+        "kv_bytes": num_bytes,
+        "kv_copies": executor.num_kv_memories,
+        "query_row_bytes": queries_width(spec, share_of(executor, 0)) * item_bytes,
+        "partial_floats": PARTIAL_BYTES // SUM_BYTES,
+    }
+
+
+def link_shape(config: EngineConfig, link: int) -> CRanksShape:
+    """Return what a link needs room for: the hidden states of a step, or the logits."""
+    num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
+    shape.ranks, shape.depth = 2, LINK_DEPTH
+    shape.sums_width = shape.logits_row_bytes = shape.rotated_row_bytes = shape.gathered_row_bytes = 0
+    shape.experts_row_bytes = shape.staging_bytes = shape.kv_bytes = shape.kv_copies = 0
+    shape.query_row_bytes = shape.partial_floats = 0
+    if link == num_stages - 1:
+        shape.depth = results_depth(num_stages)
+        shape.payload_bytes = shape.max_outputs * config.model.vocab_size * DTYPE_BYTES[config.model.dtype]
+    return shape
+
+
+def spec_of(model: ModelConfig) -> DecoderSpec:
+    """Return what a model is made of that was found to be divisible."""
+    spec = FAMILIES[model.architecture].read(card_of(model))
+    assert isinstance(spec, DecoderSpec), model.architecture
+    return spec

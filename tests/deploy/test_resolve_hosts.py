@@ -1,0 +1,99 @@
+"""A model on several hosts: what is asked for is either possible or refused, with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quintet.deploy.resolve import build
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.hosts import hosts_config
+from quintet.deploy.supervisor.commands import CommandError
+from quintet.deploy.supervisor.room import check_room
+from quintet.executor.hosts.places import hearer_of, links_between, ranks_of, teller_of
+from quintet.wire.config import ExecutorConfig, HostsConfig
+from quintet.wire.errors import ConfigError
+
+
+def options_of(folder: Path, **changed: object) -> Options:
+    key = folder / "key"
+    key.write_bytes(b"k" * 32)
+    asked: dict[str, object] = {
+        "device": "cpu", "load_format": "dummy", "nnodes": 2, "pipeline_parallel_size": 2, "group_key": str(key),
+    }  # fmt: skip
+    return Options(**(asked | changed))  # type: ignore[arg-type]
+
+
+def test_hosts_have_as_many_stages_each(tmp_path: Path) -> None:
+    config = resolve(options_of(tmp_path, master_addr="10.0.0.5", master_port=7), tmp_path).config
+    assert config.executor.hosts == HostsConfig(count=2, address="10.0.0.5:7", key_file=str(tmp_path / "key"))
+    assert (config.executor.num_ranks, config.executor.ranks_per_host) == (2, 1)
+    assert resolve(Options(device="cpu", load_format="dummy"), tmp_path).config.executor.hosts is None
+
+
+def test_memory_that_is_not_named_is_that_of_all_hosts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "available_ram_bytes", lambda: 1 << 30)
+    asked = {
+        "max_model_len": 256,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_share": 0.015,
+    }
+    alone = resolve(options_of(tmp_path, nnodes=1, group_key=None, **asked), tmp_path).config.cache
+    together = resolve(options_of(tmp_path, **asked), tmp_path).config.cache
+    assert 2 * alone.memory_bytes < together.memory_bytes < 2.5 * alone.memory_bytes, (
+        "each has half of the weights"
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"group_key": None}, "give --group-key FILE"),
+        ({"group_key": "/nowhere/key"}, "--group-key /nowhere/key: No such file"),
+        ({"pipeline_parallel_size": 3}, "sizes that fit: 2, 4, 6"),
+        ({"pipeline_parallel_size": 1, "tensor_parallel_size": 2}, "sizes that fit: 2, 4, 6"),
+        ({"data_parallel_size": 2}, "one engine is on several hosts so far"),
+        ({"node_rank": 2, "headless": True}, "hosts are 0 to 1"),
+        ({"node_rank": 1}, "add --headless"),
+        ({"headless": True}, "--headless with --node-rank 0"),
+        ({"node_rank": 1, "headless": True}, "--headless is of quintet serve"),
+        ({"nnodes": 1}, "--group-key is of a model on several hosts"),
+        ({"nnodes": 1, "group_key": None, "node_rank": 1}, "--node-rank is of a model on several hosts"),
+        ({"master_addr": "0.0.0.0"}, "none of a machine's"),
+        ({"master_addr": "tcp://10.0.0.5"}, "write a name or an address"),
+        ({"master_port": 70_000}, "ports are 1 to 65535"),
+        ({"executor": "mock"}, "the mock executor computes nothing that could be divided"),
+    ],
+)
+def test_what_cannot_be_is_refused(asked: dict[str, object], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=words):
+        resolve(options_of(tmp_path, **asked), tmp_path)
+
+
+def test_addresses_are_written_as_they_are_dialled(tmp_path: Path) -> None:
+    for given, address in (
+        ("::1", "[::1]:29501"),
+        ("[::1]", "[::1]:29501"),
+        ("leader-0.group", "leader-0.group:29501"),
+    ):
+        hosts = hosts_config(options_of(tmp_path, master_addr=given))
+        assert hosts is not None and hosts.address == address
+
+
+def test_which_host_has_what() -> None:
+    hosts = HostsConfig(count=2, address="", key_file="")
+    executor = ExecutorConfig(tensor_parallel_size=2, pipeline_parallel_size=4, hosts=hosts)
+    assert [*ranks_of(executor, 0), *ranks_of(executor, 1)] == list(range(8))
+    assert links_between(executor) == [1, 3]
+    assert [(teller_of(executor, link), hearer_of(executor, link)) for link in (1, 3)] == [(0, 1), (1, 0)]
+
+
+def test_no_engine_is_added_beside_one_on_several_hosts(tmp_path: Path) -> None:
+    config = resolve(options_of(tmp_path), tmp_path).config
+    with pytest.raises(CommandError, match="start another group of hosts"):
+        check_room(config, 1, 1 << 50)

@@ -1,0 +1,246 @@
+"""Whom the first host lets take part, and how the others are told no: one line each, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from quintet.executor.hosts.hub import Hub
+from quintet.executor.hosts.member import Member, OwnPlace
+from quintet.executor.hosts.talk import (
+    GROUP_KEY,
+    RUNNER,
+    VERSION,
+    Beat,
+    Begin,
+    Done,
+    FromHub,
+    HostLost,
+    Join,
+    Parts,
+    Refused,
+    Told,
+    Welcome,
+)
+from quintet.executor.kv_identity import parts_of, sources
+from quintet.executor.parallel.child import ExpectedEnd, Seat
+from quintet.executor.peers.keys import Context, read_key
+from quintet.wire.codec import encode
+from quintet.wire.config import EngineConfig, HostsConfig
+from quintet.wire.errors import ConfigError
+
+from .test_host_processes import hosts, on, place
+from .test_rank_processes import ME, config_of
+
+__all__ = ["hosts"]
+PATIENCE_MS = 30_000
+
+
+class Door:
+    """A hub in a thread, how it ended, and those who knock."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        assert config.executor.hosts is not None
+        self.hosts = config.executor.hosts
+        links = [os.memfd_create("link") for _ in range(config.executor.pipeline_parallel_size)]
+        self.hub = Hub(Seat(ME, 0), config, links)
+        self.parts = parts_of(config, RUNNER)
+        self._context = Context()
+        self._guests: list[Guest] = []
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self.hub.run()
+        except HostLost as error:
+            self._error = error
+        self.hub.close()
+        self._ended.set()
+
+    def ending(self) -> str:
+        assert self._ended.wait(PATIENCE_MS / 1000)
+        return str(self._error)
+
+    def guest(self) -> Guest:
+        guest = Guest(self.hosts, self._context)
+        self._guests.append(guest)
+        return guest
+
+    def member(self) -> Guest:
+        """Return one that takes part."""
+        guest = self.guest()
+        guest.say(Join(VERSION, 1, sources()))
+        assert isinstance(guest.hear(), Welcome)
+        guest.say(Parts(self.parts))
+        assert isinstance(guest.hear(), Begin)
+        return guest
+
+    def close(self) -> None:
+        """End the hub as the loss of a host does."""
+        for guest in self._guests:
+            guest.socket.close()
+        if not self._ended.wait(0.3):
+            self.member().socket.close()
+        self.ending()
+        self._context.destroy(linger=0)
+
+
+class Guest:
+    """Somebody who knows the key, and says what a test wants."""
+
+    def __init__(self, told: HostsConfig, context: Context) -> None:
+        self.socket = context.socket(zmq.DEALER)
+        read_key(told.key_file, *GROUP_KEY).protect(self.socket, listens=False)
+        self.socket.connect(f"tcp://{told.address}")
+
+    def say(self, message: msgspec.Struct, *frames: bytes) -> None:
+        self.socket.send_multipart([encode(message), *frames])
+
+    def hear(self) -> Any:
+        """Return what comes next and is not a beat."""
+        while True:
+            assert self.socket.poll(PATIENCE_MS), "nothing came"
+            [frame] = self.socket.recv_multipart()
+            message = msgspec.msgpack.decode(frame, type=FromHub)
+            if not isinstance(message, Beat):
+                return message
+
+
+@pytest.fixture
+def config(tmp_path: Path, hosts: HostsConfig) -> EngineConfig:
+    return on(hosts, config_of(tmp_path, 1, stages=2))
+
+
+@pytest.fixture
+def door(config: EngineConfig) -> Iterator[Door]:
+    with closing(Door(config)) as door:
+        yield door
+
+
+def test_a_host_is_told_what_is_computed_and_none_of_the_keys(config: EngineConfig) -> None:
+    frontend = msgspec.structs.replace(config.frontend, api_keys=["sk-secret"], admin_key="sk-more")
+    with closing(Door(msgspec.structs.replace(config, frontend=frontend))) as door:
+        guest = door.guest()
+        guest.say(Join(VERSION, 1, sources()))
+        welcome = guest.hear()
+        told = msgspec.json.decode(welcome.config, type=EngineConfig)
+        assert b"sk-" not in welcome.config and config.run_dir.encode() not in welcome.config
+        assert (told.executor.num_hosts, told.model.card) == (2, config.model.card)
+        guest.say(Parts({}))
+        refused = guest.hear()
+        assert refused.is_final and "weights" in refused.words and "kernels" in refused.words
+        guest.say(Join(VERSION, 1, sources()))
+        assert isinstance(guest.hear(), Welcome), "the place is free again"
+        guest.say(Parts(door.parts | {"instruction_set": "other"}))
+        assert guest.hear().words.endswith("set QUINTET_ISA to one that all processors have")
+
+
+def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
+    door.member()
+    for join, words, is_final in (
+        (Join(VERSION + 1, 1, sources()), "another version of Quintet", True),
+        (Join(VERSION, 1, "other"), "another version of Quintet", True),
+        (Join(VERSION, 2, sources()), "--node-rank is 1 to 1", True),
+        (Join(VERSION, 0, sources()), "--node-rank is 1 to 1", True),
+        (Join(VERSION, 1, sources()), "another with this --node-rank is there", False),
+    ):
+        other = door.guest()
+        other.say(join)
+        answer = other.hear()
+        assert isinstance(answer, Refused) and words in answer.words and answer.is_final is is_final
+    stranger = door.guest()
+    stranger.say(Beat())
+    stranger.socket.send(b"\xc1")
+    stranger.say(Join(VERSION, 2, sources()))
+    assert isinstance(stranger.hear(), Refused), "what made no sense was passed over"
+
+
+@pytest.mark.parametrize(
+    ("message", "frames", "words"),
+    [
+        (Done(1, 0), (), "host 1 speaks of link 1"),  # which it tells, and does not hear
+        (Done(7, 0), (), "host 1 speaks of link 7"),
+        (Done(0, 3), (), "host 1 says that 3 orders of link 0 are done, of 0"),
+        (Told(0, (0,) * 7), (b"", b""), "host 1 speaks of link 0"),
+        (Told(1, (0, 0, 0, 0, 0, 1 << 40, 1 << 40)), (b"", b""), "host 1 tells an order on link 1"),
+        (Told(1, (9, 0, 0, 0, 0, 0, 0)), (b"", b""), "host 1 tells an order on link 1"),
+        (Told(1, (0,) * 7), (b"",), "host 1 says what makes no sense"),
+        (Join(VERSION, 1, ""), (), "host 1 says what makes no sense"),
+    ],
+)
+def test_who_takes_part_and_says_what_cannot_be_ends_the_group(
+    message: msgspec.Struct, frames: tuple[bytes, ...], words: str, door: Door
+) -> None:
+    door.member().say(message, *frames)
+    assert words in door.ending()
+
+
+def test_leaving_ends_the_group(door: Door) -> None:
+    door.member().socket.close()
+    assert door.ending() == "host 1 has closed the connection"
+
+
+def test_who_leaves_before_it_begins_leaves_its_place(door: Door) -> None:
+    guest = door.guest()
+    guest.say(Join(VERSION, 1, sources()))
+    assert isinstance(guest.hear(), Welcome)
+    guest.socket.close()
+    answer: Any = None
+    while not isinstance(answer, Welcome):  # until the hub has heard of it
+        other = door.guest()
+        other.say(Join(VERSION, 1, sources()))
+        answer = other.hear()
+        assert isinstance(answer, Welcome) or not answer.is_final
+
+
+def test_silence_ends_the_group(config: EngineConfig) -> None:
+    processes = msgspec.structs.replace(config.processes, stall_s=0.6)
+    with closing(Door(msgspec.structs.replace(config, processes=processes))) as door:
+        door.member()
+        assert door.ending() == "host 1 has been silent for 0.6 s"
+
+
+def test_a_member_says_in_a_line_why_it_cannot_take_part(door: Door, tmp_path: Path) -> None:
+    own = place(door.hosts, tmp_path / "there")
+    other = tmp_path / "other"
+    other.write_bytes(b"o" * 32)
+    others = msgspec.structs.replace(door.hosts, key_file=str(other))
+    with asked(HostLost, "does not shake hands: it has another --group-key"):
+        run(msgspec.structs.replace(own, hosts=others))
+    with asked(ConfigError, "the first host refuses this one: this is a group of --nnodes 2"):
+        run(msgspec.structs.replace(own, host=2))
+    with asked(ConfigError, "this host has 0 MiB of memory, and its part takes"):
+        run(msgspec.structs.replace(own, available_bytes=1))
+
+
+def test_a_member_is_told_that_its_place_is_taken_and_may_ask_again(door: Door, tmp_path: Path) -> None:
+    door.member()
+    with asked(ExpectedEnd, "another with this --node-rank is there"):
+        run(place(door.hosts, tmp_path / "there"))
+
+
+def run(own: OwnPlace) -> None:
+    with closing(Member(own)) as member:
+        member.run()
+
+
+def asked(kind: type[Exception], words: str) -> AbstractContextManager[object]:
+    return pytest.raises(kind, match=re.escape(words))
+
+
+def test_an_address_of_another_machine_is_refused(config: EngineConfig) -> None:
+    assert config.executor.hosts is not None
+    far = msgspec.structs.replace(config.executor.hosts, address="192.0.2.1:29501")
+    with asked(ConfigError, "--master-addr 192.0.2.1 --master-port 29501: "):
+        Door(on(far, config))

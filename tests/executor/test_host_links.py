@@ -1,0 +1,233 @@
+"""A link between stages on two hosts, without the network: what one end takes, the other tells, as if memory were shared."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from quintet.executor.cards.share import Share
+from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
+from quintet.executor.hosts.talk import HostLost, Told
+from quintet.executor.ops.host_library import open_library
+from quintet.executor.parallel.library import (
+    CRanksShape,
+    Note,
+    OrderKind,
+    Part,
+    open_ranks_library,
+)
+from quintet.executor.parallel.links import HEARER, TELLER
+from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.step import Step
+
+MAX_TOKENS, WIDTH, OUTPUTS, VOCAB = 8, 6, 4, 10
+DEADLINE_S = 60.0
+
+
+def shape_of(*, is_last: bool) -> CRanksShape:
+    row_bytes = 4 * (VOCAB if is_last else WIDTH)
+    return CRanksShape(
+        ranks=2, max_tokens=MAX_TOKENS, max_rows=4, max_outputs=OUTPUTS, tables=2, slots=4, table_stride=4,
+        block_size=4, depth=2, payload_bytes=row_bytes * (OUTPUTS if is_last else MAX_TOKENS),
+    )  # fmt: skip
+
+
+class Bridge:
+    """Two stages in this process, and the ends between them."""
+
+    def __init__(self, *, is_last: bool = False) -> None:
+        library, shape = open_ranks_library(), shape_of(is_last=is_last)
+        here, there = os.memfd_create("here"), os.memfd_create("there")
+
+        def view(memory: int, share: Share) -> Ranks:
+            return Ranks(memory, share, shape, spins=0)
+
+        self.teller, self.hearer = view(here, TELLER), view(there, HEARER)
+        self.rung = threading.Event()
+        self.ear = Ear(LinkEnd(library, here, shape, 0, 1, is_last=is_last), self.rung.set)
+        self.mouth = Mouth(LinkEnd(library, there, shape, 0, 0, is_last=is_last), self.rung.set)
+
+    def carry(self) -> tuple[Told, bytes, memoryview] | None:
+        """Do what a `Carrier` and its network do, once there is something to do; return what was told, if that is it."""
+        assert self.rung.wait(DEADLINE_S)
+        self.rung.clear()
+        orders = self.mouth.newly_done()
+        if orders is not None:
+            self.ear.done(orders)
+        taken = self.ear.take()
+        if taken is not None:
+            told, content, payload = taken
+            self.mouth.tell(told, memoryview(content), memoryview(bytes(payload)))
+        return taken
+
+
+def host_library() -> ctypes.CDLL:
+    library = open_library()
+    assert library is not None
+    return library
+
+
+def in_background(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def a_step(library: ProgramLibrary) -> Step:
+    """Two rows: three tokens of slot 2 from position 5 on, one of slot 0 at 0; both tables of each."""
+    step = Step(library, MAX_TOKENS, 4)
+    for name, values in {
+        "token_ids": [7, 8, 9, 3], "positions": [5, 6, 7, 0], "row_slots": [2, 0], "row_starts": [5, 0],
+        "row_counts": [3, 1], "row_offsets": [0, 3], "output_tokens": [2, 3],
+    }.items():  # fmt: skip
+        step.columns[name][: len(values)] = values
+    tables = np.arange(2 * 4 * 4, dtype=np.int32).reshape(2, 4, 4)
+    step.columns["tables"] = tables  # keeps them
+    step.c.num_tokens, step.c.num_rows, step.c.num_outputs = 4, 2, 2
+    step.c.block_table, step.c.block_table_stride, step.c.block_table_group_stride = (
+        tables.ctypes.data,
+        4,
+        16,
+    )
+    return step
+
+
+def column(address: int | None, count: int, kind: type) -> list[int]:
+    return list((kind * count).from_address(address or 0))
+
+
+def test_a_step_arrives_with_its_tables_and_its_hidden_states() -> None:
+    bridge, programs = Bridge(), ProgramLibrary(host_library())
+    told, heard = a_step(programs), Step(programs, MAX_TOKENS, 4)
+    hidden = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
+    bridge.teller.payload(WIDTH, torch.float32)[:4] = hidden
+    bridge.teller.tell_run(told.address, Part.LAYERS, Part.END, 8)
+    bridge.hearer.done()  # is there
+    while bridge.carry() is None:
+        pass
+    order = bridge.hearer.hear(heard.address)
+    assert (order.kind, order.begin, order.end, order.length) == (OrderKind.RUN, Part.LAYERS, Part.END, 8)
+    c = heard.c
+    assert (c.num_tokens, c.num_rows, c.num_outputs) == (4, 2, 2)
+    assert column(c.token_ids, 4, ctypes.c_int32) == [7, 8, 9, 3]
+    for name, values in (("positions", [5, 6, 7, 0]), ("row_slots", [2, 0]), ("row_counts", [3, 1])):
+        assert column(getattr(c, name), len(values), ctypes.c_int64) == values
+    assert column(c.output_tokens, 2, ctypes.c_int64) == [2, 3]
+    tables = np.ctypeslib.as_array(
+        (ctypes.c_int32 * (2 * 4 * 4)).from_address(c.block_table or 0), shape=(32,)
+    ).reshape(2, 4, 4)
+    assert tables[:, 2, :2].tolist() == [[8, 9], [24, 25]]
+    assert tables[:, 0, :2].tolist() == [[0, 1], [16, 17]]
+    assert torch.equal(bridge.hearer.payload(WIDTH, torch.float32)[:4], hidden)
+
+
+def test_as_many_orders_are_under_way_as_between_stages_of_one_host() -> None:
+    """The third waits until the first was carried out there, and the teller hears when all were."""
+    bridge, step = Bridge(), Step(ProgramLibrary(host_library()), MAX_TOKENS, 4)
+    pairs = [np.array([[i, i + 1]], np.int32).tobytes() for i in range(3)]
+
+    def tell() -> None:
+        bridge.teller.wait_for_all()
+        for each in pairs:
+            bridge.teller.tell_mail(OrderKind.COPY_BLOCKS, each, 8)
+        bridge.teller.wait_for_all()
+
+    teller = in_background(tell)
+    bridge.hearer.done()
+    for count in range(2):
+        while bridge.carry() is None:
+            pass
+        assert bridge.ear.take() is None, "a third, for which there is no room"
+        order = bridge.hearer.hear(step.address)
+        assert bridge.hearer.mail(order) == pairs[count]
+        if count == 0:
+            continue
+        bridge.hearer.done()
+    while bridge.carry() is None:
+        pass
+    assert bridge.hearer.mail(bridge.hearer.hear(step.address)) == pairs[2]
+    bridge.hearer.done()
+    while teller.is_alive():
+        bridge.rung.wait(0.05)
+        bridge.rung.set()
+        bridge.carry()
+
+
+def test_logits_come_back_as_many_as_there_are() -> None:
+    bridge = Bridge(is_last=True)
+    logits = torch.rand(3, VOCAB)
+    bridge.teller.payload(VOCAB, torch.float32)[:3] = logits
+    bridge.teller.tell_done(3)
+    bridge.hearer.done()
+    taken = None
+    while taken is None:
+        taken = bridge.carry()
+    assert len(taken[2]) == 3 * VOCAB * 4
+    order = bridge.hearer.hear(ctypes.create_string_buffer(4096))
+    assert (order.kind, order.num_outputs) == (OrderKind.RUN, 3)
+    assert torch.equal(bridge.hearer.payload(VOCAB, torch.float32)[:3], logits)
+
+
+def test_what_a_stage_says_of_itself_is_said_at_the_other_end() -> None:
+    bridge = Bridge()
+    bridge.hearer.note(Note.PROGRESS, 7)
+    bridge.hearer.note(Note.CHORES, 1)
+    bridge.ear.note(*bridge.mouth.notes())
+    assert (bridge.teller.noted(Note.PROGRESS), bridge.teller.noted(Note.CHORES)) == (7, 1)
+
+
+def test_what_cannot_be_is_told_to_nobody() -> None:
+    bridge = Bridge()
+    step = a_step(ProgramLibrary(host_library()))
+    bridge.teller.tell_run(step.address, Part.LAYERS, Part.END, 8)
+    taken = None
+    while taken is None:
+        bridge.rung.wait(DEADLINE_S)
+        taken = bridge.ear.take()
+    told, content, payload = taken[0], taken[1], bytes(taken[2])
+    fields = told.order
+    slots = 4 * 4 + 4 * 8  # behind token ids and positions
+
+    def changed(at: int, value: int) -> bytes:
+        return content[:at] + value.to_bytes(8, "little", signed=True) + content[at + 8 :]
+
+    def order(**values: int) -> Told:
+        names = ("kind", "begin", "end", "length", "num_tokens", "num_rows", "num_outputs")
+        return Told(0, tuple(values.get(name, field) for name, field in zip(names, fields, strict=True)))
+
+    bridge.hearer.done()
+    while bridge.mouth.newly_done() is None:
+        bridge.rung.wait(0.05)
+    for what, sent, arrays, states in (
+        ("too short", told, content[:-4], payload),
+        ("too long", told, content + b"\0" * 4, payload),
+        ("no arrays", told, b"", payload),
+        ("hidden states of fewer tokens", told, content, payload[:-4]),
+        ("a slot that is not there", told, changed(slots, 4), payload),
+        ("a slot before the first", told, changed(slots, -1), payload),
+        ("a position beyond every table", told, changed(slots + 16, 1 << 40), payload),
+        ("more tokens in a row than in the step", told, changed(slots + 32, 4), payload),
+        ("an output that is no token", told, changed(slots + 64, 4), payload),
+        ("more tokens than there is room for", order(num_tokens=MAX_TOKENS + 1), content, payload),
+        ("rows below zero", order(num_rows=-1), content, payload),
+        ("no part of a step", order(begin=2), content, payload),
+        ("an order that ranks of a stage are told", order(kind=OrderKind.EMBEDS), content, payload),
+        ("half a pair", order(kind=OrderKind.COPY_BLOCKS, end=4), b"\0" * 4, b""),
+        ("more mail than it says", order(kind=OrderKind.COPY_BLOCKS, end=8), b"\0" * 16, b""),
+    ):
+        with pytest.raises(HostLost, match="link 0"):
+            bridge.mouth.tell(sent, memoryview(arrays), memoryview(states))
+            pytest.fail(what)
+    bridge.mouth.tell(told, memoryview(content), memoryview(payload))
+    bridge.mouth.tell(told, memoryview(content), memoryview(payload))
+    with pytest.raises(HostLost, match="more on link 0 than there is room for"):
+        bridge.mouth.tell(told, memoryview(content), memoryview(payload))
+    with pytest.raises(HostLost, match="says that 2 orders of link 0 are done, of 1"):
+        bridge.ear.done(2)

@@ -1,0 +1,75 @@
+"""A model whose stages are on two hosts, which are processes of this machine that share nothing but a connection."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+import pytest
+from tests.processes.test_apart import free_port
+
+from quintet.deploy import embedded
+from quintet.executor.hosts.member import OwnPlace
+from quintet.executor.worker import make_torch_worker
+from quintet.process.runtime import error_file
+from quintet.wire.config import EngineConfig, HostsConfig
+
+from .test_rank_processes import ME, config_of, prompt, ranks_of
+
+MEMBER = "quintet.executor.hosts.member"
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> HostsConfig:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    return HostsConfig(count=2, address=f"127.0.0.1:{free_port()}", key_file=str(key))
+
+
+def on(hosts: HostsConfig, config: EngineConfig) -> EngineConfig:
+    executor = msgspec.structs.replace(config.executor, hosts=hosts)
+    return msgspec.structs.replace(config, executor=executor)
+
+
+def place(hosts: HostsConfig, run_dir: Path, **changed: object) -> OwnPlace:
+    run_dir.mkdir(exist_ok=True)
+    own = OwnPlace(
+        host=1, hosts=hosts, run_dir=str(run_dir), model_path=str(embedded.default_model_path()),
+        packed_cache=None, threads=1, log_level="INFO", available_bytes=1 << 40,
+    )  # fmt: skip
+    return msgspec.structs.replace(own, **changed)
+
+
+@contextmanager
+def member(own: OwnPlace) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", MEMBER, "--parent", str(os.getpid())]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(own))
+        process.stdin.close()
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, hosts: HostsConfig) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    there = tmp_path / "there"
+    with (
+        member(place(hosts, there)) as second,
+        ranks_of(on(hosts, config_of(tmp_path, 1, stages=2))) as (first, together),
+    ):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+        assert len(psutil.Process(first.pid).children()) == 1, "the hub alone: no rank"
+        [rank] = psutil.Process(second.pid).children()
+        rank.kill()
+        assert second.wait(60) == 1 and first.wait(60) == 1
+    assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
+    assert error_file(tmp_path, ME).read_text() == "hub: host 1 has closed the connection"
