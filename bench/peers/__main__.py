@@ -1,6 +1,6 @@
 """Quintet beside other engines on this machine: every row for each engine in turn, one table, its raw JSON.
 
-    python -m bench.peers install               once: environments, models, conversions (an hour on two cores, 20 GB)
+    python -m bench.peers install               once: environments, models, conversions (an hour on two cores, 40 GB)
     python -m bench.peers run                   all rows, three repetitions (about two hours on two cores)
     python -m bench.peers run --rows stream-S-bf16 --engines Quintet llama.cpp --repetitions 1
     python -m bench.peers table                 the table again from the raw records
@@ -20,6 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from bench.peers.dimensions import DIMENSIONS
 from bench.peers.engines.interface import Engine, Home
 from bench.peers.engines.llamacpp import LlamaCpp
 from bench.peers.engines.openvino import OpenVino
@@ -122,7 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--engines", nargs="+", choices=names, default=names, metavar="ENGINE", help="(default: all)"
     )
-    parser.add_argument("--models", nargs="+", choices=("S", "M"), default=("S", "M"), help="(default: both)")
+    parser.add_argument(
+        "--models", nargs="+", choices=DIMENSIONS, default=tuple(DIMENSIONS), help="(default: all)"
+    )
     parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: %(default)s)")
     parser.add_argument(
         "--threads", type=int, default=2, metavar="N", help="of every engine (default: %(default)s)"

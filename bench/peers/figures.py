@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from bench.peers.dimensions import DIMENSIONS, Dimensions
 from bench.peers.jobs import Job, JobResult
 from bench.peers.limits import Limits
-from bench.peers.models import SHAPES, Shape
 from bench.peers.workload import GGUF_FILES, Precision, Row
 
 _INT4_GROUP = 32
@@ -64,7 +64,7 @@ def impossible(row: Row, job: Job, figures: Mapping[str, float], limits: Limits)
 
 def limit_of(row: Row, key: str, job: Job, limits: Limits) -> float | None:
     """Return the best that figure ``key`` of a job can be; `None` where nothing bounds it or the rate is not known."""
-    shape = SHAPES[row.model]
+    shape = DIMENSIONS[row.model]
     if key == "decode_tok_s":
         return bandwidth_limit(shape, row.precision, limits) if limits.read_gb_s else None
     if key not in ("prompt_tok_s", "output_tok_s", "duration_s") or not _multiply_rate(row.precision, limits):
@@ -74,7 +74,7 @@ def limit_of(row: Row, key: str, job: Job, limits: Limits) -> float | None:
     return tokens[key] / seconds if key in tokens else seconds
 
 
-def bandwidth_limit(shape: Shape, precision: Precision, limits: Limits) -> float:
+def bandwidth_limit(shape: Dimensions, precision: Precision, limits: Limits) -> float:
     """Return tokens per second of one stream if reading every weight once were all it took."""
     linear, head = _linear_weights(shape), shape.vocab_size * shape.hidden
     if precision in GGUF_FILES:
@@ -84,7 +84,7 @@ def bandwidth_limit(shape: Shape, precision: Precision, limits: Limits) -> float
     return limits.read_gb_s * 1e9 / (linear * per_linear + head * per_head)
 
 
-def multiply_limit(shape: Shape, precision: Precision, job: Job, limits: Limits) -> float:
+def multiply_limit(shape: Dimensions, precision: Precision, job: Job, limits: Limits) -> float:
     """Return the seconds of ``job`` if multiplying at the machine's peak rate were all it took.
 
     That rate is the matrix unit's where there is one. bf16 may be widened to fp32 first, for nothing here: on some
@@ -131,6 +131,6 @@ def fastest(precision: Precision, limits: Limits) -> tuple[str, float]:
     return max(rates.items(), key=lambda each: each[1])
 
 
-def _linear_weights(shape: Shape) -> int:
+def _linear_weights(shape: Dimensions) -> int:
     attention = shape.hidden * shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)
-    return shape.layers * (attention + 3 * shape.hidden * shape.intermediate)
+    return shape.layers * (attention + 3 * shape.hidden * shape.width)

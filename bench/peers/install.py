@@ -19,6 +19,7 @@ from pathlib import Path
 from bench.peers.engines import llamacpp, openvino, vllm
 from bench.peers.engines.interface import Home
 from bench.peers.engines.processes import repository_root
+from bench.peers.large import CONFIGS, KINDS, write_large
 from bench.peers.limits import build_probe
 from bench.peers.models import SHAPES, make_model
 
@@ -82,6 +83,10 @@ def _install_llamacpp(home: Home) -> None:
             [str(home.python(llamacpp.ENVIRONMENT)), "-m", "bench.peers.gguf_files", str(plain)],
             {"PYTHONPATH": str(repository_root())},
         )
+    for name, kinds in KINDS.items():
+        for kind in kinds:
+            target = home.folder / "gguf" / f"{name}-{kind}.gguf"
+            print(f"  {write_large(target, kind, CONFIGS[name])}", flush=True)
 
 
 def _install_openvino(home: Home) -> None:

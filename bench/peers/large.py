@@ -1,11 +1,15 @@
-"""Writes the third model that engines are measured with, L: the shape of Llama-3.1-8B as one GGUF file of random blocks.
+"""Writes the models that engines are measured with as GGUF files alone, of random blocks.
+
+L has the shape of Llama-3.1-8B, E that of gpt-oss-20b with 8 of its 24 layers: experts in MXFP4, everything else in 8 bits, as
+its published files.
 
 Nothing is quantized: blocks are made as they lie in the file, with scales that give weights a standard deviation of about 0.02
 around 0, a few megabytes at a time. Which tensors of a Q4_K_M file have Q6_K is llama.cpp's choice for this shape.
 
-    python -m bench.peers.large FOLDER                  writes FOLDER/L-q4_k_m.gguf (4.9 GB)
-    python -m bench.peers.large FOLDER --type q8_0      8.5 GB
-    python -m bench.peers.large FOLDER --layers 2       a file of fewer layers
+    python -m bench.peers.large FOLDER                       writes FOLDER/L-q4_k_m.gguf (4.9 GB)
+    python -m bench.peers.large FOLDER --type q8_0           8.5 GB
+    python -m bench.peers.large FOLDER --model E --type mxfp4     4.9 GB
+    python -m bench.peers.large FOLDER --layers 2            a file of fewer layers
 """
 
 from __future__ import annotations
@@ -30,9 +34,10 @@ from quintet.executor.gguf.writing.model import add_value
 
 Bytes = NDArray[np.uint8]
 
-CONFIG: Config = {
+_L: Config = {
     "model_type": "llama",
     "hidden_size": 4096,
+    "head_dim": 128,
     "intermediate_size": 14_336,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
@@ -41,25 +46,50 @@ CONFIG: Config = {
     "rms_norm_eps": 1e-5,
     "rope_theta": 5e5,
     "vocab_size": 128_256,
-    "bos_token_id": 128_256 - len(SPECIALS),
-    "eos_token_id": 128_256 - len(SPECIALS),
 }
+_E: Config = {
+    "model_type": "gpt_oss",
+    "hidden_size": 2880,
+    "head_dim": 64,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 15e4,
+    "vocab_size": 201_088,
+}
+CONFIGS: dict[str, Config] = {"L": _L, "E": _E}
+KINDS: dict[str, tuple[str, ...]] = {"L": ("q4_k_m", "q8_0"), "E": ("mxfp4",)}
+"""Types of files that each is written in."""
+_ARCHITECTURES = {"llama": "llama", "gpt_oss": "gpt-oss"}
 _CHUNK_BYTES = 1 << 24
+_LATER_MIXES = {"mxfp4": (gguf.LlamaFileType.MOSTLY_MXFP4_MOE, "q8_0")}
+"""Kinds that `quintet quantize` does not write: their number in a file, and what all but experts has."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Factor:
-    """An fp16 number at a place of every block."""
+    """Bytes that are the same in every block, at a place of it."""
 
     offset: int
-    value: float
+    value: bytes
+
+
+def _half(value: float) -> bytes:
+    return np.float16(value).tobytes()
 
 
 _FACTORS = {
     # d and d_min: scales and minima are up to 63, codes up to 15, so minima 7.5 times as large even out.
-    "Q4_K": (_Factor(0, 2.0**-14), _Factor(2, 7.5 * 2.0**-14)),
-    "Q6_K": (_Factor(208, 2.0**-16),),
-    "Q8_0": (_Factor(0, 2.0**-12),),
+    "Q4_K": (_Factor(0, _half(2.0**-14)), _Factor(2, _half(7.5 * 2.0**-14))),
+    "Q6_K": (_Factor(208, _half(2.0**-16)),),
+    "Q8_0": (_Factor(0, _half(2.0**-12)),),
+    "MXFP4": (_Factor(0, bytes([127 - 7])),),
 }
 
 
@@ -70,19 +100,23 @@ class _Tensor:
     type_name: str
 
 
-def write_large(target: Path, kind: str = "q4_k_m", config: Config = CONFIG, seed: int = 0) -> Path:
+def write_large(target: Path, kind: str, config: Config, seed: int = 0) -> Path:
     """Write the file unless it is there, and return it. The same seed writes the same file."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
-    writer = gguf.GGUFWriter(str(partial), "llama")
-    writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"]))
-    for key, value in metadata_of(config, "llama").items():
-        add_value(writer, f"llama.{key}", value)
+    arch = _ARCHITECTURES[config["model_type"]]
+    end = config["vocab_size"] - len(SPECIALS)
+    said = config | _sliding(config) | {"bos_token_id": end, "eos_token_id": end}
+    writer = gguf.GGUFWriter(str(partial), arch)
+    file_type, _ = _LATER_MIXES.get(kind, (None, kind))
+    writer.add_file_type(int(file_type or gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"]))
+    for key, value in metadata_of(said, arch).items():
+        add_value(writer, f"{arch}.{key}", value)
     with tempfile.TemporaryDirectory() as folder:
         write_tokenizer(Path(folder), config["vocab_size"], config["max_position_embeddings"])
-        (Path(folder) / "config.json").write_text(json.dumps(config))
+        (Path(folder) / "config.json").write_text(json.dumps(said))
         for key, value in vocabulary_of(Path(folder), Path(folder)).items():
             add_value(writer, key, value)
     tensors = list(_tensors(config, kind))
@@ -101,30 +135,71 @@ def write_large(target: Path, kind: str = "q4_k_m", config: Config = CONFIG, see
     return target
 
 
+def _sliding(config: Config) -> Config:
+    """Return which layers see a window, of gpt-oss every other one."""
+    if "sliding_window" not in config:
+        return {}
+    kinds = ("sliding_attention", "full_attention")
+    return {"layer_types": [kinds[layer % 2] for layer in range(config["num_hidden_layers"])]}
+
+
 def _tensors(config: Config, kind: str) -> Iterator[_Tensor]:
     heads = config["num_attention_heads"] // config["num_key_value_heads"]
     model = Model(config["num_hidden_layers"], is_tied=False, heads_per_kv=heads)
+    _, mix = _LATER_MIXES.get(kind, (None, kind))
     for name, shape in _shapes(config):
-        yield _Tensor(name, shape, type_of(MIXES[kind], name, shape, model).name)
+        is_expert = name.endswith("_exps.weight")
+        yield _Tensor(
+            name, shape, kind.upper() if is_expert else type_of(MIXES[mix], name, shape, model).name
+        )
 
 
 def _shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, wide = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
+    hidden = config["hidden_size"]
     yield "token_embd.weight", (config["vocab_size"], hidden)
     for layer in range(config["num_hidden_layers"]):
-        prefix = f"blk.{layer}."
-        yield f"{prefix}attn_norm.weight", (hidden,)
-        yield f"{prefix}attn_q.weight", (hidden, hidden)
-        yield f"{prefix}attn_k.weight", (kv, hidden)
-        yield f"{prefix}attn_v.weight", (kv, hidden)
-        yield f"{prefix}attn_output.weight", (hidden, hidden)
-        yield f"{prefix}ffn_norm.weight", (hidden,)
-        yield f"{prefix}ffn_gate.weight", (wide, hidden)
-        yield f"{prefix}ffn_up.weight", (wide, hidden)
-        yield f"{prefix}ffn_down.weight", (hidden, wide)
+        for name, shape in (_routed if "num_local_experts" in config else _dense)(config).items():
+            yield f"blk.{layer}.{name}", shape
     yield "output_norm.weight", (hidden,)
     yield "output.weight", (config["vocab_size"], hidden)
+
+
+def _attention(config: Config) -> dict[str, tuple[int, ...]]:
+    hidden, width = config["hidden_size"], config["head_dim"]
+    queries, kv = (config[key] * width for key in ("num_attention_heads", "num_key_value_heads"))
+    return {
+        "attn_norm.weight": (hidden,),
+        "attn_q.weight": (queries, hidden),
+        "attn_k.weight": (kv, hidden),
+        "attn_v.weight": (kv, hidden),
+        "attn_output.weight": (hidden, queries),
+    }
+
+
+def _dense(config: Config) -> dict[str, tuple[int, ...]]:
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    return _attention(config) | {
+        "ffn_norm.weight": (hidden,),
+        "ffn_gate.weight": (wide, hidden),
+        "ffn_up.weight": (wide, hidden),
+        "ffn_down.weight": (hidden, wide),
+    }
+
+
+def _routed(config: Config) -> dict[str, tuple[int, ...]]:
+    """gpt-oss: every matrix has biases, every head a sink."""
+    hidden, wide, experts = (config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts"))
+    matrices = _attention(config) | {
+        "ffn_gate_inp.weight": (experts, hidden),
+        "ffn_gate_exps.weight": (experts, wide, hidden),
+        "ffn_up_exps.weight": (experts, wide, hidden),
+        "ffn_down_exps.weight": (experts, hidden, wide),
+    }
+    biases = {
+        name.replace("weight", "bias"): shape[:-1] for name, shape in matrices.items() if len(shape) > 1
+    }
+    norms = {"post_attention_norm.weight": (hidden,), "attn_sinks.weight": (config["num_attention_heads"],)}
+    return matrices | biases | norms
 
 
 def _append(path: Path, tensors: list[_Tensor], seed: int) -> None:
@@ -140,7 +215,9 @@ def _append(path: Path, tensors: list[_Tensor], seed: int) -> None:
 
 def _chunks(tensor: _Tensor, generator: np.random.Generator) -> Iterator[Bytes]:
     if tensor.type_name == "F32":
-        yield np.ones(tensor.shape, np.float32).view(np.uint8)
+        is_norm = tensor.name.endswith("norm.weight")
+        numbers = np.ones(tensor.shape) if is_norm else generator.normal(0, 0.02, tensor.shape)
+        yield numbers.astype(np.float32).view(np.uint8).reshape(-1)
         return
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[tensor.type_name]]
     left, most = int(np.prod(tensor.shape)) // block, _CHUNK_BYTES // size
@@ -149,7 +226,9 @@ def _chunks(tensor: _Tensor, generator: np.random.Generator) -> Iterator[Bytes]:
         words = generator.integers(0, 1 << 64, (count * size + 7) // 8, np.uint64, endpoint=False)
         blocks = words.view(np.uint8)[: count * size].reshape(count, size)
         for factor in _FACTORS[tensor.type_name]:
-            blocks[:, factor.offset : factor.offset + 2] = np.array([factor.value], np.float16).view(np.uint8)
+            blocks[:, factor.offset : factor.offset + len(factor.value)] = np.frombuffer(
+                factor.value, np.uint8
+            )
         yield blocks.reshape(-1)
         left -= count
 
@@ -160,12 +239,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--type", choices=("q4_k_m", "q8_0"), default="q4_k_m")
-    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
+    parser.add_argument("--model", choices=CONFIGS, default="L")
+    parser.add_argument(
+        "--type", choices=[kind for kinds in KINDS.values() for kind in kinds], metavar="TYPE"
+    )
+    parser.add_argument("--layers", type=int)
     arguments = parser.parse_args()
-    config = CONFIG | {"num_hidden_layers": arguments.layers}
-    name = "L" if config == CONFIG else f"L{arguments.layers}"
-    print(write_large(arguments.folder / f"{name}-{arguments.type}.gguf", arguments.type, config))
+    kind = arguments.type or KINDS[arguments.model][0]
+    if kind not in KINDS[arguments.model]:
+        parser.error(f"--type {kind}: {arguments.model} is written as {' or '.join(KINDS[arguments.model])}")
+    config = CONFIGS[arguments.model]
+    name = f"{arguments.model}{arguments.layers or ''}"
+    layers = {"num_hidden_layers": arguments.layers or config["num_hidden_layers"]}
+    print(write_large(arguments.folder / f"{name}-{kind}.gguf", kind, config | layers))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Limits:
     int8_matrix_gop_s: float = 0.0
     """The last two: of the matrix unit; records of before have none."""
     weights_gb: float = 0.0
-    """No rate: what a token reads of the row's model, where the file that all engines are given says it alone (GGUF)."""
+    """No rate: what a token reads of the row's model, where all engines are given the same file (GGUF)."""
 
     @classmethod
     def of(cls, figures: Mapping[str, float]) -> Self:

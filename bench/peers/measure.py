@@ -21,6 +21,7 @@ from bench.peers.figures import figures_of, impossible
 from bench.peers.fleet import Fleet
 from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.records import MACHINE, Record, append_record, measured, read_records, this_commit
+from bench.peers.token_bytes import token_bytes
 from bench.peers.turns import Turns
 from bench.peers.workload import GGUF_FILES, Row, job_of, warm_up_of
 
@@ -100,7 +101,7 @@ def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[],
 def _limits(plan: Plan, row: Row) -> dict[str, float]:
     program = build_probe(plan.home.folder)
     is_file = row.precision in GGUF_FILES
-    weights_gb = plan.home.gguf(row.model, row.precision).stat().st_size / 1e9 if is_file else 0.0
+    weights_gb = token_bytes(plan.home.gguf(row.model, row.precision)) / 1e9 if is_file else 0.0
 
     def take(attempt: int) -> dict[str, float]:
         limits = replace(measure_limits(program, plan.home.threads), weights_gb=weights_gb)

@@ -10,12 +10,15 @@ import random
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from bench.peers.dimensions import DIMENSIONS
 from bench.peers.jobs import Job
-from bench.peers.models import MAX_LEN, SHAPES
+from bench.peers.models import MAX_LEN
 
-Precision = Literal["bf16", "int8", "int4", "w8a8", "q8_0", "q4_0", "q4_k_m", "q6_k"]
-GGUF_FILES: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k")
+Precision = Literal["bf16", "int8", "int4", "w8a8", "q8_0", "q4_0", "q4_k_m", "q6_k", "mxfp4"]
+GGUF_FILES: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k", "mxfp4")
 """Of these an engine reads the very same file, or does not run the row."""
+_OF_SMALL: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k")
+_OF_L: tuple[Precision, ...] = ("q4_k_m", "q8_0")
 Mode = Literal["serve", "offline"]
 """Through the engine's HTTP server where it has one, or through its Python API."""
 Pattern = Literal["stream", "prompt", "clients", "offline", "prefix", "boot"]
@@ -138,8 +141,12 @@ ROWS: tuple[Row, ...] = (
         ),
         input_len=(16, 16), output_len=(1, 1),
     ),
-    *(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for model in ("S", "M") for precision in GGUF_FILES),
+    *(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for model in ("S", "M") for precision in _OF_SMALL),
+    *(_stream("L", precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit") for precision in _OF_L),
+    _stream("E", "mxfp4", "≥ 1.25 × llama.cpp"),
     *(_prompt(model, precision, "≥ 2 × llama.cpp") for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
+    _prompt("L", "q4_k_m", "≥ 2 × llama.cpp"),
+    _prompt("E", "mxfp4", "≥ 2 × llama.cpp"),
     _clients(8, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), "q4_k_m"),
     _clients(32, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), "q4_k_m"),
 )  # fmt: skip
@@ -174,7 +181,7 @@ def _context_len(row: Row) -> int:
 
 def _job(row: Row, input_lens: list[int], output_lens: list[int], seed: str) -> Job:
     ids = random.Random(seed)
-    last_id = SHAPES[row.model].vocab_size - 4
+    last_id = DIMENSIONS[row.model].vocab_size - 4
 
     def draw(num: int) -> list[int]:
         return [ids.randint(FIRST_ID, last_id) for _ in range(num)]

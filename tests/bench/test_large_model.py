@@ -1,4 +1,4 @@
-"""The file of an 8 B shape that engines are measured with, by a smaller one of its kind."""
+"""The files that engines are measured with and that nobody quantized, by smaller ones of their kind."""
 
 from __future__ import annotations
 
@@ -8,22 +8,41 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from bench.peers.large import CONFIG, write_large
+from bench.peers.large import CONFIGS, write_large
+from bench.peers.token_bytes import token_bytes
 
-SMALL = CONFIG | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4,
-                  "num_key_value_heads": 2, "vocab_size": 4096, "bos_token_id": 4093, "eos_token_id": 4093}  # fmt: skip
+_SIZES = {"num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096}
+SMALL = {
+    "L": CONFIGS["L"] | _SIZES | {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512},
+    "E": CONFIGS["E"] | _SIZES | {"hidden_size": 128, "head_dim": 32, "intermediate_size": 96},
+}
 
 
-@pytest.mark.parametrize(("kind", "types"), [("q4_k_m", {"Q4_K": 49, "Q6_K": 9}), ("q8_0", {"Q8_0": 58})])
+@pytest.mark.parametrize(
+    ("model", "kind", "types"),
+    [
+        ("L", "q4_k_m", {"Q4_K": 49, "Q6_K": 9, "F32": 17}),
+        ("L", "q8_0", {"Q8_0": 58, "F32": 17}),
+        ("E", "mxfp4", {"Q8_0": 34, "MXFP4": 24, "F32": 97}),
+    ],
+)
 def test_blocks_are_weights_of_the_usual_size_in_the_types_of_such_a_file(
-    tmp_path: Path, kind: str, types: dict[str, int]
+    tmp_path: Path, model: str, kind: str, types: dict[str, int]
 ) -> None:
-    path = write_large(tmp_path / "small.gguf", kind, SMALL)
+    path = write_large(tmp_path / "small.gguf", kind, SMALL[model])
     tensors = gguf.GGUFReader(path).tensors
-    assert Counter(each.tensor_type.name for each in tensors) == types | {"F32": 17}
+    assert Counter(each.tensor_type.name for each in tensors) == types
     for tensor in tensors:
         numbers = gguf.dequantize(tensor.data, tensor.tensor_type)
         if tensor.tensor_type.name != "F32":
             assert abs(float(numbers.mean())) < 0.002
             assert 0.01 < float(np.std(numbers)) < 0.03
-    assert write_large(path, kind, SMALL) == path
+    assert write_large(path, kind, SMALL[model]) == path
+
+
+def test_a_token_reads_the_experts_that_it_chooses_and_one_row_of_the_embedding(tmp_path: Path) -> None:
+    path = write_large(tmp_path / "small.gguf", "mxfp4", SMALL["E"])
+    sizes = {each.name: int(each.n_bytes) for each in gguf.GGUFReader(path).tensors}
+    experts = sum(size for name, size in sizes.items() if "_exps." in name)
+    rest = sum(sizes.values()) - experts - sizes["token_embd.weight"]
+    assert token_bytes(path) == pytest.approx(rest + experts / 8, abs=len(sizes))

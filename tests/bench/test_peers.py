@@ -7,11 +7,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from bench.peers.dimensions import DIMENSIONS
 from bench.peers.drivers.closed_loop import run_closed_loop
 from bench.peers.figures import bandwidth_limit, fastest, figures_of, multiply_limit
 from bench.peers.jobs import Job, JobResult, Served, decode_job, decode_result, encode_job, encode_result
 from bench.peers.limits import Limits
-from bench.peers.models import SHAPES
 from bench.peers.records import MACHINE, Machine, Record, Report, append_record, measured, read_records
 from bench.peers.table import markdown
 from bench.peers.workload import ROWS, Row, job_of, warm_up_of
@@ -60,15 +60,17 @@ def test_a_request_that_comes_back_short_is_no_measurement() -> None:
 
 
 def test_limits_of_the_published_shapes() -> None:
-    s_tokens_s = 2048 / multiply_limit(SHAPES["S"], "bf16", job_of(_row("prompt-S-bf16"), 0), LIMITS)
+    s_tokens_s = 2048 / multiply_limit(DIMENSIONS["S"], "bf16", job_of(_row("prompt-S-bf16"), 0), LIMITS)
     assert round(s_tokens_s) == 1129
-    assert round(bandwidth_limit(SHAPES["S"], "bf16", LIMITS), 1) == 40.5
+    assert round(bandwidth_limit(DIMENSIONS["S"], "bf16", LIMITS), 1) == 40.5
 
 
 def test_a_matrix_unit_is_the_limit_where_there_is_one() -> None:
     matrices = replace(LIMITS, bf16_matrix_gflop_s=2 * LIMITS.bf16_gflop_s, int8_matrix_gop_s=7000.0)
     job = job_of(_row("prompt-S-bf16"), 0)
-    with_unit, without = (multiply_limit(SHAPES["S"], "bf16", job, limits) for limits in (matrices, LIMITS))
+    with_unit, without = (
+        multiply_limit(DIMENSIONS["S"], "bf16", job, limits) for limits in (matrices, LIMITS)
+    )
     assert with_unit == without / 2
     assert fastest("bf16", matrices)[0] == "the bf16 matrix unit"
     assert fastest("w8a8", matrices) == ("the 8-bit matrix unit", 7000.0)

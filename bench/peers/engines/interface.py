@@ -37,7 +37,7 @@ class Home:
         return self.folder / "models" / name
 
     def gguf(self, name: str, precision: Precision) -> Path:
-        """Return a model as a GGUF file; all its bytes are read for a token, its embedding being its output layer."""
+        """Return a model as a GGUF file."""
         return self.folder / "gguf" / f"{name}-{precision}.gguf"
 
     def log(self, engine: str) -> Path:

@@ -39,7 +39,7 @@ class LlamaCpp:
 
     def memory_bytes(self, setup: Setup) -> int:
         """Return about how much memory a start takes."""
-        return {"S": 3, "M": 5}[setup.model] << 30
+        return {"S": 3, "M": 5, "L": 12, "E": 8}[setup.model] << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
         """Start a driver on the GGUF file of the setup."""

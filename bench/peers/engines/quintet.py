@@ -41,7 +41,7 @@ class Quintet:
 
     def memory_bytes(self, setup: Setup) -> int:
         """Return about how much memory a start takes."""
-        return {"S": 4, "M": 7}[setup.model] << 30
+        return {"S": 4, "M": 7, "L": 13, "E": 9}[setup.model] << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
         """Start a server, or a program that calls `LLM`."""
