@@ -58,6 +58,8 @@ class Row:
     input_len: tuple[int, int] = (128, 128)
     output_len: tuple[int, int] = (128, 128)
     shared_len: int = 0
+    engines: int = 1
+    """Replicas of the model behind one port, which share the threads."""
 
 
 _WORDS: dict[Precision, str] = {
@@ -122,6 +124,10 @@ ROWS: tuple[Row, ...] = (
     Row(
         "prefix-S-bf16", "S, bf16, 32 at once sharing a 1 024-token prefix, 16 out", "S", "bf16", "serve", "prefix",
         (_WHOLE,), 32, 32, (1056, 1056), (16, 16), shared_len=1024,
+    ),
+    Row(
+        "replicas2-S-bf16", "S, bf16, two replicas, 16 clients, 256 in / 64 out", "S", "bf16", "serve", "clients",
+        (replace(_OUTPUT, goal=""), replace(_TTFT, goal=""), _GAP), 32, 16, (256, 256), (64, 64), engines=2,
     ),
     _offline("S", "bf16", 64, "≥ 215"),
     _stream("S", "int8", "≥ 72"),

@@ -17,6 +17,8 @@ class Setup:
     model: str
     precision: Precision
     mode: Mode
+    engines: int = 1
+    """Replicas of the model behind one port, which share the threads."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,8 @@ class LlamaCpp:
     name: str = "llama.cpp"
 
     def runs(self, row: Row) -> bool:
-        """Every row but the shared prefix: through this interface nothing finds one by itself."""
-        return row.pattern != "prefix"
+        """Every row but the shared prefix, which nothing finds by itself through this interface, and replicas."""
+        return row.pattern != "prefix" and row.engines == 1
 
     def is_installed(self, home: Home) -> bool:
         """Whether its environment is there."""

@@ -23,8 +23,8 @@ class OpenVino:
     name: str = "OpenVINO"
 
     def runs(self, row: Row) -> bool:
-        """Every row but those of GGUF files."""
-        return row.precision in FORMATS
+        """Every row but those of GGUF files and of replicas: a pipeline is one model."""
+        return row.precision in FORMATS and row.engines == 1
 
     def is_installed(self, home: Home) -> bool:
         """Whether its environment is there."""

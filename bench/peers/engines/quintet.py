@@ -41,7 +41,7 @@ class Quintet:
 
     def memory_bytes(self, setup: Setup) -> int:
         """Return about how much memory a start takes."""
-        return {"S": 4, "M": 7, "L": 13, "E": 9}[setup.model] << 30
+        return {"S": 4, "M": 7, "L": 13, "E": 9}[setup.model] * setup.engines << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
         """Start a server, or a program that calls `LLM`."""
@@ -61,7 +61,8 @@ class Quintet:
         port = free_port()
         command = [
             *(sys.executable, "-m", "quintet.deploy.cli", "serve", str(model)),
-            *("--served-model-name", MODEL_NAME, "--port", str(port), "--threads", str(home.threads)),
+            *("--served-model-name", MODEL_NAME, "--port", str(port)),
+            *("--data-parallel-size", str(setup.engines), "--threads", str(home.threads // setup.engines)),
             *("--max-model-len", str(home.max_len), "--kv-cache-memory", str(home.kv_bytes)),
             *("--log-level", "WARNING", *quantization),
         ]

@@ -41,12 +41,12 @@ class Vllm:
 
     def memory_bytes(self, setup: Setup) -> int:
         """Return about how much memory a start takes."""
-        return {"S": 8, "M": 11}[setup.model] << 30
+        return {"S": 8, "M": 11}[setup.model] * setup.engines << 30
 
     def start(self, home: Home, setup: Setup) -> Running:
         """Start the API server by its module (the command looks for a package named vllm), or a driver."""
         model, python, log = home.model(setup.model), home.python(ENVIRONMENT), home.log(self.name)
-        environment = _environment(home)
+        environment = _environment(home, setup.engines)
         if setup.mode == "offline":
             limits = [
                 "--threads",
@@ -62,17 +62,20 @@ class Vllm:
             *(str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
             *("--served-model-name", MODEL_NAME, "--host", "127.0.0.1", "--port", str(port)),
             *("--max-model-len", str(home.max_len), "--dtype", "bfloat16", "--disable-uvicorn-access-log"),
+            *("--data-parallel-size", str(setup.engines)),
         ]
         return start_server(command, port, "/health", environment, log)
 
 
-def _environment(home: Home) -> dict[str, str]:
+def _environment(home: Home, engines: int) -> dict[str, str]:
     """Return what its manual for processors recommends: threads bound to cores, two libraries loaded first."""
+    share = home.threads // engines
+    cores = "|".join(f"{i * share}-{(i + 1) * share - 1}" for i in range(engines))
     openmp = home.folder / ENVIRONMENT / "lib" / "libiomp5.so"
     preload = ":".join(str(path) for path in (_TCMALLOC, openmp) if path.exists())
     return {
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{home.threads - 1}",
+        "VLLM_CPU_OMP_THREADS_BIND": cores,
         "VLLM_CPU_KVCACHE_SPACE": str(max(1, home.kv_bytes >> 30)),
-        "OMP_NUM_THREADS": str(home.threads),
+        "OMP_NUM_THREADS": str(share),
         "LD_PRELOAD": preload,
     }
