@@ -1,13 +1,15 @@
 """The attention that transformers calls: it learns what each layer wants, then computes it over paged memory.
 
-transformers looks both up by name, the attention and whoever makes its mask; each model registers its own pair. No mask is
-made: its maker returns a `Mask` that remembers how one would be, and every layer hands it on to its attention, which so learns
-the layer's window. Layers are told apart by the order of their calls: modules may be shared, and their own numbers may have gaps.
+transformers looks both up by name, the attention and whoever makes its mask; each model registers its own pair, which keeps no
+model alive. No mask is made: its maker returns a `Mask` that remembers how one would be, and every layer hands it on to its
+attention, which so learns the layer's window. Layers are told apart by the order of their calls: modules may be shared, and their
+own numbers may have gaps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -98,8 +100,8 @@ class PagedAttention:
         self._ops: AttendsTokens | None = None
         self._next = 0
         self._sights: list[tuple[Mask, Sight]] = []
-        AttentionInterface.register(self.name, self.attend)
-        AttentionMaskInterface.register(self.name, self.make_mask)
+        AttentionInterface.register(self.name, _while_alive(self.attend))
+        AttentionMaskInterface.register(self.name, _while_alive(self.make_mask))
 
     def learn(self) -> None:
         """Have the next pass be a first one: it computes nothing, and only says what its layers want."""
@@ -182,3 +184,15 @@ class PagedAttention:
             raise NotServed(str(why)) from None
         self._sights.append((mask, sight))
         return sight
+
+
+def _while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method, and keeps nobody whose method it is."""
+    found = weakref.WeakMethod(method)
+
+    def call(*given: Any, **more: Any) -> Any:
+        alive = found()
+        assert alive is not None, "who calls is a layer of the model that was registered"
+        return alive(*given, **more)
+
+    return call

@@ -35,20 +35,28 @@ def follow_for_ever(config: EngineConfig, groups: Sequence[int], links: Sequence
     platform, share = open_platform(config.executor), share_of_rank(config, rank)
     group = open_ranks(config, groups[share.stage], rank) if groups else None
     if share.rank == 0:
-        for _ in be_a_stage(config, platform, share, group, open_links(config, links, share.stage)):
-            pass
+        _live(be_a_stage(config, platform, share, group, open_links(config, links, share.stage)))
     assert group is not None, "a rank that is not the first of its stage"
-    for _ in follow(config, platform, group):
-        pass
+    _live(follow(config, platform, group))
 
 
-def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[OrderKind]:
-    """Load the rank's share, say so, and carry out orders for ever; yield what each was. config: with the rank's threads."""
+def _live(orders: Iterator[OrderKind | None]) -> None:
+    for kind in orders:
+        if kind is None:
+            gc.freeze()  # what is loaded stays to the end of the process
+
+
+def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[OrderKind | None]:
+    """Load the rank's share, say so, and carry out orders for ever; yield None once, then what each was.
+
+    config: with the rank's threads.
+    """
     model = load_model(config, platform, share=ranks.share)
     stage = make_stage(model, config, platform, ranks.share, ranks)
     step = _step_of(stage, config)
     pages, host_blocks = model.weights.reservation, _host_blocks(stage, config)
     _settle(ranks, pages)
+    yield None
     ranks.done()
     while True:
         order = ranks.hear(step.address)
@@ -79,7 +87,7 @@ def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[O
 
 def be_a_stage(
     config: EngineConfig, platform: Platform, share: Share, group: Ranks | None, links: Links
-) -> Iterator[OrderKind]:
+) -> Iterator[OrderKind | None]:
     """Be the first rank of a stage that is not the first, likewise. group: the stage's ranks, where there are others."""
     model = load_model(config, platform, share=share)
     stage = make_stage(model, config, platform, share, group)
@@ -93,6 +101,7 @@ def be_a_stage(
     is_over = threading.Event()
     noting = (before, tellers, stage, pages, is_over)
     threading.Thread(target=_note_for_ever, args=noting, name="progress", daemon=True).start()
+    yield None
     before.done()
     try:
         while True:
@@ -158,7 +167,6 @@ def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
 
 
 def _settle(ranks: Ranks, pages: HugePages | None) -> None:
-    gc.freeze()
     give_back_memory()
     ranks.note(Note.CHORES, _has_chores(pages))
 

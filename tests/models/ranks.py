@@ -88,7 +88,7 @@ def in_ranks(
     platform = open_platform(config.executor)
     is_over = threading.Event()
 
-    def orders(rank: int) -> Iterator[OrderKind]:
+    def orders(rank: int) -> Iterator[OrderKind | None]:
         share = share_of_rank(config, rank)
         group = open_ranks(config, groups[share.stage], rank) if groups else None
         if share.rank == 0:

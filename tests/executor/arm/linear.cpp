@@ -25,7 +25,8 @@ struct Weight;
 
 extern "C" {
 index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired);
-qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, void* memory);
+qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, index_t leaves,
+                          index_t cut_columns, void* memory);
 void qt_weight_delete(qt::Weight* weight);
 void qt_weight_fill(qt::Weight* weight, const void* source, int dtype, index_t stride, index_t first, index_t count);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
@@ -65,7 +66,7 @@ class Packed {
     const index_t bytes = qt_weight_bytes(format.code, columns_, depth_, format.group, paired);
     memory_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
     std::memset(memory_.get(), 0, bytes);
-    weight_ = qt_weight_new(format.code, columns_, depth_, format.group, paired, memory_.get());
+    weight_ = qt_weight_new(format.code, columns_, depth_, format.group, paired, 1, columns_, memory_.get());
     const index_t cut = paired ? columns_ / 2 : columns_ / 3;
     for (auto [first, count] : {std::pair(index_t(0), cut), std::pair(cut, columns_ - cut)})
       if (count) qt_weight_fill(weight_, source.row(first), int(source.dtype), depth_, first, count);

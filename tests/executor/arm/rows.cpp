@@ -36,7 +36,8 @@ void qt_op_activation(int kind, const void* x, index_t x_stride, index_t rows, i
 void qt_op_activation_and_mul(int kind, const void* x, index_t x_stride, index_t rows, index_t width, void* y, index_t y_stride,
                               int dtype);
 index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired);
-qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, void* memory);
+qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, index_t leaves,
+                          index_t cut_columns, void* memory);
 void qt_weight_delete(qt::Weight* weight);
 void qt_weight_fill(qt::Weight* weight, const void* source, int dtype, index_t stride, index_t first, index_t count);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
@@ -215,7 +216,7 @@ void check_program(Findings& findings, int format, index_t group) {
   const index_t bytes = qt_weight_bytes(format, kVocab, kDepth, group, 0);
   void* memory = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
   std::memset(memory, 0, bytes);
-  qt::Weight* weight = qt_weight_new(format, kVocab, kDepth, group, 0, memory);
+  qt::Weight* weight = qt_weight_new(format, kVocab, kDepth, group, 0, 1, kVocab, memory);
   qt_weight_fill(weight, source.row(0), kCode, kDepth, 0, kVocab);
 
   Matrix hidden(kDtype, kTokens, kDepth), outputs(kDtype, kOutputs, kDepth), logits(kDtype, kOutputs, kVocab);

@@ -13,7 +13,8 @@
 
 extern "C" {
 index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired);
-qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, void* memory);
+qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t group, int paired, index_t leaves,
+                          index_t cut_columns, void* memory);
 void qt_weight_delete(qt::Weight* weight);
 void qt_weight_fill(qt::Weight* weight, const void* source, int source_dtype, index_t stride, index_t first, index_t count);
 int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
@@ -74,7 +75,7 @@ class Fuzzer {
     void* memory = nullptr;
     if (posix_memalign(&memory, 64, bytes)) std::abort();
     std::memset(memory, 0, bytes);
-    qt::Weight* weight = qt_weight_new(format, columns, depth, group, paired, memory);
+    qt::Weight* weight = qt_weight_new(format, columns, depth, group, paired, 1, columns, memory);
     if (!weight) std::abort();
     const index_t first = below(columns), count = 1 + below(columns - first);
     const bool has_blocks = of.numbers && depth % of.numbers == 0 && (format > kInt8 + 1 || group == of.numbers);
