@@ -7,13 +7,28 @@ import random
 from pathlib import Path
 
 import pytest
-from bench.chaos.streams import crowd, play
+from bench.chaos.streams import Asked, crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.processes.server import serve, wait_until
 from tests.processes.test_kv_store import runs
 
 NUM_STREAMS = 24
+BEGINNINGS = [
+    f"{who} {does} under the bridge, " * 30 for who, does in (("A river", "runs"), ("The cat", "sleeps"))
+]
+"""Each longer than a run."""
+
+
+def long_crowd() -> list[Asked]:
+    """Return requests of which many begin alike."""
+    asked = crowd(1, NUM_STREAMS, (40, 100))
+    for number, each in enumerate(asked):
+        if "prompt" in each.body:
+            each.body["prompt"] = BEGINNINGS[number % 2] + each.body["prompt"]
+        else:
+            each.body["messages"][0]["content"] = BEGINNINGS[number % 2] + each.body["messages"][0]["content"]
+    return asked
 
 
 def damage(folder: Path, rng: random.Random) -> None:
@@ -31,7 +46,7 @@ def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path)
     if scheme == "local":
         pytest.importorskip("fsspec")
     rng = random.Random(1)
-    asked = crowd(1, NUM_STREAMS, (40, 100))
+    asked = long_crowd()
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
     with serve(*flags) as server:
         calm = asyncio.run(play(server.url, asked))
