@@ -58,16 +58,16 @@ class DiskTalk:
         """Return what the executor is to do, if anything. Asked before each plan is made, and after the last one was sent."""
         if state is None:
             return None
-        tiers, orders = state.pool.tiers, KvOrders(tables)
+        tiers, orders, taken_ns = state.pool.tiers, KvOrders(tables), now_ns + _busy_ns(state)
         disk, peers, store = tiers.disk, tiers.peers, tiers.store
         if disk is not None:
             self._note_news(state, disk)
-            disk.add_orders(orders, now_ns)
+            disk.add_orders(orders, taken_ns)
         if peers is not None:
-            peers.add_orders(orders, now_ns)
+            peers.add_orders(orders, taken_ns)
             state.counters.peer_offered_blocks += len(orders.offer_keys)
         if store is not None:
-            orders.store = store.orders(state.pool.index.block_of, now_ns)
+            orders.store = store.orders(state.pool.index.block_of, taken_ns)
         return None if orders.is_empty else orders
 
     @staticmethod
@@ -91,6 +91,14 @@ class DiskTalk:
         if tiers.store is not None and answers.store is not None:
             tiers.store.answer(answers.store)
         _count(state.counters, answers, state.limits.block_bytes)
+
+
+def _busy_ns(state: State) -> int:
+    """Return for how long an executor that computes may hear no orders and give no answers: nobody else is slow then."""
+    if not state.in_flight:
+        return 0
+    num_tokens = sum(flight.num_tokens for flight in state.in_flight)
+    return state.pace.time_of(num_tokens + state.limits.max_batched) or 0
 
 
 def _count(counters: Counters, answers: KvAnswers, block_bytes: int) -> None:

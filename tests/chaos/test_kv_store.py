@@ -10,7 +10,7 @@ import pytest
 from bench.chaos.streams import Asked, crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
-from tests.processes.server import serve, wait_until
+from tests.processes.server import Server, serve, wait_until
 from tests.processes.test_kv_store import runs
 
 NUM_STREAMS = 24
@@ -29,6 +29,11 @@ def long_crowd() -> list[Asked]:
         else:
             each.body["messages"][0]["content"] = BEGINNINGS[number % 2] + each.body["messages"][0]["content"]
     return asked
+
+
+def fetched(server: Server) -> int:
+    server.await_figures()
+    return int(server.gauge_of("quintet:kv_store_blocks_total", "fetched"))
 
 
 def damage(folder: Path, rng: random.Random) -> None:
@@ -51,6 +56,7 @@ def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path)
     with serve(*flags) as server:
         calm = asyncio.run(play(server.url, asked))
     store = (*flags, "--block-size", "16", "--kv-store", f"{scheme}://{tmp_path}/kv")
+    num_fetched = 0
     for roles in (["executor"], ["core"], ["core", "executor", "executor"]):
         with serve(*store) as one, serve(*store) as other:
 
@@ -69,5 +75,7 @@ def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path)
                 assert_same(other, calm, second, asked)
 
             asyncio.run(both())
+            num_fetched += fetched(one) + fetched(other)
             one.process.kill()
             other.process.kill()
+    assert num_fetched, "nobody has found what another computed"

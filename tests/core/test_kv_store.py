@@ -129,6 +129,23 @@ def test_a_store_that_hangs_keeps_nobody_and_is_left_alone(what: str) -> None:
     assert store.num_searches == num_searches
 
 
+def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    world.admit(1, [7, 8, 9], max_tokens=50, ignore_eos=True)
+    world.step()
+    state_of(world).pace.note_computing(1000, 10**12)
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    world.plan()
+    assert state_of(world).in_flight and pool_of(world).lookups[2].is_pending
+    world.now += PATIENCE_NS + 1
+    world.apply(world.engine.expire(world.now))
+    assert pool_of(world).lookups[2].is_pending and not pool_of(world).is_silent, "a second for every token"
+    world.run()
+    assert world.outcomes[2].num_cached == 16
+
+
 def test_who_did_not_answer_is_not_asked_for_a_while() -> None:
     pool = StorePool(Runs(Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64), 2, 2), 0, 8, 100)
     pool.look_up(1, KEYS[:2])
