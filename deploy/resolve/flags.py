@@ -422,7 +422,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             MEMORY,
             "file with a secret of 32 bytes or more that all servers have: they talk encrypted, and to nobody else",
             "FILE",
-            "none",
+            "this user's own",
         ),
     ] = None
     kv_peer_memory: Annotated[
