@@ -52,7 +52,7 @@ def follow(device: Device, model: CausalModel, config: EngineConfig, ranks: Rank
             case StepOrder():
                 _launch(steps, order)
             case LogitsOrder():
-                steps.runner.logits(np.frombuffer(order.tokens, np.int64))
+                steps.runner.logits(np.frombuffer(bytearray(order.tokens), np.int64))
             case CaptureOrder():
                 assert steps.graphs is not None, "rank 0 captures graphs"
                 steps.graphs.capture_one()

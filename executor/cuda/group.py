@@ -45,8 +45,8 @@ class DeviceGroup:
         self._peers = peers
         self._library = library
         self._ids = Columns(device, [1] + [0] * (share.size - 1), ID_BYTES)
-        self._columns: dict[tuple[int, int], Columns] = {}
-        """By numbers of a row and bytes of a number; made in a step that is not captured."""
+        self._columns: dict[tuple[tuple[int, ...], int], Columns] = {}
+        """By numbers of a row at each rank and bytes of a number; made in a step that is not captured."""
 
     @property
     def is_first(self) -> bool:
@@ -66,27 +66,32 @@ class DeviceGroup:
         return x if bias is None else x.add_(bias)
 
     def side_by_side(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
-        """Return the rows of which each rank has such columns ``x [rows, kept.count]``, whole, at every rank."""
-        whole = x.new_empty(len(x), kept.whole)
-        self._gather(x, whole, kept.whole)
+        """Return the rows of which each rank has such columns ``x [rows, kept.count]``, whole, at every rank.
+
+        Of neighbours that keep the same ones, since there are fewer KV heads than ranks, the first gives them.
+        """
+        whole, size = x.new_empty(len(x), kept.whole), self.share.size
+        alike = size * kept.count // kept.whole
+        self._gather(x, whole, tuple(0 if rank % alike else kept.count for rank in range(size)))
         return whole
 
     def logits(self, x: torch.Tensor, vocab_size: int) -> torch.Tensor | None:
         """Return the rows of which each rank has its part of the vocabulary, whole: at the first rank; None at others."""
         whole = x.new_empty(len(x), vocab_size) if self.is_first else None
-        self._gather(x, whole, vocab_size)
+        ranks = range(self.share.size)
+        self._gather(x, whole, tuple(Share(rank, self.share.size).of(vocab_size).count for rank in ranks))
         return whole
 
     def take_ids(self, ids: torch.Tensor) -> None:
         """Write the first rank's ids, int32[tokens], over everybody's: its token table alone has what was drawn."""
         gather(self._device, self._peers, self._ids, len(ids), ids if self.is_first else None, ids)
 
-    def _gather(self, x: torch.Tensor, whole: torch.Tensor | None, width: int) -> None:
-        key = width, x.element_size()
+    def _gather(self, x: torch.Tensor, whole: torch.Tensor | None, widths: tuple[int, ...]) -> None:
+        key = widths, x.element_size()
         if key not in self._columns:
-            widths = [Share(rank, self.share.size).of(width).count for rank in range(self.share.size)]
-            self._columns[key] = Columns(self._device, widths, x.element_size())
-        gather(self._device, self._peers, self._columns[key], len(x), x.contiguous(), whole)
+            self._columns[key] = Columns(self._device, *key)
+        own = x.contiguous() if widths[self.share.rank] else None
+        gather(self._device, self._peers, self._columns[key], len(x), own, whole)
 
 
 def meet_peers(device: Device, ranks: Ranks) -> Peers:

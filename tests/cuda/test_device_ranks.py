@@ -60,9 +60,9 @@ def rank_config(
     return msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, **executor))
 
 
-def made(kind: str, folder: Path) -> list[Expectation]:
+def made(kind: str, folder: Path, lengths: tuple[int, ...] = (1, 9, 17, 29)) -> list[Expectation]:
     row = KINDS.get(kind) or MORE_KINDS[kind]
-    return expectations(write_checkpoint(row, folder), (1, 9, 17, 29))
+    return expectations(write_checkpoint(row, folder), lengths)
 
 
 @pytest.mark.drawn(1)
@@ -72,6 +72,8 @@ def made(kind: str, folder: Path) -> list[Expectation]:
 )
 def test_tokens_are_those_of_one_device(kind: str, size: int, tmp_path: Path) -> None:
     """Prompts in chunks beside rows that decode in graphs; what a step draws the next one finds at every rank."""
+    if (kind, size) == ("experts of groups, latents", 4):
+        pytest.skip("parts have rows of 10 numbers, which are refused before anything is loaded")
     expected = made(kind, tmp_path)
     config = rank_config(tmp_path, size)
     with leading_worker(config) as worker:
@@ -85,9 +87,9 @@ def test_tokens_are_those_of_one_device(kind: str, size: int, tmp_path: Path) ->
 @pytest.mark.whole
 def test_blocks_are_swapped_and_vectors_taken_by_all_ranks(tmp_path: Path) -> None:
     """Every other prompt comes as vectors; KV memory is too little for all, and what goes to the host comes back."""
-    expected = made("llama", tmp_path)
+    expected = made("llama", tmp_path, (1, 3, 9, 13, 14, 15, 17, 29))
     table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
-    config = rank_config(tmp_path, swap_space=2**-10)
+    config = changed(rank_config(tmp_path, swap_space=2**-10), max_num_seqs=8, max_num_batched_tokens=64)
     config = with_blocks(config, few_blocks(config))
     with leading_worker(config, captured=False) as worker:
         house = House(config, worker)
