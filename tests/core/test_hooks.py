@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from quintet.core.hooks import FEATURES, Feature, Hooks, Setup, build_features, flatten
-from quintet.wire.config import CacheConfig, KvDiskConfig, KvPeersConfig, SchedulerConfig
+from quintet.wire.config import CacheConfig, KvDiskConfig, KvPeersConfig, KvStoreConfig, SchedulerConfig
 
 from .fake import World, expected
 
@@ -59,9 +59,10 @@ def test_features_that_are_off_have_no_hooks() -> None:
     )
     assert [feature.name for feature in build_features(off)] == ["quarantine", "fork"]
     disk = KvDiskConfig(folder="", size_bytes=1, staging_bytes=1)
+    store = KvStoreConfig(url="", waiting_bytes=1, staging_bytes=1)
     on = Setup(
         replace_config(off.scheduler),
-        CacheConfig(memory_bytes=0, swap_bytes=1, disk=disk, peers=KvPeersConfig(role="both")),
+        CacheConfig(memory_bytes=0, swap_bytes=1, disk=disk, peers=KvPeersConfig(role="both"), store=store),
     )
     assert [feature.name for feature in build_features(on)] == list(FEATURES)
 
