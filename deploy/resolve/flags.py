@@ -364,8 +364,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             MEMORY,
-            "store of KV that servers share (docs/kv.md): file:///dev/shm/NAME for those of one machine, s3://BUCKET/PREFIX and"
-            " others by fsspec (quintet[store]), or an installed connector's. On a CPU; it is as private as the prompts",
+            "store of KV that servers share (docs/shared.md): file:///dev/shm/NAME for those of one machine, s3://BUCKET/PREFIX"
+            " and others by fsspec (quintet[store]), or an installed connector's. On a CPU; it is as private as the prompts",
             "URL",
             "none",
         ),
