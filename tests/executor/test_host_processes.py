@@ -73,3 +73,17 @@ def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, h
         assert second.wait(60) == 1 and first.wait(60) == 1
     assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
     assert error_file(tmp_path, ME).read_text() == "hub: host 1 has closed the connection"
+
+
+@pytest.mark.whole
+def test_what_two_of_the_others_tell_each_other_goes_through_the_first(
+    tmp_path: Path, hosts: HostsConfig
+) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    three = msgspec.structs.replace(hosts, count=3)
+    with (
+        member(place(three, tmp_path / "1")),
+        member(place(three, tmp_path / "2", host=2)),
+        ranks_of(on(three, config_of(tmp_path, 1, stages=3))) as (_, together),
+    ):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
