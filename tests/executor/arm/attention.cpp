@@ -77,7 +77,7 @@ class Cache {
         block_bytes_(qt_kv_block_bytes(int(dtype), kKvHeads, set.width, set.value_width, kBlock, 0)),
         bytes_(kBlocks * block_bytes_, char(0xFF)) {}  // NaN, as a former tenant may have left
   const qt::KvPlace* place() {
-    place_ = {bytes_.data(), block_bytes_, 0};
+    place_ = {bytes_.data(), block_bytes_, 0, 1, 0};
     return &place_;
   }
   const std::vector<char>& bytes() const { return bytes_; }
