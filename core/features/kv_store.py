@@ -88,7 +88,7 @@ def _ask(state: State, store: StorePool, request: Request) -> None:
     digests = digests_of(state, request, most)
     places = store.places(request_id, digests)
     known: Mapping[bytes, Any] = ChainMap[bytes, Any](index.block_of, places)
-    here = reach(index.block_of, digests, most, groups, size)
+    here = max(reach(index.block_of, digests, most, groups, size), _coming(state, request))
     there = reach(known, digests, most, groups, size)
     missing: list[bytes] = []
     for group in range(len(groups)):
@@ -97,7 +97,12 @@ def _ask(state: State, store: StorePool, request: Request) -> None:
     is_there = all(map(places.__contains__, missing))
     num_runs = len({places[key][0] for key in missing if key in places})
     computing_ns = state.pace.time_of((there - here) * size)
-    if there <= here or not is_there or not store.get_cost.is_cheaper(num_runs, computing_ns):
+    if (
+        store.is_silent
+        or there <= here
+        or not is_there
+        or not store.get_cost.is_cheaper(num_runs, computing_ns)
+    ):
         store.fetches.wish_nothing(request_id)
         return
     store.ask(request_id, missing, places, there * size, whole=not limits.groups.is_plain)

@@ -11,11 +11,13 @@ not what was put. What is where, and what is worth it, is the core's to know (`q
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from errno import errorcode
 from typing import TypeVar
 
 import numpy as np
@@ -265,7 +267,7 @@ class StoreBlocks:
         )
         with self._changed:
             self._num_putting -= 1
-            self._changed.notify()
+            self._changed.notify_all()  # at the end those, too, who wait for the last put
             if task.tables == self._tables:
                 (self._answers.kept if is_kept else self._answers.unkept).append(name)
                 self._tell()
@@ -285,7 +287,9 @@ class StoreBlocks:
 
     def _complain(self, error: Exception) -> None:
         """Say that the store had an error; not of each. Its words may hold secrets, so only its kind is said."""
-        kind = error.strerror if isinstance(error, OSError) and error.errno is not None else None
+        errno = error.errno if isinstance(error, OSError) else None
+        # its own words for a number may be the storage's
+        kind = os.strerror(errno) if errno is not None and errno in errorcode else None
         with self._changed:
             self._shunned_until_s = time.monotonic() + SHUN_S
             self._num_errors += 1

@@ -83,8 +83,10 @@ class FolderStore:
         try:
             is_whole = write_whole(file, content, 0)
         finally:
-            self._settle(unfinished, name if is_whole else None, len(content))
-            os.close(file)
+            try:
+                self._settle(unfinished, name if is_whole else None, len(content))
+            finally:
+                os.close(file)  # its lock too: what could not be settled is swept
         return is_whole
 
     def get(self, name: str, into: memoryview) -> bool:
@@ -129,13 +131,16 @@ class FolderStore:
     # --- room ---
 
     def _promise(self, unfinished: str, size: int) -> int | None:
-        """Return a new file, open and locked, with room for so much; None where there never is."""
+        """Return a new file, open and locked, with room for so much; None where there is none."""
         if size > self._size_bytes:
             return None
         with self._ledger_held():
             kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
             if kept + size > self._size_bytes:
                 kept = self._make_room(size)
+            if kept + size > self._size_bytes:  # all else is being written
+                os.pwrite(self._ledger, kept.to_bytes(8, "little"), 0)
+                return None
             os.pwrite(self._ledger, (kept + size).to_bytes(8, "little"), 0)
             file = open_own(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder)
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -198,7 +203,7 @@ class FolderStore:
     def _written_by_the_living(self, unfinished: str) -> int:
         """Return the bytes of a file that somebody writes; remove it, and return 0, where nobody does."""
         try:
-            file = open_own(unfinished, os.O_RDONLY, self._folder)
+            file = open_own(unfinished, os.O_RDWR, self._folder)  # NFS locks nothing that is only read
         except FileNotFoundError:
             return 0
         try:

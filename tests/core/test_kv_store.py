@@ -129,6 +129,19 @@ def test_a_store_that_hangs_keeps_nobody_and_is_left_alone(what: str) -> None:
     assert store.num_searches == num_searches
 
 
+def test_who_looked_in_vain_does_not_wait_for_what_is_known_besides() -> None:
+    store = FakeStore()
+    serve(World(store=store))
+    world = World(store=store)
+    pool_of(world)._know(next(iter(store.runs)))
+    world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
+    assert world.plan() is None and store.num_searches == 2
+    world.now += PATIENCE_NS + 1
+    world.apply(world.engine.expire(world.now))
+    assert world.plan() is not None and not store.num_fetched
+    world.run()
+
+
 def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
     store = FakeStore()
     serve(World(store=store))
@@ -235,6 +248,16 @@ def test_what_the_disk_brings_is_not_asked_of_the_store() -> None:
     num_searches = store.num_searches
     assert serve(world, 2) == 20
     assert store.num_searches == num_searches and store.num_fetched == 0
+
+
+def test_less_than_the_disk_brings_is_not_fetched() -> None:
+    store, disk = FakeStore(), FakeDisk(20)
+    disk.past = store.past
+    serve(World(store=store), prompt=PROMPT[:9])
+    serve(World(disk=disk), prompt=PROMPT[:13])
+    world = World(store=store, disk=disk)
+    assert serve(world, 2) == 12
+    assert store.num_searches == 2 and store.num_fetched == 0
 
 
 @pytest.mark.parametrize("in_groups", [False, True])

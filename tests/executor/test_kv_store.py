@@ -173,7 +173,7 @@ def test_errors_are_misses_and_told_of_now_and_then_without_secrets(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_store, "SHUN_S", 0.0)
-    gate = Gate(folder(tmp_path), error=PermissionError(13, "Permission denied", "s3://hunter2@bucket"))
+    gate = Gate(folder(tmp_path), error=PermissionError(13, "hunter2 may not", "s3://hunter2@bucket"))
     bench = Bench(gate)
     assert not bench.put([2], KEYS[:1])
     gate.error = RuntimeError("hunter2")
@@ -241,6 +241,32 @@ def test_what_is_to_be_kept_is_kept_whatever_becomes_of_the_tables(tmp_path: Pat
     gate.opened.set()
     bench.store.close()
     assert folder(tmp_path).count([bench.store._format.name_of(key) for key in KEYS]) == 5
+
+
+def test_the_end_waits_for_the_last_put_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(folder(tmp_path), held="put")
+    bench = Bench(gate)
+    puts = [Put(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:4])]
+    bench.store.order(KvOrders(0, store=StoreOrders(puts)))
+    assert gate.come.wait(30.0)
+    changed, waiting = bench.store._changed, threading.Semaphore(0)
+    wait = changed.wait
+
+    def told_of_wait(timeout: float | None = None) -> bool:
+        if bench.store._is_closing:
+            waiting.release()
+        return wait(timeout)
+
+    monkeypatch.setattr(changed, "wait", told_of_wait)
+    closing = threading.Thread(target=bench.store.close)
+    closing.start()
+    for _ in range(kv_store.NUM_THREADS - kv_store.NUM_PUTTERS):
+        assert waiting.acquire(timeout=30.0)
+    gate.opened.set()
+    closing.join()
+    assert not any(thread.is_alive() for thread in bench.store._threads), "some were told of no end"
 
 
 def test_a_mistake_in_a_thread_is_the_end_of_the_loop(

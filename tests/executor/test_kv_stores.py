@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -122,6 +124,38 @@ def test_a_ledger_that_is_held_keeps_nobody(tmp_path: Path, monkeypatch: pytest.
             with pytest.raises(TimeoutError):
                 put(store, 1)
     assert put(other, 1)
+
+
+def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
+    with monkeypatch.context() as patch, contextlib.ExitStack() as held:
+
+        def write(*_: object) -> bool:
+            held.enter_context(other._ledger_held())
+            return True
+
+        patch.setattr("quintet.executor.store.folder.LOCK_S", 0.05)
+        patch.setattr("quintet.executor.store.folder.write_whole", write)
+        with pytest.raises(TimeoutError):
+            put(one, 30)
+    for number in range(11):
+        assert put(one, number)
+    assert not [*tmp_path.rglob(".*")]
+    one.close()
+    other.close()
+
+
+def test_a_folder_full_of_what_is_being_written_takes_no_more(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path, 2_000)
+    assert put(store, 1)
+    with store._ledger_held():
+        (tmp_path / "ledger").write_bytes((3_000).to_bytes(8, "little"))
+    with open((tmp_path / NAMES[1]).with_name(".other.1-0"), "wb") as unfinished:
+        fcntl.flock(unfinished, fcntl.LOCK_EX)
+        os.ftruncate(unfinished.fileno(), 1_500)
+        assert not put(store, 2) and kept_bytes(tmp_path) <= 2_000
+    assert put(store, 3) and kept_bytes(tmp_path) <= 2_000, "swept"
+    store.close()
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
