@@ -126,8 +126,10 @@ class Ranks:
         """Rank 0: have all ranks move blocks, this one by ``move``; see `wait_for_moved`."""
         for part in self._parts(pairs, PAIR_BYTES):
             self._tell_part(kind, part)
-            move(part)
-            self.wait_for_moved()
+            try:
+                move(part)
+            finally:  # the others meet in any case: who does not would be one meeting behind them from then on
+                self.wait_for_moved()
 
     def wait_for_moved(self) -> None:
         """Wait until all ranks have moved blocks, where some keep KV together: one may write what another was to copy."""

@@ -17,6 +17,7 @@ from tests.models.test_equal import ROWS, check_tokens, made
 
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.program.stage import Stage
 from quintet.wire.config import KvCacheDtype
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
@@ -161,3 +162,28 @@ def test_choices_begin_in_copies_of_blocks_that_others_wrote(tmp_path: Path) -> 
             assert moved.called
             outputs.append(house.outputs)
     assert outputs[0] == outputs[1]
+
+
+def test_a_move_that_fails_leaves_nobody_a_meeting_behind(tmp_path: Path) -> None:
+    """The step fails, its requests are computed again, and the ranks still meet where they met before."""
+    prompt = made(ROWS["deepseek v3"], tmp_path)[1].prompt
+    params = SamplingParams(n=2, temperature=0.9, max_tokens=8, seed=7)
+    copy = Stage._copy
+
+    def fail_at_rank_0(stage: Stage, mail: bytes) -> None:
+        if stage.share.rank == 0:
+            raise MemoryError("a copy of blocks")
+        copy(stage, mail)
+
+    def ask() -> dict[int, list[int]]:
+        loaded.worker.reset()
+        house = House(changed(loaded.config), loaded.worker)
+        house.admit(10, prompt, params)
+        house.run()
+        return house.outputs
+
+    with in_ranks(tmp_path, 2, context=2) as loaded:
+        expected = ask()
+        with mock.patch.object(Stage, "_copy", fail_at_rank_0), pytest.raises(MemoryError):
+            ask()
+        assert ask() == expected
