@@ -236,8 +236,8 @@ class DeviceWorker:
             self.runner.apply_deltas(staging)
             return Finished(result)
         rows = Rows(plan)
-        embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
-        with self._together():
+        with self._together():  # blocks have moved here, which the others are told with the step
+            embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
             drawn = self._compute(plan, packed, words, staging, embeds)
             self._span("layers")
             result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self)

@@ -6,6 +6,7 @@ import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -189,6 +190,22 @@ def test_a_rank_whose_step_fails_midway_ends_the_group(tmp_path: Path) -> None:
             house.run()
         assert worker.is_broken(error.value)
         worker.runner.compute = launch  # type: ignore[method-assign]
+
+
+def test_a_step_that_fails_before_it_was_told_ends_the_group(tmp_path: Path) -> None:
+    """Rank 0 has moved the step's blocks by then, and parts of the step would not tell the others to move theirs."""
+    made("llama", tmp_path)
+    table = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).get_input_embeddings().weight
+    config = rank_config(tmp_path)
+    shortage = torch.OutOfMemoryError("CUDA out of memory.")
+    with leading_worker(config, captured=False) as worker:
+        house = House(config, worker)
+        house.admit(0, mixed(table, [[1, 2, 3]])[0], GREEDY)
+        with (
+            mock.patch("quintet.executor.cuda.worker.embeds_of", side_effect=shortage),
+            pytest.raises(RanksApart, match="rank 0 launched less than it told the others"),
+        ):
+            house.run()
 
 
 def test_large_messages_are_a_librarys_unless_bits_must_not_depend_on_them() -> None:
