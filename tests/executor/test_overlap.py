@@ -68,6 +68,7 @@ class Device:
     num_host_blocks: int = 0
     kv_disk: None = None
     kv_peers: None = None
+    kv_store: None = None
     swap_bytes_per_s: int = 0
     num_split: int = 0
     experts: None = None

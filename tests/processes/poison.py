@@ -54,6 +54,7 @@ class PoisonedWorker:
         self.num_host_blocks = worker.num_host_blocks
         self.kv_disk = worker.kv_disk
         self.kv_peers = worker.kv_peers
+        self.kv_store = worker.kv_store
         self.swap_bytes_per_s = worker.swap_bytes_per_s
 
     @property
