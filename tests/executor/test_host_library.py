@@ -20,7 +20,7 @@ from quintet.executor.ops import host_library
 from quintet.executor.ops.host_attention import CAttention
 from quintet.executor.ops.host_library import SOURCES, check_layout, check_library, open_library
 from quintet.executor.program.library import program_library
-from quintet.executor.program.step import CRotation, CStep
+from quintet.executor.program.step import CRotation, CStep, KvPlace
 from quintet.executor.sampling.settings import RECORD
 from quintet.wire.errors import ConfigError
 
@@ -170,11 +170,13 @@ def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
     shape = {"heads": 4, "kv_heads": 2, "key_width": 64, "value_width": 64, "block_size": 16, "period": 1}
     layer = ctypes.byref(CAttention(**({"key_scale": 1.0, "value_scale": 1.0} | shape | changed)))
 
+    place = ctypes.byref(KvPlace(at, at, 0, 1, 0))
+
     def record() -> None:
         if attends:
-            library.attention(program, layer, at, wide, at, at, wide, 8)
+            library.attention(program, layer, at, wide, place, at, wide, 8)
         else:
-            library.rope_kv_write(program, layer, *(at, wide, at, wide, at, wide), at, at, wide)
+            library.rope_kv_write(program, layer, *(at, wide, at, wide, at, wide), place, at, wide)
 
     assert words in last_words(record)
 
