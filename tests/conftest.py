@@ -5,5 +5,6 @@ pytest_plugins = (
     "tests.suite.order",
     "tests.suite.costs",
     "tests.suite.collecting",
+    "tests.suite.logs",
     "pytester",
 )
