@@ -19,6 +19,7 @@ GGUF_FILES: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k", "mxfp4")
 """Of these an engine reads the very same file, or does not run the row."""
 _OF_SMALL: tuple[Precision, ...] = ("q8_0", "q4_0", "q4_k_m", "q6_k")
 _OF_L: tuple[Precision, ...] = ("q4_k_m", "q8_0")
+_FOR_CLIENTS: tuple[Precision, ...] = ("q4_k_m", "q8_0")
 Mode = Literal["serve", "offline"]
 """Through the engine's HTTP server where it has one, or through its Python API."""
 Pattern = Literal["stream", "prompt", "clients", "offline", "prefix", "boot"]
@@ -153,8 +154,10 @@ ROWS: tuple[Row, ...] = (
     *(_prompt(model, precision, "≥ 2 × llama.cpp") for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
     _prompt("L", "q4_k_m", "≥ 2 × llama.cpp"),
     _prompt("E", "mxfp4", "≥ 2 × llama.cpp"),
-    _clients(8, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), "q4_k_m"),
-    _clients(32, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), "q4_k_m"),
+    *(
+        _clients(clients, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), precision)
+        for precision in _FOR_CLIENTS for clients in (8, 32)
+    ),
 )  # fmt: skip
 
 
