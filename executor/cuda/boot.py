@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.cuda.attention.backend import AttentionBackend, AttentionNeeds
-from quintet.executor.cuda.attention.choice import choose_attention
+from quintet.executor.cuda.attention.choice import Choice, choose_as_first, choose_attention
 from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.group import DeviceGroup
@@ -59,7 +59,7 @@ def make_device_worker(
     group, ranks: of the first of several ranks, which tells the others.
     """
     opened = open_runner(device, model, config, dtype, group, ranks)
-    steps = DeviceSteps(opened.runner, opened.staging, config)
+    steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
     teller = None if ranks is None else Teller(ranks)
     return DeviceWorker(steps, config, opened.num_blocks, facts, span, group, teller)
 
@@ -97,8 +97,10 @@ def open_runner(
     begun = time.monotonic()
     runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
     if where.type == "cuda":  # the emulator's times mean nothing
-        linears.measure(runner.linears)
-        runner.of_prompts = _attention_of_prompts(device, attention, runner.attentions, config)
+        linears.measure(runner.linears, ranks=ranks)
+        runner.of_prompts = _attention_of_prompts(device, attention, runner.attentions, config, ranks)
+    if group is not None:
+        runner.try_smallest_steps()
     reserved = 0
     if not config.executor.enforce_eager:
         reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, dtype.itemsize)
@@ -106,6 +108,8 @@ def open_runner(
     if ranks is not None:
         told = ranks.exchange(num_blocks.to_bytes(8, "little"))
         num_blocks = min(int.from_bytes(each, "little") for each in told)
+    if group is not None:
+        group.limit_waits()
     runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, where))
     log.info(
         "the largest step (%d tokens) took %.1f s with everything it loaded; KV gets %d blocks of %d tokens, %.1f GiB",
@@ -119,7 +123,11 @@ def open_runner(
 
 
 def _attention_of_prompts(
-    device: Device, plans: AttentionPlans, layers: Sequence[AttentionLayer], config: EngineConfig
+    device: Device,
+    plans: AttentionPlans,
+    layers: Sequence[AttentionLayer],
+    config: EngineConfig,
+    ranks: Ranks | None,
 ) -> AttentionBackend | None:
     """Choose whose attention computes prompts; None for ours, also where layers differ in what a library takes once."""
     plan = plans.only
@@ -151,5 +159,9 @@ def _attention_of_prompts(
         windows=tuple(sight.window for sight in plan.sights),
         batch_invariant=config.executor.batch_invariant,
     )
-    wanted = config.executor.attention_backend
-    return choose_attention(wanted, device, plan, needs, captured_stopwatch(device)).backend
+    wanted, stopwatch = config.executor.attention_backend, captured_stopwatch(device)
+
+    def choose(name: str) -> Choice:
+        return choose_attention(name, device, plan, needs, stopwatch)
+
+    return (choose(wanted) if ranks is None else choose_as_first(wanted, ranks, choose)).backend

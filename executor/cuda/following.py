@@ -40,7 +40,7 @@ def follow(device: Device, model: CausalModel, config: EngineConfig, ranks: Rank
     """Boot beside the others, say so, and carry out orders for ever; yield each behind its launches. model: the rank's share."""
     group = group_of(device, ranks, config)
     opened = open_runner(device, model, config, MODEL_DTYPES[config.model.dtype], group, ranks)
-    steps = DeviceSteps(opened.runner, opened.staging, config)
+    steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
     hearer = Hearer(ranks)
     gc.freeze()
     give_back_memory()
@@ -71,10 +71,8 @@ def _launch(steps: DeviceSteps, order: StepOrder) -> None:
         runner.apply_deltas(staging)
         return
     embeds = order.step_embeds(runner.dtype, runner.device.torch_device)
-    if order.is_captured:
-        graph = steps.graph_of(packed, staging, embeds)
-        assert graph is not None, "graphs are captured by all ranks together"
-        graph.replay()
+    if order.graph_rows is not None:
+        steps.graph_of_size(order.graph_rows, staging).replay()
         return
     rows = words[HEADER_WORDS:]
     host = HostRows(

@@ -2,7 +2,7 @@
 
 A server is ready before any graph is: steps are launched kernel by kernel until the graph of their size exists. Graphs are
 captured one at a time between steps, the largest first, so that the smaller ones fit into the memory of the pool that
-the largest took. Owns no tensor.
+the largest took. Ranks of one model have the same graphs: each is kept by all, or by none. Owns no tensor.
 """
 
 from __future__ import annotations
@@ -37,12 +37,21 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 class DecodeGraphs(Generic[GraphT]):
     """The graphs captured so far, by padded size."""
 
-    def __init__(self, max_num_seqs: int, capture: Callable[[int], GraphT]) -> None:
-        """``capture`` makes the graph of so many rows; it may raise `torch.OutOfMemoryError`."""
+    def __init__(
+        self,
+        max_num_seqs: int,
+        capture: Callable[[int], GraphT],
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        """``capture`` makes the graph of so many rows; it may raise `torch.OutOfMemoryError`.
+
+        agree: of one of several ranks, called behind each capture with whether it has the graph; returns whether all have.
+        """
         self._sizes = padded_sizes(max_num_seqs)
         self._missing = list(self._sizes)
         self._graphs: dict[int, GraphT] = {}
         self._capture = capture
+        self._agree = agree
 
     @property
     def num_missing(self) -> int:
@@ -61,23 +70,36 @@ class DecodeGraphs(Generic[GraphT]):
                 return graph
         return None
 
+    def of_size(self, size: int) -> GraphT | None:
+        """Return the graph of this padded size, if it was captured."""
+        return self._graphs.get(size)
+
     def capture_one(self) -> None:
         """Capture the largest graph that is missing. The first that does not fit into memory ends it for all smaller ones."""
         size = self._missing.pop()
-        try:
-            self._graphs[size] = self._capture(size)
-        except torch.OutOfMemoryError as error:
+        graph, problem = self._try(size)
+        is_captured = graph is not None
+        if not (is_captured if self._agree is None else self._agree(is_captured)):
             log.warning(
                 "graphs of %s rows are not captured, their steps are launched one kernel at a time: %s;"
                 " lower --gpu-memory-utilization to leave room for them",
                 ", ".join(map(str, [*self._missing, size])),
-                str(error).splitlines()[0],
+                problem or "memory of another rank's device is too little",
             )
             self._missing.clear()
             return
+        assert graph is not None, size
+        self._graphs[size] = graph
         if not self._missing:
             log.info(
                 "decode steps of up to %d rows run as captured graphs (%d)",
                 self._sizes[-1],
                 len(self._graphs),
             )
+
+    def _try(self, size: int) -> tuple[GraphT | None, str]:
+        """Return the graph of this size, or None and why there is none. Nothing of an attempt is kept alive by its error."""
+        try:
+            return self._capture(size), ""
+        except torch.OutOfMemoryError as error:
+            return None, str(error).splitlines()[0]

@@ -57,6 +57,10 @@ class DeviceGroup:
         """See `Peers.check`."""
         self._peers.check()
 
+    def limit_waits(self) -> None:
+        """See `Peers.limit_waits`: boot is over, and every rank has loaded what steps launch."""
+        self._peers.limit_waits()
+
     def add(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """Return the sum of all ranks' ``x [rows, width]``, plus the bias ``[width]``. ``x`` is not to be read any more."""
         x = x.contiguous()

@@ -1,8 +1,9 @@
 """Who multiplies by a weight on a device: cuBLAS, or one of our kernels.
 
-With ``--batch-invariant`` ours always do, in one order for any number of rows. Otherwise whoever was faster at boot, for
-few rows, where reading the weight is all there is to it; cuBLAS for many. By codes one kernel multiplies any number of rows. Owns
-that decision and what a split sum needs; does not know how kernels are launched nor how time is taken, which is given.
+With ``--batch-invariant`` ours always do, in one order for any number of rows. Otherwise whoever was faster at boot (of
+several ranks: at the first), for few rows, where reading the weight is all there is to it; cuBLAS for many. By codes one
+kernel multiplies any number of rows. Owns that decision and what a split sum needs; does not know how kernels are launched
+nor how time is taken, which is given.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
 import torch
 import torch.nn.functional as F
 
@@ -23,6 +25,7 @@ from quintet.executor.cuda.ops.linear_fp8 import fp8_matmul
 from quintet.executor.cuda.ops.linear_groups import head_matmul
 from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Linear
+from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.quant.coded import CodedLinear, CodedRun, Fp8Run
 from quintet.executor.quant.none import RowMajorLinear
 
@@ -132,11 +135,16 @@ class DeviceLinears:
                 return next(way for rows, way in zip(MEASURED_ROWS, ways, strict=True) if num_rows <= rows)
         return Way.CUBLAS
 
-    def measure(self, layers: Iterable[Linear], stopwatch: Stopwatch | None = None) -> None:
+    def measure(
+        self, layers: Iterable[Linear], stopwatch: Stopwatch | None = None, ranks: Ranks | None = None
+    ) -> None:
         """Choose, once weights are loaded: ten launches or so for each shape, kernel and number of rows, while nobody else uses
         the device.
 
-            ``stopwatch`` is `captured_stopwatch` of the device where none is given. Does nothing with ``batch_invariant``.
+        stopwatch: `captured_stopwatch` of the device where none is given. Does nothing with ``batch_invariant``. ranks: of
+        one of several, which all call this: rank 0's choices are everybody's, since each way rounds in its own, and what
+        every rank computes (routers, KV heads that several keep) has to have the same bits at all of them. The others choose
+        for shapes that rank 0 does not have, as of the last part of a vocabulary: those are nobody else's numbers.
         """
         if self._batch_invariant:
             log.info("linear layers: our own kernels, as --batch-invariant asks")
@@ -147,7 +155,16 @@ class DeviceLinears:
                 by_shape.setdefault(WeightShape.of(table), []).append(table)
         if stopwatch is None:
             stopwatch = captured_stopwatch(self._device)
-        self._ways = {shape: self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
+        known: Mapping[str, Sequence[Way]] = {}
+        if ranks is None or ranks.share.rank == 0:
+            known = {str(shape): self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
+        if ranks is not None:
+            told = ranks.as_first_says(msgspec.json.encode(known))
+            known = msgspec.json.decode(told, type=dict[str, tuple[Way, ...]])
+        self._ways = {
+            shape: known.get(str(shape)) or self._fastest(weights, stopwatch)
+            for shape, weights in by_shape.items()
+        }
         log.info(
             "linear layers of %s rows: %s; more rows: cublas",
             ", ".join(map(str, MEASURED_ROWS)),

@@ -41,8 +41,8 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """`PackedPlan`'s rows, tokens, most of a row, and rows that draw."""
     moves: tuple[int, int, int, int]
     """Where swaps out begin, swaps in, copies, and where these end."""
-    is_captured: bool
-    """Whether the graph of the step's size is replayed."""
+    graph_rows: int | None
+    """The size of the graph that is replayed; None for a step that is launched kernel by kernel."""
     embeds: EmbedsOrder | None = None
 
     @property
@@ -94,15 +94,17 @@ class Teller:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def step(self, words: Words, packed: PackedPlan, embeds: StepEmbeds | None, *, is_captured: bool) -> None:
-        """Have a step launched, behind the moves of its blocks."""
+    def step(
+        self, words: Words, packed: PackedPlan, embeds: StepEmbeds | None, graph_rows: int | None = None
+    ) -> None:
+        """Have a step launched, behind the moves of its blocks; as the graph of so many rows, if that is said."""
         given = None
         if embeds is not None:
             vectors = embeds.vectors.cpu().contiguous().view(torch.uint8)
             given = EmbedsOrder(embeds.tokens.cpu().numpy().tobytes(), vectors.numpy().tobytes())
         sizes = (packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled)
         moves = (packed.swaps_out.start, packed.swaps_in.start, packed.copies.start, packed.copies.stop)
-        self._tell(StepOrder(words[: packed.num_words].tobytes(), sizes, moves, is_captured, given))
+        self._tell(StepOrder(words[: packed.num_words].tobytes(), sizes, moves, graph_rows, given))
 
     def logits(self, tokens: Int) -> None:
         """Have logits made again."""

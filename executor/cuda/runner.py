@@ -22,6 +22,7 @@ from quintet.executor.cuda.kv_memory import DeviceKv
 from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.cuda.ops.draw import draw
+from quintet.executor.cuda.ops.peers import RanksApart
 from quintet.executor.cuda.ops.tables import apply_plan, scatter_tokens
 from quintet.executor.cuda.rows import SampledRows, StepRows
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
@@ -50,6 +51,7 @@ class Drawn:
 class DecodeGraph:
     """A captured decode step of a padded size."""
 
+    num_rows: int
     _replay: Callable[[], None]
     _drawn: Drawn
     """Where the step leaves what it draws, at every replay."""
@@ -139,6 +141,14 @@ class DeviceRunner:
         self.compute(self._staging, num_rows, num_tokens, num_tokens, num_rows)
         self._device.synchronize()
 
+    def try_smallest_steps(self) -> None:
+        """Have loaded what steps without prompts launch, and copies of blocks: of several ranks no other is to wait for it
+        within a step. They all call this."""
+        self._clear_staging()
+        self.compute(self._staging, 1, 1, 1, 1)
+        self.copy_blocks(self._staging[:2])
+        self._device.synchronize()
+
     def apply_deltas(self, staging: torch.Tensor) -> None:
         """Bring the device's tables up to a plan without rows, or whose rows are computed later."""
         apply_plan(self._device, staging, self.tables, self._memory.rows(0, 0, 0), self._memory.sampled(0))
@@ -166,7 +176,13 @@ class DeviceRunner:
         """Capture the step of so many rows of one token each, all of which draw. Reads the plan from ``staging``."""
         self._clear_staging()
         # What is loaded, chosen or allocated at first use must not be while capturing.
-        room = self._room(self.compute(self._staging, num_rows, num_rows, 1, num_rows))
+        try:
+            drawn = self.compute(self._staging, num_rows, num_rows, 1, num_rows)
+        except torch.OutOfMemoryError as error:
+            if self._group is None:
+                raise
+            raise RanksApart(f"others wait for a step that was launched in part: {error}") from error
+        room = self._room(drawn)
         self._device.synchronize()
 
         def step() -> None:
@@ -174,7 +190,7 @@ class DeviceRunner:
             room.logits.copy_(drawn.logits)
             room.tokens.copy_(drawn.tokens)
 
-        return DecodeGraph(self._device.capture(step), room)
+        return DecodeGraph(num_rows, self._device.capture(step), room)
 
     def _room(self, drawn: Drawn) -> Drawn:
         """Return memory for as much as was drawn. All graphs leave it there: what one kept in the graphs' pool would be

@@ -12,10 +12,12 @@ import torch
 from quintet.executor.cuda.attention.backend import HostRows
 from quintet.executor.cuda.graphs import DecodeGraphs
 from quintet.executor.cuda.host_pool import HostPool
+from quintet.executor.cuda.ops.peers import RanksApart
 from quintet.executor.cuda.ops.tables import PackedPlan, Words
 from quintet.executor.cuda.runner import DecodeGraph, DeviceRunner, Drawn
 from quintet.executor.cuda.staging import PinnedBuffer, PinnedRing
 from quintet.executor.embeds import StepEmbeds
+from quintet.executor.parallel.ranks import Ranks
 from quintet.wire.config import EngineConfig
 
 
@@ -38,22 +40,29 @@ class Room:
 class DeviceSteps:
     """What is launched for plans, in their order."""
 
-    def __init__(self, runner: DeviceRunner, staging: torch.Tensor, config: EngineConfig) -> None:
-        """staging: int32, the runner's: where graphs read a plan's words."""
+    def __init__(
+        self,
+        runner: DeviceRunner,
+        staging: torch.Tensor,
+        config: EngineConfig,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """staging: int32, the runner's: where graphs read a plan's words. ranks: of one of several, which capture together."""
         self.runner = runner
         self._device = runner.device
-        self._staging = staging
+        self.staging = staging
         scheduler = config.scheduler
         self._words = PinnedRing(self._device, scheduler.depth + 1, len(staging))
         self.graphs: DecodeGraphs[DecodeGraph] | None = None
         if not config.executor.enforce_eager:
-            self.graphs = DecodeGraphs(scheduler.max_num_seqs, runner.capture_decode)
+            agree = None if ranks is None else ranks.all_say
+            self.graphs = DecodeGraphs(scheduler.max_num_seqs, runner.capture_decode, agree)
         num_host_blocks = config.model.kv.num_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
     def room_for(self, num_words: int) -> Room:
         """Return room for so many words; whoever takes one of the pinned buffers may have to wait for its last copy."""
-        if num_words > len(self._staging):
+        if num_words > len(self.staging):
             return Room(torch.empty(num_words, dtype=torch.int32), None)
         buffer = self._words.take()
         return Room(buffer.host, buffer)
@@ -62,9 +71,9 @@ class DeviceSteps:
         """Copy the words to the device; return where they are, usually the buffer that graphs read."""
         if room._buffer is None:
             return room.host[:num_words].to(self._device.torch_device)
-        self._staging[:num_words].copy_(room.host[:num_words], non_blocking=True)
+        self.staging[:num_words].copy_(room.host[:num_words], non_blocking=True)
         room._buffer.free_after = self._device.record()
-        return self._staging
+        return self.staging
 
     def move_blocks(self, packed: PackedPlan, staging: torch.Tensor) -> None:
         """Copy blocks to and from the host, and within the device."""
@@ -82,10 +91,21 @@ class DeviceSteps:
         assert self.graphs is not None
         return self.graphs.find(packed.num_rows)
 
+    def graph_of_size(self, num_rows: int, staging: torch.Tensor) -> DecodeGraph:
+        """Return the graph that rank 0 replays; raise `RanksApart` where there is none: other launches would not meet its."""
+        graph = None
+        if self.graphs is not None and staging is self.staging:
+            graph = self.graphs.of_size(num_rows)
+        if graph is None:
+            raise RanksApart(
+                f"rank 0 replays a graph of {num_rows} rows, and this rank has none of that size"
+            )
+        return graph
+
     def could_be_captured(self, packed: PackedPlan, staging: torch.Tensor, embeds: StepEmbeds | None) -> bool:
         """Whether there is a graph for such a plan, or there will be."""
         is_decode = packed.num_tokens == packed.num_rows == packed.num_sampled and embeds is None
-        return is_decode and self.graphs is not None and staging is self._staging
+        return is_decode and self.graphs is not None and staging is self.staging
 
     def compute(
         self, packed: PackedPlan, staging: torch.Tensor, host: HostRows, embeds: StepEmbeds | None

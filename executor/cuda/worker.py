@@ -102,7 +102,7 @@ class DeviceWorker:
         self.num_blocks = num_blocks
         self.facts = {**facts, "blocks": str(num_blocks)}
         self.runner = runner = steps.runner
-        self._steps = steps
+        self.steps = steps
         self._device = device = runner.device
         self._group = group
         self._teller = teller
@@ -165,16 +165,16 @@ class DeviceWorker:
     @property
     def has_chores(self) -> bool:
         """Whether there is something to do for later while nothing is in flight: graphs to capture."""
-        return self._steps.graphs is not None and self._steps.graphs.num_missing > 0
+        return self.steps.graphs is not None and self.steps.graphs.num_missing > 0
 
     @torch.inference_mode()
     def do_chore(self) -> None:
         """Capture the next graph."""
-        assert self._steps.graphs is not None
+        assert self.steps.graphs is not None
         if self._teller is not None:
             self._teller.capture()
         with self._together():
-            self._steps.graphs.capture_one()
+            self.steps.graphs.capture_one()
         self._num_without_graph = 0
         self._num_ended += 1
         self._newest_end = None  # the device's rest until the next step says nothing about the loop
@@ -210,7 +210,7 @@ class DeviceWorker:
         self._span("tables", plan.step)
         packed, words, staging = self._upload(plan)
         begun = self._device.record()  # behind the packing: that is time in which the device may rest
-        self._steps.move_blocks(packed, staging)
+        self.steps.move_blocks(packed, staging)
         if not self._smaller_steps.is_to_be_cut(plan):
             try:
                 return self._launch(plan, packed, words, staging, begun)
@@ -232,7 +232,7 @@ class DeviceWorker:
         result = StepResult(plan.step, 0, b"")
         if not packed.num_rows:
             if self._teller is not None:
-                self._teller.step(words, packed, None, is_captured=False)
+                self._teller.step(words, packed, None)
             self.runner.apply_deltas(staging)
             return Finished(result)
         rows = Rows(plan)
@@ -296,9 +296,9 @@ class DeviceWorker:
 
     def _upload(self, plan: StepPlan) -> tuple[PackedPlan, Words, torch.Tensor]:
         """Copy a plan's words to the device; return them, and where they are there."""
-        room = self._steps.room_for(self._layout.num_words(plan))
+        room = self.steps.room_for(self._layout.num_words(plan))
         packed = pack_staging(plan, self._layout, room.words)
-        return packed, room.words, self._steps.send(room, packed.num_words)
+        return packed, room.words, self.steps.send(room, packed.num_words)
 
     def _compute(
         self,
@@ -308,14 +308,14 @@ class DeviceWorker:
         staging: torch.Tensor,
         embeds: StepEmbeds | None,
     ) -> Drawn:
-        graph = self._steps.graph_of(packed, staging, embeds)
+        graph = self.steps.graph_of(packed, staging, embeds)
         if self._teller is not None:
-            self._teller.step(words, packed, embeds, is_captured=graph is not None)
+            self._teller.step(words, packed, embeds, None if graph is None else graph.num_rows)
         if graph is not None:
             return graph.replay()
-        self._num_without_graph += self._steps.could_be_captured(packed, staging, embeds)
+        self._num_without_graph += self.steps.could_be_captured(packed, staging, embeds)
         host = HostRows(np.frombuffer(plan.starts, np.int32), np.frombuffer(plan.counts, np.int32))
-        return self._steps.compute(packed, staging, host, embeds)
+        return self.steps.compute(packed, staging, host, embeds)
 
 
 def _nothing() -> None:

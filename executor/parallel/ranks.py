@@ -86,6 +86,16 @@ class Ranks:
         self.meet()  # everybody has read them
         return told
 
+    def all_say(self, own: bool) -> bool:
+        """Return whether every rank says so here: all ranks, as often."""
+        return all(map(any, self.exchange(bytes([own]))))
+
+    def as_first_says(self, own: bytes) -> bytes:
+        """Return what rank 0 says here, of any length: all ranks, as often. What others say is not looked at."""
+        most = SLOT_BYTES - 1
+        length = int.from_bytes(self.exchange(len(own).to_bytes(8, "little"))[0], "little")
+        return b"".join(self.exchange(own[at : at + most])[0] for at in range(0, length, most))
+
     def meet(self) -> None:
         """Wait until every rank is here: all of them, in the same order."""
         self.library.meet_now(self.handle)

@@ -51,7 +51,7 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
         is_over.set()
         nothing = slice(0, 0)
         last = PackedPlan(0, 0, 0, 0, HEADER_WORDS, nothing, nothing, nothing)
-        Teller(first).step(np.zeros(HEADER_WORDS, np.int32), last, None, is_captured=False)
+        Teller(first).step(np.zeros(HEADER_WORDS, np.int32), last, None)
         for thread in threads:
             thread.join()
         os.close(descriptor)

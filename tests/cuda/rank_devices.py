@@ -25,10 +25,13 @@ def devices_of(size: int) -> tuple[EmulatedDevice, ...]:
 def peers_of(devices: Sequence[EmulatedDevice], patience_s: float = 60.0) -> list[Peers]:
     """Return each rank's view of mailboxes that nobody has used."""
     handles = [device.share_memory(MAILBOX_BYTES)[1] for device in devices]
-    return [
-        Peers(device, rank, [device.open_memory(handle) for handle in handles], patience_s)
+    peers = [
+        Peers(device, rank, [device.open_memory(handle) for handle in handles])
         for rank, device in enumerate(devices)
     ]
+    for each in peers:
+        each.limit_waits(patience_s)
+    return peers
 
 
 def at_once(works: Sequence[Callable[[], ResultT]]) -> list[ResultT]:

@@ -10,15 +10,22 @@ import numpy as np
 import pytest
 import torch
 from tests.cuda.attention_problem import FP8
+from tests.cuda.rank_choices import chosen_by
 
 from quintet.executor.cuda.attention.backend import AttentionNeeds, UnsupportedError
-from quintet.executor.cuda.attention.choice import BACKENDS, Choice, choose_attention
+from quintet.executor.cuda.attention.choice import (
+    BACKENDS,
+    Choice,
+    choose_as_first,
+    choose_attention,
+)
 from quintet.executor.cuda.attention.flashinfer import FlashInferAttention
 from quintet.executor.cuda.attention.probe import probe_rows, random_step
 from quintet.executor.cuda.attention.torch_varlen import TorchAttention
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
 from quintet.executor.layers.attention import Sight
+from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.platform import import_string
 from quintet.wire.errors import ConfigError
 
@@ -101,6 +108,28 @@ def test_ours_where_bits_must_not_depend_on_the_batch(device: Device) -> None:
     assert choice.name == "quintet"
     assert "--batch-invariant" in choice.reason
     assert choose(device, "quintet").reason == "as --attention-backend asks"
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({1: "Right", 2: "Right"}, "torch"),
+        ({1: "Right", 2: "Raises"}, "quintet"),
+    ],
+    ids=["everybody has it", "one cannot"],
+)
+def test_rank_0_chooses_for_all(device: Device, own: dict[int, str], expected: str) -> None:
+    """Whatever others would have measured; where one cannot have it, nobody has."""
+
+    def choose_at(ranks: Ranks) -> str:
+        rank = ranks.share.rank
+        times = {"flashinfer": 1.0, "torch": 0.8, "ours": 2.0 if rank == 0 else 0.1}
+        fake = own.get(rank, "Right")
+        return choose_as_first(
+            "auto", ranks, lambda name: choose(device, name, times, flashinfer="Right", torch=fake)
+        ).name
+
+    assert chosen_by(3, choose_at) == [expected] * 3
 
 
 def test_an_unknown_name_is_the_users_mistake(device: Device) -> None:

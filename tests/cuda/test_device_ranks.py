@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -24,11 +27,18 @@ from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 
 from quintet.executor.cards.share import Share
+from quintet.executor.cuda.device import Kernel, Size
 from quintet.executor.cuda.group import ONE_SHOT_BYTES, DeviceGroup
-from quintet.executor.cuda.ops.peers import Peers, RanksApart
+from quintet.executor.cuda.ops.peers import (
+    AS_LONG_AS_IT_TAKES_NS,
+    EXCHANGE,
+    PATIENCE_S,
+    Peers,
+    RanksApart,
+)
 from quintet.executor.cuda.ops.tables import PackedPlan
 from quintet.executor.cuda.orders import Hearer, StepOrder, Teller
-from quintet.executor.cuda.ranks import open_device_ranks
+from quintet.executor.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.embeds import StepEmbeds
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
@@ -153,7 +163,7 @@ def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
         def tell() -> None:
             second_is_there.wait()
             teller = Teller(first)
-            teller.step(words, packed, embeds, is_captured=True)
+            teller.step(words, packed, embeds, 4)
             teller.logits(np.array([5, 6], np.int64))
 
         second_is_there = threading.Event()
@@ -164,12 +174,111 @@ def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
         hearer = Hearer(second)
         step, logits = hearer.next(), hearer.next()
         telling.join()
-    assert isinstance(step, StepOrder) and step.packed == packed and step.is_captured
+    assert isinstance(step, StepOrder) and step.packed == packed and step.graph_rows == 4
     assert step.words == words.tobytes()
     given = step.step_embeds(torch.bfloat16, torch.device("cpu"))
     assert given is not None and torch.equal(given.tokens, embeds.tokens)
     assert torch.equal(given.vectors, embeds.vectors)
     assert logits.tokens == np.array([5, 6], np.int64).tobytes()  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_graph_that_one_rank_cannot_capture_nobody_has(
+    rank: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else one would replay what another launches, or a larger graph: they would not meet."""
+    expected = made("llama", tmp_path)
+    config, device = rank_config(tmp_path), devices_of(2)[rank]
+    capture, captured = device.capture, 0
+
+    def capture_the_first(run: Callable[[], None]) -> Callable[[], None]:
+        nonlocal captured
+        captured += 1
+        if captured > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return capture(run)
+
+    with (
+        mock.patch.object(device, "capture", capture_the_first),
+        caplog.at_level(logging.WARNING, "quintet"),
+        leading_worker(config) as worker,
+    ):
+        house = House(config, worker)
+        for i, each in enumerate(expected):
+            house.admit(i, each.prompt, GREEDY)
+        house.run()
+        graphs = worker.steps.graphs
+        assert graphs is not None and [size for size in (1, 2, 4) if graphs.of_size(size)] == [4]
+        with pytest.raises(RanksApart, match="a graph of 2 rows, and this rank has none"):
+            worker.steps.graph_of_size(2, worker.steps.staging)
+    assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
+    reasons = [
+        record.getMessage() for record in caplog.records if "graphs of 1, 2 rows" in record.getMessage()
+    ]
+    assert len(reasons) == 2
+    assert {"another rank's device" in reason for reason in reasons} == {True, False}
+
+
+def test_waits_are_limited_once_every_rank_has_loaded_what_steps_launch(tmp_path: Path) -> None:
+    """Compiling takes minutes, at one rank perhaps and not at another: at boot a rank waits for as long as it takes."""
+    expected = made("llama", tmp_path)
+    config = rank_config(tmp_path)
+    launches: list[tuple[int, Kernel, int | None]] = []
+
+    def watched(rank: int, launch: Callable[..., None]) -> Callable[..., None]:
+        def watch(kernel: Kernel, grid: Size, block: Size, args: Sequence[Any], **more: int) -> None:
+            patience_ns = args[len(EXCHANGE) - 1] if kernel.kinds.startswith(EXCHANGE) else None
+            launches.append((rank, kernel, patience_ns))
+            launch(kernel, grid, block, args, **more)
+
+        return watch
+
+    def of_waits() -> set[int]:
+        return {patience_ns for _, _, patience_ns in launches if patience_ns is not None}
+
+    with ExitStack() as stack:
+        for rank, device in enumerate(devices_of(2)):
+            stack.enter_context(mock.patch.object(device, "launch", watched(rank, device.launch)))
+        worker = stack.enter_context(leading_worker(config, captured=False))
+        loaded = {(rank, kernel.module) for rank, kernel, _ in launches}
+        assert of_waits() == {AS_LONG_AS_IT_TAKES_NS}
+        launches.clear()
+        house = House(config, worker)
+        for i, each in enumerate(expected):
+            house.admit(i, each.prompt, GREEDY)
+        house.run()
+    assert of_waits() == {int(PATIENCE_S * 1e9)}
+    assert {(rank, kernel.module) for rank, kernel, _ in launches} <= loaded
+
+
+def test_a_rank_waits_at_boot_for_one_that_compiles(tmp_path: Path) -> None:
+    write_checkpoint(KINDS["llama"], tmp_path)
+    config, devices = rank_config(tmp_path), devices_of(2)
+    compiled, waited = threading.Event(), threading.Event()
+
+    def be_a_rank(rank: int, descriptor: int) -> torch.Tensor:
+        ranks = open_device_ranks(config, descriptor, rank)
+        group = group_of(devices[rank], ranks, config)
+        if rank == 1:
+            assert not compiled.wait(0.2), "nobody says so: a compiler's time goes by"
+        total = group.add(torch.ones(1, 8))
+        group.check()
+        group.limit_waits()
+        if rank == 0:
+            group.add(torch.ones(1, 8))
+            waited.set()
+            with pytest.raises(RanksApart, match=r"rank 0 of 2 waited 0\.05 s"):
+                group.check()
+        assert waited.wait(60.0)
+        return total
+
+    with (
+        (tmp_path / "memory").open("w+b") as memory,
+        mock.patch.object(Peers, "limit_waits", partialmethod(Peers.limit_waits, 0.05)),
+    ):
+        works = [partial(be_a_rank, rank, memory.fileno()) for rank in range(2)]
+        for total in at_once(works):
+            assert torch.equal(total, torch.full((1, 8), 2.0))
 
 
 def test_a_rank_whose_step_fails_midway_ends_the_group(tmp_path: Path) -> None:

@@ -10,11 +10,13 @@ from typing import cast
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.cuda.rank_choices import chosen_by
 
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.linear_choice import DeviceLinears, Way, captured_stopwatch
 from quintet.executor.cuda.ops.linear import matmul, matvec
 from quintet.executor.layers.linear import Linear
+from quintet.executor.parallel.ranks import Ranks
 
 CUBLAS, MATMUL, MATVEC = Way.CUBLAS, Way.MATMUL, Way.MATVEC
 
@@ -74,6 +76,26 @@ def test_batch_invariant_is_always_ours_in_one_order(device: Device) -> None:
     assert weight is not None
     linears.measure([one], clock([]))
     assert set(rows_to_ways(linears, weight).values()) == {MATMUL}
+
+
+def test_rank_0_chooses_for_all(device: Device) -> None:
+    """Whatever others would have measured: what every rank computes has one way of rounding. A shape that rank 0 does not
+    have is a rank's own affair."""
+    layers = [[layer(device, 24, 64), layer(device, 33 - rank, 64)] for rank in range(3)]
+    clocks = ([5, 6, 4] * 3 + [5, 4] * 4) * 2, [6, 5, 7] * 3 + [5, 6] * 4
+
+    def choose(ranks: Ranks) -> list[dict[int, Way]]:
+        rank = ranks.share.rank
+        linears = DeviceLinears(device, batch_invariant=False)
+        linears.measure(layers[rank], clock([*clocks[min(rank, 1)]]), ranks)
+        return [
+            rows_to_ways(linears, one.method.table) for one in layers[rank] if one.method.table is not None
+        ]
+
+    first, *others = chosen_by(3, choose)
+    assert [each[0] for each in others] == [first[0]] * 2
+    assert first[0][1] is MATVEC and first[0][64] is MATMUL
+    assert [each[1][1] for each in others] == [MATMUL] * 2
 
 
 def test_a_weight_that_our_kernels_cannot_read_is_not_tried(device: Device) -> None:

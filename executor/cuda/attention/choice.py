@@ -19,6 +19,7 @@ from quintet.executor.cuda.attention.backend import (
 from quintet.executor.cuda.attention.probe import ProbeStep, compare, probe_rows, random_step
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.platform import entry_point_path, import_string
 from quintet.wire.errors import ConfigError
 
@@ -67,6 +68,20 @@ def choose_attention(
     choice = _choose(wanted, device, plan, needs, stopwatch, backends, ours(device, plan, needs))
     log.info("attention of prompts: %s (%s)", choice.name, choice.reason)
     return choice
+
+
+def choose_as_first(wanted: str, ranks: Ranks, choose: Callable[[str], Choice]) -> Choice:
+    """Return the choice of rank 0, by `choose`, at every rank; ours at all of them where another one cannot have it.
+
+    Each rounds in its own way, and times differ from rank to rank. Called by all ranks.
+    """
+    own = choose(wanted) if ranks.share.rank == 0 else None
+    name = ranks.as_first_says(b"" if own is None else own.name.encode()).decode()
+    choice = own or choose(name)
+    if ranks.all_say(choice.name == name):
+        return choice
+    log.warning("attention of prompts: %s cannot be had by every rank, so %s computes it", name, OURS)
+    return choose(OURS)
 
 
 def _choose(

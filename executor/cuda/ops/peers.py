@@ -20,8 +20,10 @@ THREADS = 512
 EXCHANGE = "pippl"
 """The kinds of an exchange's first parameters."""
 PATIENCE_S = 60.0
-"""How long a rank's kernels wait for another's, whose host may be capturing a graph meanwhile; who is gone ends the group long
-before."""
+"""How long a rank's kernels wait for another's in a step, whose host may be capturing a graph meanwhile; who is gone ends the
+group long before."""
+AS_LONG_AS_IT_TAKES_NS = 2**63 - 1
+"""While kernels are compiled, which takes minutes, at one rank perhaps and not at another: at boot."""
 
 
 class RanksApart(RuntimeError):
@@ -31,16 +33,19 @@ class RanksApart(RuntimeError):
 class Peers:
     """One rank's view. Made when all ranks have their mailboxes; what is launched with it runs in one stream."""
 
-    def __init__(
-        self, device: Device, rank: int, mailboxes: Sequence[int], patience_s: float = PATIENCE_S
-    ) -> None:
-        """mailboxes: addresses, as this device has them, of `MAILBOX_BYTES` of each rank, zeros at first."""
+    def __init__(self, device: Device, rank: int, mailboxes: Sequence[int]) -> None:
+        """mailboxes: addresses, as this device has them, of `MAILBOX_BYTES` of each rank, zeros at first. Waits take as long as
+        they take until `limit_waits`."""
         if len(mailboxes) not in SIZES or not 0 <= rank < len(mailboxes):
             raise ValueError(f"rank {rank} of {len(mailboxes)}: expected a rank of one of {SIZES}")
         self.rank, self.size = rank, len(mailboxes)
         self._mailboxes = torch.tensor(mailboxes, dtype=torch.int64).to(device.torch_device)
         self._counts = torch.zeros(1 + CHANNELS, dtype=torch.int32, device=device.torch_device)
         self._alarm = device.pinned((1,), torch.int32).zero_()
+        self._patience_ns = AS_LONG_AS_IT_TAKES_NS
+
+    def limit_waits(self, patience_s: float = PATIENCE_S) -> None:
+        """Give up behind so long a wait in what is launched, or captured, from now on."""
         self._patience_ns = int(patience_s * 1e9)
 
     @property

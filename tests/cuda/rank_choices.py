@@ -1,0 +1,28 @@
+"""Ranks that choose at boot, without kernels: threads over the memory by which a server's processes tell each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+from tests.cuda.rank_devices import at_once
+
+from quintet.executor.cards.share import Share
+from quintet.executor.cuda.orders import device_ranks_shape
+from quintet.executor.parallel.ranks import Ranks
+
+ChoiceT = TypeVar("ChoiceT")
+
+
+def chosen_by(size: int, choose: Callable[[Ranks], ChoiceT]) -> list[ChoiceT]:
+    """Return what each of so many ranks chooses."""
+    descriptor = os.memfd_create("ranks")
+    try:
+        ranks = [
+            Ranks(descriptor, Share(rank, size), device_ranks_shape(size), spins=0) for rank in range(size)
+        ]
+        return at_once([partial(choose, each) for each in ranks])
+    finally:
+        os.close(descriptor)
