@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -112,6 +113,13 @@ class Problem:
             for position in range(length):
                 block = self._tables[request, position // shape.block_size]
                 self._kv[:, block, :, position % shape.block_size] = new[:, position]
+
+    def of_heads(self, begin: int, end: int) -> Problem:
+        """Return the same for some of the query heads, all of which read one KV head."""
+        part = copy.copy(self)
+        part.shape = replace(self.shape, num_heads=end - begin)
+        part._q = [each[:, begin:end] for each in self._q]
+        return part
 
     def run(
         self,

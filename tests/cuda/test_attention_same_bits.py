@@ -58,6 +58,21 @@ def test_alone_in_chunks_or_whole(device: Device, shape: Shape, soft_cap: float,
     assert torch.equal(together, whole[TOKENS])
 
 
+@pytest.mark.parametrize(("num_heads", "ranks"), [(65, 5), (80, 5), (128, 8)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.whole)])
+def test_heads_of_a_rank_or_of_all(device: Device, num_heads: int, ranks: int, dtype: torch.dtype) -> None:
+    """All read one KV head, and are more than are multiplied at once: a rank of several has some of them."""
+    problem = Problem(device, Shape(num_heads, 1, dtype=dtype), [300, 40])
+    whole_plan, each = problem.shape.plan(device, fixed_splits=True), num_heads // ranks
+    for rows in ([(299, 1)], [(260, 40), (3, 5)], [(0, 70), (39, 1)]):
+        whole = problem.run(rows, plan=whole_plan).out
+        for rank in {0, ranks // 2, ranks - 1}:
+            begin, end = rank * each, (rank + 1) * each
+            part = problem.of_heads(begin, end)
+            own = part.run(rows, plan=part.shape.plan(device, fixed_splits=True)).out
+            assert torch.equal(own, whole[:, begin:end]), (rows, rank)
+
+
 @pytest.mark.parametrize("rows", [[(LENGTH - 1, 1)], [(LENGTH - 20, 20)]])
 def test_splits_side_by_side_or_one_after_the_other(device: Device, rows: list[Row]) -> None:
     shape = Shape(2, 1)

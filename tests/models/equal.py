@@ -69,6 +69,7 @@ def load(
     dtype: Dtype = "float32",
     quantization: Quantization = "none",
     compiled: bool = True,
+    max_model_len: int = MAX_MODEL_LEN,
     **options: Any,
 ) -> Loaded:
     """Resolve a folder as `quintet serve` does, and load it. compiled: by the recorded program, else by torch."""
@@ -77,7 +78,7 @@ def load(
         dtype=dtype,
         quantization=quantization,
         device="cpu",
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=max_model_len,
         max_num_seqs=16,
         block_size=BLOCK_SIZE,
         threads=1,

@@ -9,9 +9,21 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from tests.models.equal import GREEDY, WAYS, Loaded, alone, few_blocks, in_every_way, run, with_blocks
-from tests.models.random_checkpoints import write_checkpoint
+from tests.models.equal import (
+    GREEDY,
+    WAYS,
+    Dtype,
+    Loaded,
+    alone,
+    few_blocks,
+    in_every_way,
+    load,
+    run,
+    with_blocks,
+)
+from tests.models.random_checkpoints import of_transformers, write_checkpoint
 from tests.models.ranks import in_ranks
+from tests.models.rows import latent
 from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, check_tokens, made
 
@@ -87,6 +99,13 @@ LONG_ROWS = (
 """KV heads of several ranks; latents; sinks, windows and experts; caps of scores."""
 
 
+LONG_WAYS: dict[str, dict[str, int]] = {
+    "together": {},
+    "two at a time": {"max_num_seqs": 2},
+    "chunks, prefix hits": {"max_num_batched_tokens": 129, "long_prefill_token_threshold": 67},
+}
+
+
 def write_long(name: str, folder: Path) -> list[list[int]]:
     """Write a row's checkpoint for long sequences; return prompts whose new tokens see one partition, two, three and four."""
     write_checkpoint(ROWS[name], folder)
@@ -130,6 +149,48 @@ def test_partitions_are_merged_to_the_bits_of_copies(
     for outcome in (apart, together):
         differing = [key for key, bits in outcome.bits.items() if expected.bits[key] != bits]
         assert not differing, (len(differing), differing[:3])
+
+
+MANY_HEADS = ((5, 13, False), (8, 16, True))
+"""Ranks, heads of each, and whether the layout is one process's: together more than the 64 rows of which a key's are computed at
+once. So they are in two units, whose border lies among the heads of one of five ranks."""
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.whole)])
+@pytest.mark.parametrize(("size", "heads", "invariant"), MANY_HEADS)
+def test_more_heads_than_are_computed_at_once_have_the_bits_of_each_ranks_own(
+    size: int, heads: int, invariant: bool, dtype: Dtype, tmp_path: Path
+) -> None:
+    """Of ranks with copies, and of one process; whatever is in a step beside them."""
+    settings = latent.SMALL | {"num_attention_heads": size * heads, "num_key_value_heads": size * heads}
+    row = of_transformers(
+        "YoutuConfig", **settings, intermediate_size=160, max_position_embeddings=LONG, num_hidden_layers=2
+    )
+    write_checkpoint(row, tmp_path)
+    rng = random.Random(size)
+    lengths = (20, 505, 600, 1020, 1040, 1060, 1080, 1100, 1120)
+    prompts = [[rng.randrange(3, 200) for _ in range(length)] for length in lengths]
+    partitions_together = sum(length // 512 + 1 for length in lengths if length > 512)
+    assert partitions_together >= 2 * size, "too few for eight ranks to divide them"
+    if invariant:
+        loaded = load(tmp_path, dtype, max_model_len=LONG, layout_invariant=True)
+        expected = alone(loaded, prompts).bits
+    else:
+        with in_ranks(tmp_path, size, dtype, max_model_len=LONG) as loaded:
+            expected = alone(loaded, prompts).bits
+    apart = {"invariant": invariant, "context": size, "max_model_len": LONG}
+    with in_ranks(tmp_path, size, dtype, **apart) as loaded:
+        assert pieces_of(loaded, [20]) == {0}
+        partitions = 3 * 15
+        assert max(pieces_of(loaded, [1100] * 15)) == -(-partitions // size) * 2, "two units of each"
+        found = {"alone": alone(loaded, prompts).bits}
+        for way, settings in LONG_WAYS.items():
+            rounds = 2 if "hits" in way else 1
+            found[way] = run(loaded, changed(loaded.config, **settings), prompts, rounds, watched=True).bits
+    for way, bits in found.items():
+        differing = [key for key, its in bits.items() if expected[key] != its]
+        assert bits and not differing, (way, len(differing), differing[:3])
 
 
 @pytest.mark.drawn(1)
