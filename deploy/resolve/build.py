@@ -92,7 +92,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     check_packed_cache(options, device)
     ranks.check_flags(options, device)
     folder = locate_model(options.model, reads_weights, with_code=options.trust_remote_code)
-    facts = ranks.of_one_rank(options, read_facts(folder, options.generation_config, options.model_impl))
+    facts = read_facts(folder, options.generation_config, options.model_impl)
+    facts = ranks.of_one_rank(options, facts, device)
     sum_leaves = ranks.sum_leaves(options, facts)
     quantization = choose_quantization(options, device, facts)
     if kind == "torch" and facts.implementation == "transformers":

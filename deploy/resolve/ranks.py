@@ -11,6 +11,7 @@ from quintet.deploy.resolve.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.gpu_ranks import check_gpu_ranks
 from quintet.deploy.resolve.hosts import check_first
+from quintet.deploy.resolve.stored_ranks import why_not_stored
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.registry import FAMILIES
@@ -75,7 +76,7 @@ def check_flags(options: Options, device: str) -> None:
         check_gpu_ranks(options)
 
 
-def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
+def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
     """Return what one rank keeps of every token, and which layers; reject what cannot be divided so, with numbers that fit."""
     size, path = options.tensor_parallel_size, card_path(facts.path)
     if options.pipeline_parallel_size > 1:
@@ -85,8 +86,8 @@ def of_one_rank(options: Options, facts: ModelFacts) -> ModelFacts:
     spec, by_experts = _spec_of(facts), options.enable_expert_parallel
     own = "only the layers of Quintet's own models are"
     reason = own if spec is None else why_not(spec, by_experts=by_experts)
-    if facts.stored is not None and not (by_experts and facts.stored.name == "mxfp4"):
-        reason = f"weights stored as {facts.stored.name} are not divided yet"
+    if reason is None and spec is not None and facts.stored is not None:
+        reason = why_not_stored(facts.stored, spec, Share(0, size, by_experts), device)
     if spec is None or reason is not None:
         raise ConfigError(f"{FLAG} {size}: {path} cannot be divided: {reason}; drop the flag")
     if by_experts and not has_experts(spec):

@@ -8,9 +8,11 @@ from typing import Protocol
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.platforms.platform import import_string
 from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import ROWS_STEP, Coded, Decoder
+from quintet.executor.quant.formats.cut import of_inputs
 from quintet.executor.quant.formats.scheme import Scheme
 from quintet.executor.quant.part import Part
 from quintet.executor.weights.plan import Sink, WeightPlan
@@ -27,6 +29,17 @@ MOST_CODES = 4 << 20
 def floats_of(rows: Rows) -> torch.Tensor:
     """Return rows in floating-point numbers."""
     return rows if isinstance(rows, torch.Tensor) else rows.floats()
+
+
+def _rows_of(runs: Sequence[range], kept: Kept) -> list[range]:
+    """Return these of the rows that runs have one behind the other."""
+    found, first = [], 0
+    for run in runs:
+        begin, end = max(kept.begin - first, 0), min(kept.end - first, len(run))
+        if begin < end:
+            found.append(run[begin:end])
+        first += len(run)
+    return found
 
 
 class RowSource(Protocol):
@@ -115,6 +128,8 @@ class CodedRows:
     def _decoded(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[int, Coded]]:
         """Yield the part's rows, some at a time, with the place of the first of each."""
         decoder: Decoder = import_string(self.scheme.decoder)
+        if self.part.kept_inputs is not None:
+            tensors = of_inputs(self.scheme, tensors, self.part.kept_inputs)
         step = max(1, MOST_CODES // (self.depth * ROWS_STEP)) * ROWS_STEP
         place = 0
         for run in self._runs():
@@ -130,8 +145,7 @@ class CodedRows:
     def _runs(self) -> Sequence[range]:
         """Return which rows of the checkpoint's matrix these are: runs of neighbours, in order."""
         part = self.part
-        height, count = part.height // part.groups, part.rows // part.groups
-        if count == height:
-            return [range(part.height)]
+        height, count = part.height // part.groups, part.described // part.groups
         begins = [group * height + part.begin for group in range(part.groups)]
-        return [range(begin, begin + count) for begin in begins]
+        runs = [range(part.height)] if count == height else [range(begin, begin + count) for begin in begins]
+        return runs if part.kept_rows is None else _rows_of(runs, part.kept_rows)

@@ -13,6 +13,7 @@ import torch
 from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.quant.coded import coded_linear, coded_stack, kept_of
 from quintet.executor.quant.fill import numbers_of
+from quintet.executor.quant.formats.cut import why_not
 from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.quant.none import RowMajorLinear
@@ -112,8 +113,14 @@ class StoredQuantization:
             plan.ignored += tuple(self._format.ignored)
 
     def _scheme(self, part: Part, depth: int, plan: WeightPlan, is_output_layer: bool) -> Scheme | None:
-        layer = StoredLayer(part.name, part.height, depth, is_output_layer, self._contents, plan.prefix)
+        kept = part.kept_inputs
+        whole = depth if kept is None else kept.whole
+        layer = StoredLayer(part.name, part.height, whole, is_output_layer, self._contents, plan.prefix)
         scheme = self._format.scheme(layer)
+        if scheme is not None and kept is not None:
+            reason = why_not(scheme, kept)
+            if reason is not None:
+                layer.refuse(f"{reason}: it is not to be divided by so many ranks (--tensor-parallel-size)")
         if scheme is not None and (part.unit_rows or (part.transposed and not _is_turned(scheme))):
             layer.refuse(
                 f"this kind of layer is not read from {self._format.words}: take the checkpoint that it was made from"

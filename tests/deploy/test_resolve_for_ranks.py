@@ -143,7 +143,20 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         (
             2,
             {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
-            "stored as gptq",
+            "a rank would have inputs 0 to 32, no whole groups of 128",
+        ),
+        (
+            2,
+            {"quantization_config": {"quant_method": "fp8"}},
+            "stored as fp8 are not divided yet, only gptq, awq, compressed-tensors",
+        ),
+        (
+            2,
+            {
+                "architectures": ["MixtralForCausalLM"],
+                "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+            },
+            "experts stored as gptq are not divided yet",
         ),
     ],
 )
