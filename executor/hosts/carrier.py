@@ -10,16 +10,17 @@ import msgspec
 
 from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
 from quintet.executor.hosts.places import hearer_of, links_between, teller_of
-from quintet.executor.hosts.talk import Carried, Done, HostLost, Noted, Told, most_bytes
+from quintet.executor.hosts.talk import PIECE_BYTES, Carried, Done, Noted, Piece, Senseless, Told, most_bytes
 from quintet.executor.parallel.library import open_ranks_library
 from quintet.executor.parallel.shapes import link_shape
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 
 Frames = list[Any]
-"""Of a message: its head, and for `Told` two more. Bytes or memory that stays as it is until the order is done with."""
+"""Of a message: its head, and what belongs to it. Bytes, or memory that stays as it is until the order is done with."""
 Send = Callable[[int, Frames], None]
-TOLD_FRAMES = 3
+NUM_FRAMES: Mapping[type, int] = {Told: 3, Piece: 2}
+"""Of messages that are more than a head."""
 
 
 class Carrier:
@@ -65,6 +66,9 @@ class Carrier:
             heard = ear.take()
             if heard is not None:
                 told, content, payload = heard
+                while len(payload) > PIECE_BYTES:
+                    self._send(host, [encode(Piece(told.link)), payload[:PIECE_BYTES]])
+                    payload = payload[PIECE_BYTES:]
                 self._send(host, [encode(told), content, payload])
 
     def send_notes(self) -> None:
@@ -76,13 +80,15 @@ class Carrier:
                 self._send(host, [encode(Noted(link, *notes))])
 
     def take(self, message: Carried, frames: Sequence[Any]) -> None:
-        """Take what the host at the other end of a link says. Raises `HostLost` where it makes no sense."""
+        """Take what the host at the other end of a link says. Raises `Senseless` where it makes no sense."""
         ends: Mapping[int, tuple[Ear | Mouth, int]] = (
-            self._mouths if isinstance(message, Told) else self._ears
+            self._mouths if isinstance(message, Piece | Told) else self._ears
         )
         if message.link not in ends:
-            raise HostLost(f"speaks of link {message.link}")
+            raise Senseless(f"speaks of link {message.link}")
         match message, ends[message.link][0]:
+            case Piece(), Mouth() as end:
+                end.take_piece(memoryview(frames[1].buffer))
             case Told(), Mouth() as end:
                 end.tell(message, *(memoryview(frame.buffer) for frame in frames[1:]))
             case Done(), Ear() as end:
@@ -99,11 +105,11 @@ def largest_frame(config: EngineConfig) -> int:
 
 
 def read_head(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Any]) -> Any:
-    """Return a message of which these are the frames. Raises `HostLost` where they make none."""
+    """Return a message of which these are the frames. Raises `Senseless` where they make none."""
     try:
         message = decoder.decode(frames[0].buffer)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, IndexError):
-        raise HostLost("says what makes no sense") from None
-    if len(frames) != (TOLD_FRAMES if isinstance(message, Told) else 1):
-        raise HostLost("says what makes no sense")
+        raise Senseless("says what makes no sense") from None
+    if len(frames) != NUM_FRAMES.get(type(message), 1):
+        raise Senseless("says what makes no sense")
     return message

@@ -14,7 +14,7 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-from quintet.executor.hosts.talk import HostLost, Told
+from quintet.executor.hosts.talk import Senseless, Told
 from quintet.executor.parallel.library import (
     PAIR_BYTES,
     COrder,
@@ -110,7 +110,7 @@ class Ear:
     def done(self, orders: int) -> None:
         """Say to the stage here that so many orders were carried out there."""
         if not self._num_done < orders <= self._num_heard:
-            raise HostLost(
+            raise Senseless(
                 f"says that {orders} orders of link {self._end.link} are done, of {self._num_heard}"
             )
         self._num_done = orders
@@ -129,6 +129,8 @@ class Mouth:
         """ring: called from another thread when an order was carried out."""
         self._end, self._ring = end, ring
         self._num_told = 0
+        self._num_bytes = 0
+        """Of the next order's payload that are there."""
         self._num_done = -1
         """Written by the thread that waits; -1: nobody is there yet."""
         self._num_said = -1
@@ -140,19 +142,37 @@ class Mouth:
             self._num_done += 1
             self._ring()
 
+    def take_piece(self, piece: memoryview) -> None:
+        """Keep bytes of the next order's payload. Raises `Senseless` where there is no room for them."""
+        self._check_room()
+        end = self._end
+        if not 0 < len(piece) <= end.shape.payload_bytes - self._num_bytes:
+            raise Senseless(f"tells more bytes on link {end.link} than there is room for")
+        self._put(piece)
+        self._num_bytes += len(piece)
+
+    def _put(self, piece: memoryview) -> None:
+        end = self._end
+        end.at(end.library.payload(end.handle) + self._num_bytes, len(piece))[:] = piece
+
+    def _check_room(self) -> None:
+        if self._num_told - self._num_said >= self._end.shape.depth:
+            raise Senseless(f"tells more on link {self._end.link} than there is room for")
+
     def tell(self, told: Told, content: memoryview, payload: memoryview) -> None:
-        """Tell an order. Raises `HostLost` where it makes no sense."""
+        """Tell an order of which this is all of the payload, or what came behind its pieces. Raises `Senseless`."""
         end, order = self._end, COrder(*told.order)
         library, handle = end.library, end.handle
-        if self._num_told - self._num_said >= end.shape.depth:
-            raise HostLost(f"tells more on link {end.link} than there is room for")
+        self._check_room()
         self._check(order, len(content))
         is_step = order.kind == OrderKind.RUN and not end.is_last
         if is_step and not library.unpack_step(handle, ctypes.byref(order), bytes(content), len(content)):
-            raise HostLost(f"tells a step on link {end.link} that cannot be")
-        if len(payload) != end.payload_bytes(order):
-            raise HostLost(f"tells {len(payload)} bytes on link {end.link}, not {end.payload_bytes(order)}")
-        end.at(library.payload(handle), len(payload))[:] = payload
+            raise Senseless(f"tells a step on link {end.link} that cannot be")
+        size = self._num_bytes + len(payload)
+        if size != end.payload_bytes(order):
+            raise Senseless(f"tells {size} bytes on link {end.link}, not {end.payload_bytes(order)}")
+        self._put(payload)
+        self._num_bytes = 0
         if order.kind in _WITH_MAIL:
             end.at(library.mail(handle), len(content))[:] = content
         library.tell(handle, ctypes.byref(order), None)
@@ -166,7 +186,7 @@ class Mouth:
         else:
             is_right = order.kind == OrderKind.RUN and Part.LAYERS <= order.begin < order.end <= Part.END
         if not is_right:
-            raise HostLost(f"tells an order on link {self._end.link} that cannot be")
+            raise Senseless(f"tells an order on link {self._end.link} that cannot be")
 
     def newly_done(self) -> int | None:
         """Return how many orders were carried out, if that is news."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quintet.executor.hosts.address import endpoints_of, is_ipv6
 from quintet.executor.hosts.carrier import Carrier, Frames, largest_frame, read_head
 from quintet.executor.hosts.places import hearer_of, links_between, teller_of
 from quintet.executor.hosts.talk import (
@@ -29,13 +29,16 @@ from quintet.executor.hosts.talk import (
     VERSION,
     Beat,
     Begin,
+    Carried,
     Done,
     FromMember,
     HostLost,
     Join,
     Noted,
     Parts,
+    Piece,
     Refused,
+    Senseless,
     Told,
     Welcome,
 )
@@ -43,11 +46,13 @@ from quintet.executor.kv_identity import parts_of, sources
 from quintet.executor.parallel.child import Seat, be_child, numbers
 from quintet.executor.peers.keys import Context, Doorman, read_key
 from quintet.wire.codec import encode
-from quintet.wire.config import EngineConfig, FrontendConfig, HostsConfig
+from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError
 
 BIND_S = 20.0
-"""So long the address may still be the one's who had it before, or its name be unknown."""
+"""So long the address may still be the one's who had it before, or its name be unknown, when a server starts."""
+FIRST_EPOCH = 1
+"""Of an executor that has not been there before."""
 COMPLAINT_S = 60.0
 """Between two lines of the log that say that somebody knocks who has no key."""
 log = logging.getLogger("quintet")
@@ -95,7 +100,7 @@ class Hub:
         key.protect(self._door, listens=True)
         self._monitor: Any = self._door.get_monitor_socket(zmq.EVENT_DISCONNECTED | FAILED)
         try:
-            _bind(self._door, hosts)
+            _bind(self._door, hosts.address, self._epoch)
         except ConfigError:
             self.close()
             raise
@@ -128,7 +133,7 @@ class Hub:
             if now - self._told_s >= BEAT_S:
                 self._told_s = now
                 self._carrier.send_notes()
-                for who in self._guests:
+                for who in list(self._guests):
                     self._send(who, [encode(Beat())])
                 self._look_for_silence(now)
 
@@ -147,7 +152,7 @@ class Hub:
                     continue
                 guest.heard_s = time.monotonic()
                 self._take(guest, who.bytes, message, frames)
-            except HostLost as error:
+            except Senseless as error:
                 if guest is None:
                     log.warning("somebody at the hosts' door %s", error)
                     continue
@@ -158,7 +163,7 @@ class Hub:
         hosts = self._config.executor.hosts
         assert hosts is not None
         if not isinstance(message, Join):
-            raise HostLost("says what makes no sense")
+            raise Senseless("says what makes no sense")
         if not 0 < message.host < hosts.count:
             words = f"this is a group of --nnodes {hosts.count}: --node-rank is 1 to {hosts.count - 1}"
             self._refuse(who.bytes, message.host, words)
@@ -181,37 +186,40 @@ class Hub:
         match message:
             case Parts() if not guest.has_begun:
                 self._compare(guest, who, message)
-            case Told() | Done() | Noted() if guest.has_begun:
+            case Piece() | Told() | Done() | Noted() if guest.has_begun:
                 self._carry(guest, message, frames)
             case Beat():
                 pass
             case _:
-                raise HostLost("says what makes no sense")
+                raise Senseless("says what makes no sense")
 
     def _compare(self, guest: Guest, who: bytes, message: Parts) -> None:
         """Have a host begin that would compute the same."""
         differing = [name for name, part in self._parts.items() if message.parts.get(name) != part]
         if not differing:
+            self._send(who, [encode(Begin())])
+            if who not in self._guests:
+                return
             guest.has_begun = True
-            for frames in ([encode(Begin())], *self._held.pop(guest.host, [])):
-                self._send(who, frames)
             log.info("host %d is there", guest.host)
+            for frames in self._held.pop(guest.host, []):
+                self._send(who, frames)
             return
         words = f"its {' and '.join(sorted(differing))} differ from the first host's"
         if differing == ["instruction_set"]:
             words += ": set QUINTET_ISA to one that all processors have"
-        self._refuse(who, guest.host, words)
         del self._guests[who], self._by_host[guest.host]
+        self._refuse(who, guest.host, words)
 
-    def _carry(self, guest: Guest, message: Told | Done | Noted, frames: Frames) -> None:
+    def _carry(self, guest: Guest, message: Carried, frames: Frames) -> None:
         """Give something of a link to whom it is for."""
         executor = self._config.executor
         if message.link not in links_between(executor):
-            raise HostLost(f"speaks of link {message.link}")
+            raise Senseless(f"speaks of link {message.link}")
         ends = teller_of(executor, message.link), hearer_of(executor, message.link)
-        sender, receiver = ends if isinstance(message, Told) else ends[::-1]
+        sender, receiver = ends if isinstance(message, Piece | Told) else ends[::-1]
         if sender != guest.host:
-            raise HostLost(f"speaks of link {message.link}")
+            raise Senseless(f"speaks of link {message.link}")
         if receiver == 0:
             self._carrier.take(message, frames)
         else:
@@ -229,7 +237,7 @@ class Hub:
             self._door.send_multipart([who, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
             if who in self._guests:
-                raise HostLost(f"host {self._guests[who].host} cannot be reached: {error.strerror}") from None
+                self._lose(who, self._guests[who], f"cannot be reached: {error.strerror}")
 
     def _see_connection(self) -> None:
         event: Any = recv_monitor_message(self._monitor)
@@ -270,33 +278,42 @@ def shown(config: EngineConfig) -> EngineConfig:
     )
 
 
-def _bind(door: zmq.Socket[bytes], hosts: HostsConfig) -> None:
-    """Listen at the address, and no other. Raises `ConfigError`."""
-    name, _, port = hosts.address.rpartition(":")
-    until_s = time.monotonic() + BIND_S
+def _bind(door: zmq.Socket[bytes], address: str, epoch: int) -> None:
+    """Listen at the address, and no other. Raises `ConfigError`.
+
+    Where a group has been before, the address was right: what is missing comes back, and requests are kept until then.
+    """
+    is_known = epoch > FIRST_EPOCH
+    until_s, said_s = time.monotonic() + BIND_S, 0.0
     while True:
         try:
-            found_all = socket.getaddrinfo(name.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            break
-        except OSError as error:
-            if time.monotonic() > until_s:
-                raise ConfigError(f"--master-addr {name}: {error.strerror}") from None
-            time.sleep(0.5)
-    family, _, _, _, found = found_all[0]
-    if family == socket.AF_INET6:
-        door.setsockopt(zmq.IPV6, 1)
-    address = f"[{found[0]}]:{port}" if family == socket.AF_INET6 else f"{found[0]}:{port}"
-    while True:
-        try:
-            door.bind(f"tcp://{address}")
+            _bind_to_first(door, address)
             return
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EADDRINUSE or time.monotonic() > until_s:
+        except (OSError, zmq.ZMQError) as error:
+            now = time.monotonic()
+            if not is_known and (error.errno == zmq.EADDRNOTAVAIL or now > until_s):
+                name, _, port = address.rpartition(":")
                 raise ConfigError(
                     f"--master-addr {name} --master-port {port}: {error.strerror}; the first host listens there, so it must be"
                     " an address of this machine, and a port that is free"
                 ) from None
-            time.sleep(0.05)
+            if is_known and now - said_s > COMPLAINT_S:
+                said_s = now
+                log.warning("the hosts cannot meet at %s: %s; trying again", address, error.strerror)
+        time.sleep(0.1)
+
+
+def _bind_to_first(door: zmq.Socket[bytes], address: str) -> None:
+    """Listen at the first of its addresses that this machine has. Raises `OSError` and `zmq.ZMQError`."""
+    *others, last = endpoints_of(address)
+    for endpoint in (*others, last):
+        door.setsockopt(zmq.IPV6, int(is_ipv6(endpoint)))
+        try:
+            door.bind(endpoint)
+            return
+        except zmq.ZMQError as error:
+            if endpoint == last or error.errno != zmq.EADDRNOTAVAIL:
+                raise
 
 
 def _run(seat: Seat, config: EngineConfig, arguments: argparse.Namespace) -> None:

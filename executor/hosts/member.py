@@ -19,6 +19,7 @@ import setproctitle
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from quintet.executor.hosts.address import endpoints_of, is_ipv6
 from quintet.executor.hosts.carrier import Carrier, Frames, read_head
 from quintet.executor.hosts.talk import (
     BEAT_S,
@@ -35,7 +36,9 @@ from quintet.executor.hosts.talk import (
     Join,
     Noted,
     Parts,
+    Piece,
     Refused,
+    Senseless,
     Told,
     Welcome,
 )
@@ -53,6 +56,10 @@ from quintet.wire.ids import Role, WorkerId
 NAME = "member"
 JOIN_S = 20.0
 """So long the first host may take to answer who asks."""
+TRY_S = 3.0
+"""So long one of its addresses is tried before the next."""
+COMPLAINT_S = 60.0
+"""Between two lines of the log that say that nobody is found."""
 log = logging.getLogger("quintet")
 
 
@@ -91,17 +98,22 @@ class Member:
             (zmq.SNDHWM, 0),  # there is never more under way than links hold
             (zmq.RECONNECT_IVL, 100),
             (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.CONNECT_TIMEOUT, int(TRY_S * 1000)),
             (zmq.MAXMSGSIZE, MOST_BYTES),
-            (zmq.IPV6, int(own.hosts.address.startswith("["))),
         ):
             self._socket.setsockopt(option, value)
         read_key(own.hosts.key_file, *GROUP_KEY).protect(self._socket, listens=False)
         self._monitor: Any = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
         )
         for each in (self._socket, self._monitor):
             self._poller.register(each, zmq.POLLIN)
-        self._is_connected = False
+        self._is_seeking, self._is_connected = True, False
+        """Until somebody listens, and until hands are shaken."""
+        self._tried: str | None = None
+        """Where it is being asked, or was last."""
+        self._num_tries = 0
+        self._tried_s, self._complained_s = -TRY_S, time.monotonic() - COMPLAINT_S + TRY_S
 
     def close(self) -> None:
         """Close the sockets."""
@@ -111,9 +123,9 @@ class Member:
     def run(self) -> None:
         """Join, compute and carry for ever. Raises `HostLost`, and `ConfigError` where this host can take no part."""
         log.info("host %d asks at %s", self._own.host, self._own.hosts.address)
-        self._socket.connect(f"tcp://{self._own.hosts.address}")
-        self._send(0, [encode(Join(VERSION, self._own.host, sources()))])
         while True:
+            if self._is_seeking:
+                self._seek(time.monotonic())
             ready = dict(self._poller.poll(int(BEAT_S * 1000)))
             if self._monitor in ready:
                 self._see_connection()
@@ -122,6 +134,27 @@ class Member:
             if self._carrier is not None and self._carrier.fileno() in ready:
                 self._carrier.send_all()
             self._tell_and_judge(time.monotonic())
+
+    def _seek(self, now: float) -> None:
+        """Try the next of what the address stands for by now, if the last has had its time."""
+        if now - self._tried_s < TRY_S:
+            return
+        self._tried_s = now
+        address, words = self._own.hosts.address, "nobody listens there"
+        if self._tried is not None:
+            self._socket.disconnect(self._tried)
+            self._tried = None
+        try:
+            endpoints = endpoints_of(address)
+            self._tried = endpoints[self._num_tries % len(endpoints)]
+            self._num_tries += 1
+            self._socket.setsockopt(zmq.IPV6, int(is_ipv6(self._tried)))
+            self._socket.connect(self._tried)
+        except (OSError, zmq.ZMQError) as error:
+            words = error.strerror or str(error)
+        if now - self._complained_s >= COMPLAINT_S:
+            self._complained_s = now
+            log.warning("host %d finds no first host at %s: %s; trying on", self._own.host, address, words)
 
     def _tell_and_judge(self, now: float) -> None:
         if not self._is_connected or now - self._told_s < BEAT_S:
@@ -141,8 +174,11 @@ class Member:
 
     def _see_connection(self) -> None:
         event: Any = recv_monitor_message(self._monitor)["event"]
-        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+        if event == zmq.EVENT_CONNECTED:
+            self._is_seeking = False
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._is_connected, self._heard_s = True, time.monotonic()
+            self._send(0, [encode(Join(VERSION, self._own.host, sources()))])
         elif event & FAILED or not self._is_connected:
             raise HostLost(
                 f"{self._own.hosts.address} does not shake hands: it has another {GROUP_KEY[0]}, or is no first host"
@@ -163,7 +199,7 @@ class Member:
             self._heard_s = time.monotonic()
             try:
                 self._take(read_head(self._decoder, frames), frames)
-            except HostLost as error:
+            except Senseless as error:
                 raise HostLost(f"the first host {error}") from None
 
     def _take(self, message: FromHub, frames: Frames) -> None:
@@ -175,19 +211,19 @@ class Member:
                 self._be_welcome(message)
             case Begin() if self._config is not None and self._carrier is None:
                 self._begin(self._config)
-            case Told() | Done() | Noted() if self._carrier is not None:
+            case Piece() | Told() | Done() | Noted() if self._carrier is not None:
                 self._carrier.take(message, frames)
             case Beat():
                 pass
             case _:
-                raise HostLost("says what makes no sense")
+                raise Senseless("says what makes no sense")
 
     def _be_welcome(self, message: Welcome) -> None:
         """Learn what is computed, and say what it would be computed with: reading that takes a while."""
         own = self._own
         told = msgspec.json.decode(message.config, type=EngineConfig)
         if told.executor.num_hosts != own.hosts.count:
-            raise HostLost("says what makes no sense")
+            raise Senseless("says what makes no sense")
         replace = msgspec.structs.replace
         config = replace(
             told,

@@ -6,7 +6,9 @@
       Parts ─────────────────────────────────▶ same weights, same kernels
       ◀────────────────────────────── Begin    ranks are started; from here on Told, Done, Noted, Beat pass both ways
 
-`Told` is followed by two frames: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its payload.
+`Told` is followed by two frames: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its payload. Of a long
+payload all but the last bytes come before it, as `Piece`s of one frame each: what arrives says that somebody is there, however
+slow the network is.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ FAILED = (
 """What ZeroMQ says of a connection whose other side has another key, or none."""
 MAX_HEAD_BYTES = 16 << 20
 """Of a message but for the frames behind it: the largest is the configuration, with the model's card and chat templates."""
+PIECE_BYTES = 1 << 20
+"""Of a payload in one message."""
 MOST_BYTES = (1 << 31) - 1
 """Of any frame that the first host may send: how large they are is known from what it says first."""
 
@@ -101,21 +105,31 @@ class Beat(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """Somebody is there."""
 
 
-FromMember = Join | Parts | Told | Done | Noted | Beat
-FromHub = Welcome | Begin | Refused | Told | Done | Noted | Beat
-Carried = Told | Done | Noted
+class Piece(msgspec.Struct, tag=9, array_like=True, frozen=True):
+    """Bytes of the payload of the order that a link is told next."""
+
+    link: int
+
+
+FromMember = Join | Parts | Piece | Told | Done | Noted | Beat
+FromHub = Welcome | Begin | Refused | Piece | Told | Done | Noted | Beat
+Carried = Piece | Told | Done | Noted
 """What is of a link."""
 
 
 class HostLost(ExpectedEnd):
-    """The other side is gone, or says what makes no sense; the message says which."""
+    """The other side is gone, or has said what makes no sense; the message says which side."""
+
+
+class Senseless(Exception):
+    """What the other side says cannot be; the message goes on from who that is."""
 
 
 def most_bytes(shape: CRanksShape, library: RanksLibrary) -> int:
     """Return the bytes of the largest frame on a link of this shape."""
     arrays = 12 * shape.max_tokens + 32 * shape.max_rows + 8 * shape.max_outputs
     tables = 4 * shape.tables * shape.max_rows * shape.table_stride
-    return int(max(arrays + tables, 4 * library.mail_ints, shape.payload_bytes, MAX_HEAD_BYTES))
+    return int(max(arrays + tables, 4 * library.mail_ints, PIECE_BYTES, MAX_HEAD_BYTES))
 
 
 assert MOST_RANKS < 1 << 16, "hosts and links are numbered"

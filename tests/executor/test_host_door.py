@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing
@@ -37,6 +38,7 @@ from quintet.executor.peers.keys import Context, read_key
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig, HostsConfig
 from quintet.wire.errors import ConfigError
+from quintet.wire.ids import WorkerId
 
 from .test_host_processes import hosts, on, place
 from .test_rank_processes import ME, config_of
@@ -48,11 +50,11 @@ PATIENCE_MS = 30_000
 class Door:
     """A hub in a thread, how it ended, and those who knock."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, epoch: int = ME.epoch) -> None:
         assert config.executor.hosts is not None
         self.hosts = config.executor.hosts
         links = [os.memfd_create("link") for _ in range(config.executor.pipeline_parallel_size)]
-        self.hub = Hub(Seat(ME, 0), config, links)
+        self.hub = Hub(Seat(WorkerId(ME.role, ME.index, epoch), 0), config, links)
         self.parts = parts_of(config, RUNNER)
         self._context = Context()
         self._guests: list[Guest] = []
@@ -89,7 +91,7 @@ class Door:
     def close(self) -> None:
         """End the hub as the loss of a host does."""
         for guest in self._guests:
-            guest.socket.close()
+            guest.close()
         if not self._ended.wait(0.3):
             self.member().socket.close()
         self.ending()
@@ -102,7 +104,11 @@ class Guest:
     def __init__(self, told: HostsConfig, context: Context) -> None:
         self.socket = context.socket(zmq.DEALER)
         read_key(told.key_file, *GROUP_KEY).protect(self.socket, listens=False)
+        self.socket.setsockopt(zmq.IPV6, int(told.address.startswith("[")))
         self.socket.connect(f"tcp://{told.address}")
+
+    def close(self) -> None:
+        self.socket.close()
 
     def say(self, message: msgspec.Struct, *frames: bytes) -> None:
         self.socket.send_multipart([encode(message), *frames])
@@ -204,6 +210,20 @@ def test_who_leaves_before_it_begins_leaves_its_place(door: Door) -> None:
         assert isinstance(answer, Welcome) or not answer.is_final
 
 
+def test_who_is_gone_before_it_is_heard_ends_nothing(door: Door) -> None:
+    for _ in range(20):  # of which some are gone before they are answered
+        context = Context()
+        with closing(Guest(door.hosts, context)) as guest:
+            guest.say(Join(VERSION, 1, sources()))
+        context.term()  # when it is sent
+    answer: Any = None
+    while not isinstance(answer, Welcome):  # until the hub has heard that the last is gone
+        guest = door.guest()
+        guest.say(Join(VERSION, 1, sources()))
+        answer = guest.hear()
+        assert isinstance(answer, Welcome) or not answer.is_final
+
+
 def test_silence_ends_the_group(config: EngineConfig) -> None:
     processes = msgspec.structs.replace(config.processes, stall_s=0.6)
     with closing(Door(msgspec.structs.replace(config, processes=processes))) as door:
@@ -244,3 +264,57 @@ def test_an_address_of_another_machine_is_refused(config: EngineConfig) -> None:
     far = msgspec.structs.replace(config.executor.hosts, address="192.0.2.1:29501")
     with asked(ConfigError, "--master-addr 192.0.2.1 --master-port 29501: "):
         Door(on(far, config))
+
+
+def test_a_group_that_was_there_waits_for_its_address(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    known, asked_for = socket.getaddrinfo, []
+
+    def lost_once(name: str, *rest: Any, **named: Any) -> Any:
+        asked_for.append(name)
+        if len(asked_for) == 1:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(name, *rest, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", lost_once)
+    with closing(Door(config, epoch=2)) as door:
+        door.member()
+    assert "Name or service not known; trying again" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["::1", "localhost"])
+def test_hosts_meet_at_a_name_and_at_an_address_of_ipv6(
+    name: str, config: EngineConfig, tmp_path: Path
+) -> None:
+    assert config.executor.hosts is not None
+    port = config.executor.hosts.address.rpartition(":")[2]
+    address = f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+    there = msgspec.structs.replace(config.executor.hosts, address=address)
+    with closing(Door(on(there, config))) as door:
+        door.member()
+        with asked(ExpectedEnd, "another with this --node-rank is there"):
+            run(place(there, tmp_path / "there"))
+
+
+def test_a_member_says_that_nobody_is_there_and_finds_who_comes_later(
+    config: EngineConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert config.executor.hosts is not None
+    own = place(config.executor.hosts, tmp_path / "there", host=2)
+    told: list[str] = []
+
+    def seek() -> None:
+        try:
+            run(own)
+        except ConfigError as error:
+            told.append(str(error))
+
+    seeking = threading.Thread(target=seek, daemon=True)
+    seeking.start()
+    while "finds no first host" not in caplog.text:
+        seeking.join(0.05)
+        assert seeking.is_alive()
+    with closing(Door(config)):
+        seeking.join(PATIENCE_MS / 1000)
+    assert told == ["the first host refuses this one: this is a group of --nnodes 2: --node-rank is 1 to 1"]

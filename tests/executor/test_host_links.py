@@ -13,7 +13,7 @@ import torch
 
 from quintet.executor.cards.share import Share
 from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
-from quintet.executor.hosts.talk import HostLost, Told
+from quintet.executor.hosts.talk import Senseless, Told
 from quintet.executor.ops.host_library import open_library
 from quintet.executor.parallel.library import (
     CRanksShape,
@@ -220,12 +220,19 @@ def test_what_cannot_be_is_told_to_nobody() -> None:
         ("half a pair", order(kind=OrderKind.COPY_BLOCKS, end=4), b"\0" * 4, b""),
         ("more mail than it says", order(kind=OrderKind.COPY_BLOCKS, end=8), b"\0" * 16, b""),
     ):
-        with pytest.raises(HostLost, match="link 0"):
+        with pytest.raises(Senseless, match="link 0"):
             bridge.mouth.tell(sent, memoryview(arrays), memoryview(states))
             pytest.fail(what)
-    bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(HostLost, match="more on link 0 than there is room for"):
+    bridge.mouth.take_piece(memoryview(payload)[:4])
+    with pytest.raises(Senseless, match=f"tells {len(payload) + 4} bytes on link 0"):
         bridge.mouth.tell(told, memoryview(content), memoryview(payload))
-    with pytest.raises(HostLost, match="says that 2 orders of link 0 are done, of 1"):
+    with pytest.raises(Senseless, match="more bytes on link 0 than there is room for"):
+        bridge.mouth.take_piece(memoryview(bytes(4 * WIDTH * MAX_TOKENS)))
+    bridge.mouth.tell(told, memoryview(content), memoryview(payload)[4:])
+    bridge.mouth.tell(told, memoryview(content), memoryview(payload))
+    with pytest.raises(Senseless, match="more on link 0 than there is room for"):
+        bridge.mouth.take_piece(memoryview(payload))
+    with pytest.raises(Senseless, match="more on link 0 than there is room for"):
+        bridge.mouth.tell(told, memoryview(content), memoryview(payload))
+    with pytest.raises(Senseless, match="says that 2 orders of link 0 are done, of 1"):
         bridge.ear.done(2)
