@@ -70,7 +70,7 @@ class StoreAnswers(msgspec.Struct, array_like=True, gc=False):
     """Names of those that are not: the store is full, slow, or not there."""
     found: list[Found] = []
     search_ns: int = 0
-    """How long these searches took, together."""
+    """How long searches took that the store answered, together."""
     fetched: bytes = b""
     """int32: host blocks that hold what was ordered."""
     missed: bytes = b""
@@ -81,3 +81,5 @@ class StoreAnswers(msgspec.Struct, array_like=True, gc=False):
     """Runs that were brought."""
     get_ns: int = 0
     """How long any of these was on its way."""
+    num_searches: int = 0
+    """Searches that the store answered."""

@@ -51,6 +51,6 @@ def is_store_answer(store: StoreAnswers | None, num_host_blocks: int) -> bool:
         )
         and are_below(store.fetched, num_host_blocks)
         and are_below(store.missed, num_host_blocks)
-        and 0 <= store.num_gets <= MAX_COUNT
+        and all(0 <= each <= MAX_COUNT for each in (store.num_gets, store.num_searches))
         and all(0 <= each < MAX_NS for each in (store.search_ns, store.get_ns))
     )

@@ -226,8 +226,8 @@ class StorePool:
             self.known.pop(name, None)
         if answers.num_gets:
             self.get_cost.note(answers.num_gets, answers.get_ns)
-        if answers.found:
-            self.search_cost.note(len(answers.found), answers.search_ns)
+        if answers.num_searches:
+            self.search_cost.note(answers.num_searches, answers.search_ns)
 
     def _note_found(self, request_id: int, counts: Sequence[int]) -> None:
         lookup = self.lookups.get(request_id)

@@ -10,6 +10,7 @@ not what was put. What is where, and what is worth it, is the core's to know (`q
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
@@ -42,6 +43,8 @@ SHUN_S = 5.0
 SILENCE_S = 60.0
 """Between two lines of the log about errors."""
 FAREWELL_S = 2.0
+MAX_DAMAGED = 4096
+"""Of objects that were found damaged and could not be removed, so many are remembered."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -67,10 +70,12 @@ class StoreBlocks:
         whose: bytes,
         num_staging_blocks: int,
         first_host_block: int,
+        waiting_bytes: int,
     ) -> None:
         """layers: KV memory on the CPU, ``[blocks, ...]`` each. whose: as other machines can compare it.
 
-        first_host_block: the number of the first one of staging.
+        first_host_block: the number of the first one of staging. waiting_bytes: of copies that a core has had made and that are
+        not kept yet; as much may be left of the cores before it.
         """
         self._blocks = BlockBytes(layers)
         self._format = RunFormat(whose, self._blocks.block_bytes)
@@ -87,6 +92,9 @@ class StoreBlocks:
         self._searches: deque[_Task] = deque()
         self._gets: deque[_Task] = deque()
         self._puts: deque[_Task] = deque()
+        self._waiting_bytes = waiting_bytes
+        self._damaged: dict[str, None] = {}
+        """Objects that are taken not to be there, the one that was found first first."""
         self._num_putting = 0
         self._asking: dict[_Task, float] = {}
         """Searches and gets that were begun, and when."""
@@ -122,10 +130,22 @@ class StoreBlocks:
         with self._changed:
             if tables != self._tables:
                 self._tables, self._answers, self._has_answers = tables, StoreAnswers(), False
+                self._let_go_of_puts()
             self._searches += (_Task(tables, search) for search in store.searches)
             self._gets += (_Task(tables, get) for get in store.gets)
             self._puts += puts
             self._changed.notify_all()
+
+    def _let_go_of_puts(self) -> None:
+        """Keep no more copies of an earlier core's than it might have had: the next has as many made, and counts only its own."""
+        left, kept = self._waiting_bytes, deque[_Task]()
+        for task in reversed(self._puts):
+            assert isinstance(task.order, _Put)
+            left -= len(task.order.content)
+            if left < 0:
+                break
+            kept.appendleft(task)
+        self._puts = kept
 
     def _copy_out(self, put: Put) -> _Put:
         content, blocks = self._format.new(len(put.keys))
@@ -214,12 +234,19 @@ class StoreBlocks:
         with self._changed:
             del self._asking[task]
             if task.tables == self._tables:
-                self._answers.found.append(Found(search.request_id, pack_i32(counts)))
-                self._answers.search_ns += time.monotonic_ns() - begun_ns
+                self._answers.found.append(Found(search.request_id, pack_i32(count or 0 for count in counts)))
+                if (
+                    None not in counts
+                ):  # what was not asked, or not answered, says nothing of how long it takes
+                    self._answers.num_searches += 1
+                    self._answers.search_ns += time.monotonic_ns() - begun_ns
                 self._tell()
 
-    def _count(self, names: list[str]) -> int:
-        return self._asked(0, lambda: self._connector.count(names)) if names else 0
+    def _count(self, names: list[str]) -> int | None:
+        """Return how many of the first are there; None where nobody said."""
+        with self._changed:
+            believed = list(itertools.takewhile(lambda name: name not in self._damaged, names))
+        return self._asked(None, lambda: self._connector.count(believed)) if believed else 0
 
     def _get(self, task: _Task, get: Get) -> None:
         name, host_blocks = self._format.name_of(get.name), unpack_i32(get.host_blocks)
@@ -234,7 +261,7 @@ class StoreBlocks:
         is_damaged = is_there and len(whole) < len(wanted)
         if is_damaged:
             log.warning("a run of KV in the store is not what was put: it is computed again")
-            self._asked(None, lambda: self._connector.drop(name))
+            self._drop(name)
         with self._staging_lock:
             if task.tables == self._tables:
                 for position, host_block in whole:
@@ -258,6 +285,19 @@ class StoreBlocks:
             if len(whole) < len(wanted):
                 answers.lost.append(get.name)
             self._tell()
+
+    def _drop(self, name: str) -> None:
+        """Have a damaged object removed; where that cannot be, remember that it is none."""
+
+        def drop() -> bool:
+            self._connector.drop(name)
+            return True
+
+        if not self._asked(False, drop):
+            with self._changed:
+                self._damaged[name] = None
+                if len(self._damaged) > MAX_DAMAGED:
+                    del self._damaged[next(iter(self._damaged))]
 
     def _put(self, task: _Task, put: _Put) -> None:
         self._format.finish(put.content, put.blocks, put.put.keys)

@@ -29,4 +29,5 @@ def open_kv_store(runner: Runner, config: EngineConfig, first_host_block: int) -
         whose,
         config.model.kv.num_blocks(store.staging_bytes),
         first_host_block,
+        store.waiting_bytes,
     )

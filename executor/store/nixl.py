@@ -10,6 +10,7 @@ Of NIXL only its storage is used, which one agent alone reaches: no agent hears 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import threading
@@ -145,17 +146,24 @@ class NixlStore:
         """Have an object written from memory, or read into it. Raises `OSError`."""
         agent, plugins = self._agent, [PLUGIN]
         address, size = np.frombuffer(content, np.uint8).ctypes.data, len(content)
-        with self._lock:
+        with self._lock, contextlib.ExitStack() as known:
             number = next(self._numbers)
-            memory = agent.register_memory([(address, size, 0, "")], MEMORY, backends=plugins)
-            of_object = agent.register_memory(
-                [(0, size, number, self._path(name))], OBJECTS, backends=plugins
-            )
+            for kind, region in (
+                (MEMORY, (address, size, 0, "")),
+                (OBJECTS, (0, size, number, self._path(name))),
+            ):
+                known.callback(
+                    agent.deregister_memory,
+                    agent.register_memory([region], kind, backends=plugins),
+                    backends=plugins,
+                )
             here = agent.get_xfer_descs([(address, size, 0)], MEMORY)
             there = agent.get_xfer_descs([(0, size, number)], OBJECTS)
             handle = agent.initialize_xfer(operation, here, there, agent.name, b"", backends=plugins)
-            state = agent.transfer(handle)
+            registered = known.pop_all()  # until the transfer has ended
         try:
+            with self._lock:
+                state = agent.transfer(handle)
             until_s = time.monotonic() + MOST_S
             while state == "PROC":
                 if time.monotonic() > until_s:
@@ -168,7 +176,6 @@ class NixlStore:
                 self._unreleased.append(content)
                 agent.release_xfer_handle(handle)
                 self._unreleased.pop()
-                agent.deregister_memory(memory, backends=plugins)
-                agent.deregister_memory(of_object, backends=plugins)
+                registered.close()
         if state != "DONE":
             raise OSError("a transfer of NIXL has failed")

@@ -36,7 +36,7 @@ class FileSystem(Protocol):
     def rm_file(self, path: str) -> None:
         """Remove a file."""
 
-    def makedirs(self, path: str, exist_ok: bool) -> None:
+    def mkdir(self, path: str, create_parents: bool) -> None:
         """Make a folder, where there are folders."""
 
 
@@ -51,6 +51,11 @@ def open_objects(config: KvStoreConfig) -> ObjectStore:
         raise ConfigError(
             f"--kv-store {config.url}: {error}. {scheme}: is reached by fsspec (pip install 'quintet[store]') with the package of"
             " that storage, such as s3fs, gcsfs or adlfs"
+        ) from None
+    except Exception as error:  # noqa: BLE001 -- of packages that have their own; their words may hold secrets
+        raise ConfigError(
+            f"--kv-store {config.url}: the package for {scheme} cannot begin ({type(error).__name__}): does it find in the"
+            " environment, or in its own files, what it needs (account, credentials)?"
         ) from None
     return ObjectStore(files, path)
 
@@ -95,11 +100,22 @@ class ObjectStore:
 
     def put(self, name: str, content: memoryview) -> bool:
         """See `KvConnector.put`."""
-        if self._size_of(name) != len(content):
-            path = f"{self._path}/{name}"
-            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if self._size_of(name) == len(content):
+            return True
+        path = f"{self._path}/{name}"
+        try:
+            self._files.pipe_file(path, bytes(content))
+        except FileNotFoundError:
+            self._make_folders_of(name)
             self._files.pipe_file(path, bytes(content))
         return True
+
+    def _make_folders_of(self, name: str) -> None:
+        """Make what is missing between the place of all objects and one of them; where that place is missing, it is mistyped."""
+        folders = name.split("/")[:-1]
+        for depth in range(1, len(folders) + 1):
+            with contextlib.suppress(FileExistsError):  # made before, or by another thread
+                self._files.mkdir("/".join([self._path, *folders[:depth]]), create_parents=False)
 
     def get(self, name: str, into: memoryview) -> bool:
         """See `KvConnector.get`."""

@@ -42,7 +42,9 @@ class FakeStore:
         assert orders.tables == capacity.tables
         if orders.store is None:
             return
-        answers = StoreAnswers(search_ns=1, get_ns=1, num_gets=len(orders.store.gets))
+        answers = StoreAnswers(
+            search_ns=1, get_ns=1, num_gets=len(orders.store.gets), num_searches=len(orders.store.searches)
+        )
         for put in orders.store.puts:
             self.num_puts += 1
             run = dict[bytes, Content]()

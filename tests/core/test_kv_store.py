@@ -167,7 +167,7 @@ def test_who_did_not_answer_is_not_asked_for_a_while() -> None:
     assert pool.lookups[1].is_pending and not pool.is_silent
     pool.expire(PATIENCE_NS + 1)
     assert not pool.lookups[1].is_pending and pool.is_silent
-    pool.answer(StoreAnswers(found=[Found(1, pack_i32([1]))], search_ns=5))
+    pool.answer(StoreAnswers(found=[Found(1, pack_i32([1]))], search_ns=5, num_searches=1))
     assert not pool.known, "too late: somebody may have given up for good reason"
     pool.expire(PATIENCE_NS + 1 + SILENCE_NS)
     assert not pool.is_silent

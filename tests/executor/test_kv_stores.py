@@ -13,6 +13,7 @@ import uuid
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from quintet.executor.store import connector as connector_module
@@ -201,7 +202,6 @@ def ours(config: KvStoreConfig) -> KvConnector:
 
 
 def test_what_fsspec_reaches_is_a_store() -> None:
-    pytest.importorskip("fsspec")
     url = f"memory://{uuid.uuid4().hex}/prefix/"
     one, other = open_connector(config(url)), open_connector(config(url))
     assert isinstance(one, ObjectStore)
@@ -216,7 +216,6 @@ def test_what_fsspec_reaches_is_a_store() -> None:
 
 
 def test_an_error_in_a_search_is_one_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fsspec = pytest.importorskip("fsspec")
     files = fsspec.filesystem("local", skip_instance_cache=True)
     store = ObjectStore(files, str(tmp_path))
     assert put(store, 1)
@@ -229,9 +228,25 @@ def test_an_error_in_a_search_is_one_of_the_search(tmp_path: Path, monkeypatch: 
         store.count(NAMES[1:20])
 
 
+def test_a_bucket_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    files = fsspec.filesystem("local", skip_instance_cache=True)
+    with pytest.raises(FileNotFoundError):
+        put(ObjectStore(files, str(tmp_path / "mistyped" / "prefix")), 1)
+    assert not (tmp_path / "mistyped").exists()
+
+
+def test_a_package_that_cannot_begin_is_named_without_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: object, **__: object) -> None:
+        raise RuntimeError("hunter2")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", begin)
+    with pytest.raises(ConfigError, match=r"the package for gs cannot begin \(RuntimeError\)") as refused:
+        open_connector(config("gs://bucket/prefix"))
+    assert "hunter2" not in str(refused.value)
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/prefix", "nobody://knows/it"])
 def test_what_nothing_reaches_is_refused_in_words(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fsspec")
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(ConfigError, match="with the package of that storage"):
         open_connector(config(url))

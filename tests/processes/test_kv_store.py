@@ -42,7 +42,7 @@ def test_a_prompt_that_another_server_computed_is_fetched(tmp_path: Path) -> Non
 @pytest.mark.whole
 def test_engines_of_one_server_share_what_they_computed(tmp_path: Path) -> None:
     flags = (*FLAGS, "--data-parallel-size", "2", "--routing", "round-robin")
-    with serve(*flags, "--kv-store", f"local://{tmp_path}/kv") as server:
+    with serve(*flags, "--kv-store", f"local://{tmp_path}") as server:
         text, num_cached = ask(server)
         assert num_cached == 0
         wait_until(lambda: runs(server, "kept") > 0, "the prompt in the store")
