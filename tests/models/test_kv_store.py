@@ -57,10 +57,9 @@ def test_what_another_computed_is_begun_behind(
     scheme: str, serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     """Kept by us, and by fsspec."""
-    if scheme == "local":
-        pytest.importorskip("fsspec")
     config = changed(serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config)
     without, _ = answer(config)
+    (tmp_path / "kv").mkdir()
     config = with_store(config, f"{scheme}://{tmp_path}/kv")
     assert answer(config) == (without, 0)
     assert answer(config) == (without, IN_RUNS)
