@@ -27,6 +27,7 @@ AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16
 AVX512_BF16 = (*AVX512, "-mavx512vnni", "-mavx512bf16")
 ALL = ("*",)
 INTEGERS = ("linear_integer", "limits")
+ALL_BUT_INTEGERS = ("[!l]*", "limits", "linear_[!i]*", "logprobs")
 PAIRS = ("linear_float", "limits")
 MATRICES = ("linear_matrix*", "attention", "limits", "matrix_check")
 # The flags of an instruction set, and which kernel sources it has of its own: where it has none, its parent's are used
@@ -38,7 +39,7 @@ INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] 
         "avx2_vnni": ((*AVX2, "-mavxvnni"), INTEGERS),
         "avx512": (AVX512, ALL),
         "avx512_vnni": ((*AVX512, "-mavx512vnni"), INTEGERS),
-        "avx512_bf16": (AVX512_BF16, ALL),
+        "avx512_bf16": (AVX512_BF16, ALL_BUT_INTEGERS),
         "amx_emulated": ((*AVX512_BF16, "-DQT_AMX_EMULATED"), MATRICES),
         "amx": ((*AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"), MATRICES),
     },

@@ -2,7 +2,7 @@
 //
 // An instruction set has kernels of its own where setup.py compiles their source for it, and its parent's otherwise: `amx` is
 // avx512_bf16 but for what multiplies matrices, and those with dot products of bytes differ from their parents in what
-// multiplies integers alone.
+// multiplies integers alone; avx512_bf16 differs from avx512_vnni in all else.
 //
 //   avx2_vnni    AVX-VNNI: Alder Lake and later without AVX-512
 //   avx512_vnni  Cascade Lake, Ice Lake

@@ -226,7 +226,7 @@ QT_INLINE f32v load(const bf16* from) {
 }
 
 // fp32 to bf16, nearest even, one number; NaN stays a NaN. On bits: alike for every instruction set but AVX512_BF16,
-// which makes denormals zero.
+// which makes denormals zero, and AVX512_VNNI, whose kernels multiply integers for it.
 QT_INLINE std::uint16_t narrow_bits(float value) {
   std::uint32_t bits;
   std::memcpy(&bits, &value, sizeof bits);
@@ -239,7 +239,12 @@ QT_INLINE __m256i narrow(f32v value) {
 #if defined(__AVX512BF16__)
   return (__m256i)_mm512_cvtneps_pbh(value);
 #else
+#if defined(__AVX512VNNI__)
+  const __m512i sign = _mm512_set1_epi32(std::int32_t(0x80000000));
+  const __m512i bits = _mm512_mask_and_epi32((__m512i)value, _mm512_fpclass_ps_mask(value, 0x20), (__m512i)value, sign);
+#else
   const __m512i bits = (__m512i)value;
+#endif
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF))), 16);
   const __m512i quiet = _mm512_or_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(0x40));

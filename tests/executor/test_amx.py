@@ -397,6 +397,16 @@ def test_integers_have_the_same_bits_without_the_unit(
         assert all(torch.equal(*pair) for pair in zip(expected, results, strict=True)), name
 
 
+def test_denormal_products_of_integers_are_zero_whoever_multiplies(libraries: dict[str, ctypes.CDLL]) -> None:
+    """As the conversion to bf16 is one instruction with AVX512_BF16 only, and integers are multiplied by more than one kernel."""
+    x = noise(40, 64, seed=1) * 3e-19
+    for library in libraries.values():
+        packed = pack(library, noise(70, 64) * 1e-19, WeightFormat.INT8)
+        bits = torch.cat([packed.linear(x), packed.linear(x[:1])]).view(torch.int16).int() & 0x7FFF
+        assert torch.equal(bits[0], bits[-1])
+        assert (bits > 0).any() and ((bits == 0) | (bits >= 0x80)).all()
+
+
 @pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")
 @pytest.mark.parametrize(("form", "group", "eight"), FORMATS)
 def test_linear_layers_have_the_same_bits_with_either(

@@ -27,7 +27,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-constexpr const LinearKernels& kParent = avx512_bf16::integer_linear;
+constexpr const LinearKernels& kParent = avx512_vnni::integer_linear;
 
 constexpr index_t kFewestRows = 8;
 constexpr index_t kPiece = 256;             // k at a time, whole groups
