@@ -26,6 +26,7 @@ def test_split_sizes() -> None:
     ]
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     ("shape", "soft_cap", "with_alibi"),
     [
@@ -58,6 +59,7 @@ def test_alone_in_chunks_or_whole(device: Device, shape: Shape, soft_cap: float,
     assert torch.equal(together, whole[TOKENS])
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("num_heads", "ranks"), [(65, 5), (80, 5), (128, 8)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.whole)])
 def test_heads_of_a_rank_or_of_all(device: Device, num_heads: int, ranks: int, dtype: torch.dtype) -> None:

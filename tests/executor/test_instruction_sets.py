@@ -37,7 +37,7 @@ def repeat(name: str, config: pytest.Config, share: str, *files: Path) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", others())
 def test_the_kernels_with_another_instruction_set(name: str, pytestconfig: pytest.Config) -> None:
     repeat(name, pytestconfig, "0.1", *KERNELS)
