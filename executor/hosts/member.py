@@ -108,12 +108,12 @@ class Member:
         )
         for each in (self._socket, self._monitor):
             self._poller.register(each, zmq.POLLIN)
-        self._is_seeking, self._is_connected = True, False
-        """Until somebody listens, and until hands are shaken."""
+        self._is_connected = False
+        """Whether hands are shaken."""
         self._tried: str | None = None
         """Where it is being asked, or was last."""
         self._num_tries = 0
-        self._tried_s, self._complained_s = -TRY_S, time.monotonic() - COMPLAINT_S + TRY_S
+        self._try_next_s, self._complained_s = 0.0, time.monotonic() - COMPLAINT_S + TRY_S
 
     def close(self) -> None:
         """Close the sockets."""
@@ -124,7 +124,7 @@ class Member:
         """Join, compute and carry for ever. Raises `HostLost`, and `ConfigError` where this host can take no part."""
         log.info("host %d asks at %s", self._own.host, self._own.hosts.address)
         while True:
-            if self._is_seeking:
+            if not self._is_connected:
                 self._seek(time.monotonic())
             ready = dict(self._poller.poll(int(BEAT_S * 1000)))
             if self._monitor in ready:
@@ -137,9 +137,9 @@ class Member:
 
     def _seek(self, now: float) -> None:
         """Try the next of what the address stands for by now, if the last has had its time."""
-        if now - self._tried_s < TRY_S:
+        if now < self._try_next_s:
             return
-        self._tried_s = now
+        self._try_next_s = now + TRY_S
         address, words = self._own.hosts.address, "nobody listens there"
         if self._tried is not None:
             self._socket.disconnect(self._tried)
@@ -175,7 +175,7 @@ class Member:
     def _see_connection(self) -> None:
         event: Any = recv_monitor_message(self._monitor)["event"]
         if event == zmq.EVENT_CONNECTED:
-            self._is_seeking = False
+            self._try_next_s = time.monotonic() + JOIN_S  # it may be one that was given up a moment ago
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._is_connected, self._heard_s = True, time.monotonic()
             self._send(0, [encode(Join(VERSION, self._own.host, sources()))])

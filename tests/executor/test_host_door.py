@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import zmq
 
+from quintet.executor.hosts import member as member_module
 from quintet.executor.hosts.hub import Hub
 from quintet.executor.hosts.member import Member, OwnPlace
 from quintet.executor.hosts.talk import (
@@ -318,3 +319,16 @@ def test_a_member_says_that_nobody_is_there_and_finds_who_comes_later(
     with closing(Door(config)):
         seeking.join(PATIENCE_MS / 1000)
     assert told == ["the first host refuses this one: this is a group of --nnodes 2: --node-rank is 1 to 1"]
+
+
+def test_an_address_where_somebody_is_silent_is_not_the_last_that_is_tried(
+    config: EngineConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert config.executor.hosts is not None
+    own = place(config.executor.hosts, tmp_path / "there", host=2)
+    monkeypatch.setattr(member_module, "JOIN_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, closing(Door(config)) as door:
+        addresses = [f"tcp://127.0.0.1:{silent.getsockname()[1]}", f"tcp://{door.hosts.address}"]
+        monkeypatch.setattr(member_module, "endpoints_of", lambda address: addresses)
+        with asked(ConfigError, "--node-rank is 1 to 1"):
+            run(own)

@@ -106,6 +106,13 @@ SHAPES: dict[str, Shape] = {
         "selector": {"matchLabels": dict}, "targetPorts": [{"number": int}],
         "endpointPickerRef": {"name": str, "port": {"number": int}, "failureMode": str},
     },
+    "LeaderWorkerSet": {
+        "replicas": int, "startupPolicy": str,
+        "leaderWorkerTemplate": {
+            "size": int, "restartPolicy": str, "leaderTemplate": {"metadata": dict, "spec": dict},
+            "workerTemplate": {"metadata": dict, "spec": dict},
+        },
+    },
 }  # fmt: skip
 """What custom resources may say here, as their definitions had it in August 2026: these packages ship none to compare with."""
 
@@ -139,6 +146,28 @@ def check(text: str) -> set[str]:
         for release in RELEASES:
             kubernetes_validate.validate(thing, release, strict=True)
     return kinds
+
+
+def grouped(text: str) -> None:
+    """A group's pods are pods; its Service leads to the first of them, and they are told where each is."""
+    service, group = yaml.safe_load_all(text)
+    template = group["spec"]["leaderWorkerTemplate"]
+    fits(group["spec"], SHAPES["LeaderWorkerSet"], "LeaderWorkerSet")
+    assert template["restartPolicy"] in {"None", "RecreateGroupOnPodRestart", "RecreateGroupAfterStart"}
+    for role in ("leaderTemplate", "workerTemplate"):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "pod", **template[role]["metadata"]}}
+        for release in RELEASES:
+            kubernetes_validate.validate({**pod, "spec": template[role]["spec"]}, release, strict=True)
+        [container] = template[role]["spec"]["containers"]
+        env = {each["name"] for each in container.get("env", ())}
+        told = {"LWS_GROUP_SIZE", "LWS_WORKER_INDEX", "LWS_LEADER_ADDRESS"}
+        assert set(re.findall(r"\$\((\w+)\)", " ".join(container["args"]))) <= told | env
+    for release in RELEASES:
+        kubernetes_validate.validate(service, release, strict=True)
+    labels = template["leaderTemplate"]["metadata"]["labels"] | {
+        "leaderworkerset.sigs.k8s.io/worker-index": "0"
+    }
+    assert service["spec"]["selector"].items() <= labels.items()
 
 
 def doors(text: str) -> None:
@@ -218,10 +247,11 @@ def main() -> None:
     placed(render.render(VARIANTS["everything, HPA"]))
     picked(render.render(VARIANTS["endpoints that the router picks"]))
     summed(render.render({"autoscaling": KEDA}))
+    grouped((render.MANIFESTS / "hosts.yaml").read_text())
     expected = {
         "ConfigMap", "Deployment", "Service", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy",
         "HorizontalPodAutoscaler", *SHAPES,
-    }  # fmt: skip
+    } - {"LeaderWorkerSet"}  # fmt: skip  # which is written by hand
     assert kinds == expected, kinds ^ expected
     for name in render.VARIANTS:
         check(render.manifest(name))
