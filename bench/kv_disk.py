@@ -79,6 +79,19 @@ def ask(url: str, prompt: list[int]) -> Asked:
     return Asked(first_s, num_cached, text)
 
 
+def compare(*both: tuple[str, list[Asked]]) -> None:
+    """Print how soon both began to answer, the second against the first, and whether they said the same."""
+    for what, found in both:
+        seconds = [each.first_token_s for each in found]
+        cached = [each.cached_tokens for each in found]
+        listed = ", ".join(f"{each:.3f}" for each in seconds)
+        print(f"{what:<9} first token {median(seconds):.3f} s ({listed}), cached tokens {cached}")
+    one, other = (found for _, found in both)
+    gain = median(each.first_token_s for each in one) / median(each.first_token_s for each in other)
+    same = [each.text == again.text for each, again in zip(one, other, strict=True)]
+    print(f"{gain:.1f} x sooner; answers the same: {all(same)}")
+
+
 def measure(model: Path, prompts: list[list[int]], folder: Path, flags: list[str]) -> list[Asked]:
     """Ask one server all prompts, and kill it."""
     with serve(model, [*flags, "--kv-disk", str(folder)]) as server:
@@ -121,14 +134,8 @@ def main() -> None:
         computed = measure(model, prompts, folder, flags)
         disk_bytes = forget_pages(folder)
         read = measure(model, prompts, folder, flags)
-    for what, found in (("computed", computed), ("read", read)):
-        seconds = [each.first_token_s for each in found]
-        cached = [each.cached_tokens for each in found]
-        listed = ", ".join(f"{each:.3f}" for each in seconds)
-        print(f"{what:<9} first token {median(seconds):.3f} s ({listed}), cached tokens {cached}")
-    gain = median(each.first_token_s for each in computed) / median(each.first_token_s for each in read)
-    same = [one.text == other.text for one, other in zip(computed, read, strict=True)]
-    print(f"{gain:.1f} x sooner; answers the same: {all(same)}; {disk_bytes / 1e6:.0f} MB on disk")
+    compare(("computed", computed), ("read", read))
+    print(f"{disk_bytes / 1e6:.0f} MB on disk")
     if args.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         report = Report(

@@ -15,11 +15,10 @@ import random
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 
 import msgspec
 
-from bench.kv_disk import NUM_OUTPUTS, Asked, ask
+from bench.kv_disk import NUM_OUTPUTS, Asked, ask, compare
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import serve
 from bench.peers.models import SHAPES, make_model
@@ -73,14 +72,7 @@ def main() -> None:
         flags = ["--max-model-len", str(args.tokens + NUM_OUTPUTS + 16), "--kv-store", store, *args.flags]
         computed = measure(model, prompts, flags)
         fetched = measure(model, prompts, flags)
-    for what, found in (("computed", computed), ("fetched", fetched)):
-        seconds = [each.first_token_s for each in found]
-        cached = [each.cached_tokens for each in found]
-        listed = ", ".join(f"{each:.3f}" for each in seconds)
-        print(f"{what:<9} first token {median(seconds):.3f} s ({listed}), cached tokens {cached}")
-    gain = median(each.first_token_s for each in computed) / median(each.first_token_s for each in fetched)
-    same = [one.text == other.text for one, other in zip(computed, fetched, strict=True)]
-    print(f"{gain:.1f} x sooner; answers the same: {all(same)}")
+    compare(("computed", computed), ("fetched", fetched))
     if args.save is not None:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
         where = args.store or "file:///dev/shm/…"

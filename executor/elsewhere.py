@@ -9,7 +9,7 @@ import numpy as np
 
 from quintet.executor.disk.boot import open_kv_disk
 from quintet.executor.features.kv_offload import HostBlocks
-from quintet.executor.interface import KvDisk, KvPeers, KvStore
+from quintet.executor.interface import KvElsewhere
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
 from quintet.executor.runner import Runner
 from quintet.executor.store.boot import open_kv_store
@@ -25,7 +25,7 @@ class Elsewhere:
         """host_blocks: swap space, whose numbers come first. Raises `ConfigError` where a place cannot be opened."""
         self._host_blocks = host_blocks
         self._num_host_blocks = host_blocks.num_blocks
-        self._places: list[tuple[int, int, KvDisk | KvPeers | KvStore]] = []
+        self._places: list[tuple[int, int, KvElsewhere]] = []
         """Numbers of host blocks, from the first up to another, and what fetches into them."""
         self.disk = open_kv_disk(runner, config, self._num_host_blocks)
         first = self._next_behind(self._num_host_blocks, self.disk)
@@ -40,7 +40,7 @@ class Elsewhere:
         self.store = open_kv_store(runner, config, first)
         self._next_behind(first, self.store)
 
-    def _next_behind(self, first: int, place: KvDisk | KvPeers | KvStore | None) -> int:
+    def _next_behind(self, first: int, place: KvElsewhere | None) -> int:
         """Take note of a place's host blocks, numbered from ``first`` on; return the number behind them."""
         if place is None:
             return first

@@ -52,22 +52,18 @@ class Finished:
         return self.outcome
 
 
-class KvDisk(Protocol):
-    """Blocks of KV memory on disk. Used from the loop only; reads and writes beside it."""
-
-    @property
-    def num_places(self) -> int:
-        """Blocks there is room for on disk."""
+class KvElsewhere(Protocol):
+    """Blocks of KV memory on disk, of other servers and for them, or in a store. Used from the loop only; works beside it."""
 
     @property
     def num_staging_blocks(self) -> int:
-        """Host blocks that they are read into, numbered behind all others."""
+        """Host blocks that what comes from there lies in until it is copied in, numbered behind all others."""
 
     def begin(self, ring: Callable[[], None]) -> None:
         """Begin to take orders. ring: tells the loop, from another thread, that there are answers."""
 
     def order(self, orders: KvOrders) -> None:
-        """Take what is to be stored out of KV memory, as it is now; write and read later."""
+        """Take what is to be kept or offered out of KV memory, as it is now; do the rest later."""
 
     def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
         """Copy what was fetched, from these host blocks, into blocks of KV memory."""
@@ -75,66 +71,22 @@ class KvDisk(Protocol):
     def take_answers(self) -> KvAnswers | None:
         """Return what became of orders since the last call, for the newest tables ordered about; None without any."""
 
+    def reset(self) -> None:
+        """Forget what was looked for and is to be fetched: the tables were emptied. What a store is to keep is kept."""
+
+    def close(self) -> None:
+        """Finish what was ordered, as far as that takes no longer than anybody waits, and let go of files and sockets."""
+
+
+class KvDisk(KvElsewhere, Protocol):
+    """On disk: what lies there has numbers, and is told of at boot."""
+
+    @property
+    def num_places(self) -> int:
+        """Blocks there is room for on disk."""
+
     def kept(self) -> list[tuple[int, bytes]]:
         """Return place and key of all that is on disk, what was written longest ago first."""
-
-    def reset(self) -> None:
-        """Forget every order, begun or not: the tables were emptied."""
-
-    def close(self) -> None:
-        """Write what was ordered, as far as that takes no longer than anybody waits, and close the files."""
-
-
-class KvPeers(Protocol):
-    """Blocks of KV memory of other servers, and for them. Used from the loop only; talks with them beside it."""
-
-    @property
-    def num_staging_blocks(self) -> int:
-        """Host blocks that theirs are fetched into, numbered behind all others."""
-
-    def begin(self, ring: Callable[[], None]) -> None:
-        """Begin to talk. ring: tells the loop, from another thread, that there are answers."""
-
-    def order(self, orders: KvOrders) -> None:
-        """Copy what is offered out of KV memory, as it is now; ask others for what is to be fetched."""
-
-    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
-        """Copy what was fetched, from these host blocks, into blocks of KV memory."""
-
-    def take_answers(self) -> KvAnswers | None:
-        """See `KvDisk.take_answers`."""
-
-    def reset(self) -> None:
-        """Forget what was to be fetched: the tables were emptied."""
-
-    def close(self) -> None:
-        """Close the sockets."""
-
-
-class KvStore(Protocol):
-    """Blocks of KV memory in a store that other servers share. Used from the loop only; talks with the store beside it."""
-
-    @property
-    def num_staging_blocks(self) -> int:
-        """Host blocks that they are fetched into, numbered behind all others."""
-
-    def begin(self, ring: Callable[[], None]) -> None:
-        """Begin to take orders. ring: tells the loop, from another thread, that there are answers."""
-
-    def order(self, orders: KvOrders) -> None:
-        """Take what is to be kept out of KV memory, as it is now; ask the store later."""
-
-    def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
-        """Copy what was fetched, from these host blocks, into blocks of KV memory."""
-
-    def take_answers(self) -> KvAnswers | None:
-        """See `KvDisk.take_answers`."""
-
-    def reset(self) -> None:
-        """Forget what was looked for and to be fetched: the tables were emptied. What is to be kept is."""
-
-    def close(self) -> None:
-        """Keep what was ordered, as far as that takes no longer than anybody waits."""
 
 
 class StepWorker(Protocol):
@@ -157,11 +109,11 @@ class StepWorker(Protocol):
         """Where blocks outlive this process; None where they do not."""
 
     @property
-    def kv_peers(self) -> KvPeers | None:
+    def kv_peers(self) -> KvElsewhere | None:
         """The servers that share requests with this one; None where there are none."""
 
     @property
-    def kv_store(self) -> KvStore | None:
+    def kv_store(self) -> KvElsewhere | None:
         """What other servers have computed, too; None where there is no such store."""
 
     @property

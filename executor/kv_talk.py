@@ -1,6 +1,6 @@
 """The executor's part in the talk with its core about blocks on disk, in a shared store and of other servers.
 
-What is done with them is the worker's (`KvDisk`, `KvStore`, `KvPeers`).
+What is done with them is the worker's (`KvElsewhere`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.executor.interface import KvDisk, KvPeers, KvStore, StepWorker
+from quintet.executor.interface import KvDisk, KvElsewhere, StepWorker
 from quintet.process.bell import Bell
 from quintet.process.kv_publisher import address_for
 from quintet.process.runtime import Process
@@ -47,16 +47,14 @@ class KvTalk:
         self,
         process: Process[StepPlan | KvOrders | KvPins],
         disk: KvDisk | None,
-        peers: KvPeers | None,
-        store: KvStore | None = None,
+        peers: KvElsewhere | None,
+        store: KvElsewhere | None = None,
     ) -> None:
         self._process = process
         self._disk = disk
         self._peers = peers
         self._store = store
-        self._all: tuple[KvDisk | KvPeers | KvStore, ...] = tuple(
-            each for each in (disk, peers, store) if each is not None
-        )
+        self._all: tuple[KvElsewhere, ...] = tuple(each for each in (disk, peers, store) if each is not None)
         self._bell = Bell(DiskRang)
         process.inbox.hang(self._bell)
         for each in self._all:

@@ -114,12 +114,12 @@ class DiskBlocks:
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvDisk.begin`."""
+        """See `KvElsewhere.begin`."""
         self._ring = ring
         self._thread.start()
 
     def order(self, orders: KvOrders) -> None:
-        """See `KvDisk.order`."""
+        """See `KvElsewhere.order`."""
         tables = orders.tables
         stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
         room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
@@ -153,7 +153,7 @@ class DiskBlocks:
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
     def take_answers(self) -> KvAnswers | None:
-        """See `KvDisk.take_answers`."""
+        """See `KvElsewhere.take_answers`."""
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError(
@@ -171,14 +171,14 @@ class DiskBlocks:
             return list(self._kept.items())
 
     def reset(self) -> None:
-        """See `KvDisk.reset`."""
+        """See `KvElsewhere.reset`."""
         with self._changed:
             self._stores = deque(task for task in self._stores if isinstance(task, _Drop))
             self._fetches.clear()
             self._answers, self._has_answers = KvAnswers(0, self._tables), False
 
     def close(self) -> None:
-        """See `KvDisk.close`."""
+        """See `KvElsewhere.close`."""
         with self._changed:
             self._is_closing = True
             self._changed.notify()

@@ -40,7 +40,7 @@ FAREWELL_S = 1.0
 
 
 class PeerBlocks:
-    """See `quintet.executor.interface.KvPeers`."""
+    """See `quintet.executor.interface.KvElsewhere`."""
 
     def __init__(
         self,
@@ -93,12 +93,12 @@ class PeerBlocks:
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvPeers.begin`."""
+        """See `KvElsewhere.begin`."""
         self._ring = ring
         self._thread.start()
 
     def order(self, orders: KvOrders) -> None:
-        """See `KvPeers.order`."""
+        """See `KvElsewhere.order`."""
         if orders.offer_keys:
             self._offered.put(orders.offer_keys, np.frombuffer(orders.offers, np.int32))
         tables = orders.tables
@@ -116,7 +116,7 @@ class PeerBlocks:
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
     def take_answers(self) -> KvAnswers | None:
-        """See `KvPeers.take_answers`."""
+        """See `KvElsewhere.take_answers`."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError("the thread that talks with other servers has failed") from self._failure
@@ -127,7 +127,7 @@ class PeerBlocks:
         return answers
 
     def reset(self) -> None:
-        """See `KvPeers.reset`."""
+        """See `KvElsewhere.reset`."""
         with self._lock:
             self._pulls.clear()
             self._pulls.append(None)
@@ -135,7 +135,7 @@ class PeerBlocks:
         self._wake()
 
     def close(self) -> None:
-        """See `KvPeers.close`."""
+        """See `KvElsewhere.close`."""
         with self._lock:
             self._is_closing = True
         self._wake()

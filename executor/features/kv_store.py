@@ -61,7 +61,7 @@ class _Task:
 
 
 class StoreBlocks:
-    """See `quintet.executor.interface.KvStore`."""
+    """See `quintet.executor.interface.KvElsewhere`."""
 
     def __init__(
         self,
@@ -116,13 +116,13 @@ class StoreBlocks:
     # --- the loop's side ---
 
     def begin(self, ring: Callable[[], None]) -> None:
-        """See `KvStore.begin`."""
+        """See `KvElsewhere.begin`."""
         self._ring = ring
         for thread in self._threads:
             thread.start()
 
     def order(self, orders: KvOrders) -> None:
-        """See `KvStore.order`."""
+        """See `KvElsewhere.order`."""
         store, tables = orders.store, orders.tables
         if store is None:
             return
@@ -158,7 +158,7 @@ class StoreBlocks:
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
     def take_answers(self) -> KvAnswers | None:
-        """See `KvStore.take_answers`."""
+        """See `KvElsewhere.take_answers`."""
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError("a thread that talks with the store of KV has failed") from self._failure
@@ -169,7 +169,7 @@ class StoreBlocks:
             return KvAnswers(0, self._tables, store=answers)
 
     def reset(self) -> None:
-        """See `KvStore.reset`."""
+        """See `KvElsewhere.reset`."""
         with self._changed:
             self._searches.clear()
             self._gets.clear()
@@ -179,7 +179,7 @@ class StoreBlocks:
             self._answers, self._has_answers = StoreAnswers(), False
 
     def close(self) -> None:
-        """See `KvStore.close`."""
+        """See `KvElsewhere.close`."""
         with self._changed:
             self._is_closing = True
             self._searches.clear()

@@ -13,7 +13,7 @@ from tests.models.families import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
 from quintet.core.outbox import Effects
-from quintet.executor.interface import KvDisk, KvPeers, KvStore, Pending, StepWorker
+from quintet.executor.interface import KvElsewhere, Pending, StepWorker
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
@@ -123,7 +123,7 @@ class House:
                 answers.executor_epoch = 1
                 self.engine.kv_answers(answers)
 
-    def _places(self) -> list[KvDisk | KvPeers | KvStore]:
+    def _places(self) -> list[KvElsewhere]:
         places = (self.worker.kv_disk, self.worker.kv_peers, self.worker.kv_store)
         return [place for place in places if place is not None]
 
