@@ -18,7 +18,12 @@ import yaml
 HERE = Path(__file__).parent
 CHART = HERE / "quintet"
 MANIFESTS = HERE.parent / "kubernetes"
-VARIANTS = {"quintet": None, "quintet-gpu": "values-gpu.yaml", "quintet-replicas": "values-replicas.yaml"}
+VARIANTS = {
+    "quintet": None,
+    "quintet-apart": "values-apart.yaml",
+    "quintet-gpu": "values-gpu.yaml",
+    "quintet-replicas": "values-replicas.yaml",
+}
 """By manifest: the values beside the chart that it is made of."""
 _OF_HELM = re.compile(r" *(helm\.sh/chart|app\.kubernetes\.io/managed-by): .*\n")
 

@@ -49,13 +49,13 @@ def test_the_pods_flags_are_those_of_their_commands(path: Path, tmp_path: Path) 
     [text] = [thing["data"]["server.yaml"] for thing in things(path) if thing["kind"] == "ConfigMap"]
     config = tmp_path / "server.yaml"
     config.write_text(text)
-    read = {"quintet": options_from, "router": route_options_from}
+    read = {"quintet": options_from, "prefill": options_from, "router": route_options_from}
     for deployment in (thing for thing in things(path) if thing["kind"] == "Deployment"):
         pod = deployment["spec"]["template"]["spec"]
         [container] = pod["containers"]
         words = [word.replace("/etc/quintet/server.yaml", str(config)) for word in container["args"]]
         options = read.pop(container["name"])(words)
-        [port] = [port["containerPort"] for port in container["ports"]]
+        [port] = [port["containerPort"] for port in container["ports"] if port["name"] == "http"]
         assert (options.host, options.port) == ("0.0.0.0", port)
         assert pod["terminationGracePeriodSeconds"] > options.drain_timeout
     assert "quintet" not in read

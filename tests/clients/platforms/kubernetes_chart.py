@@ -43,6 +43,13 @@ ALL = {
     "runtimeClassName": "nvidia",
     "priorityClassName": "high",
 }  # fmt: skip
+PREFILL = {
+    "replicas": 2,
+    "secret": "kv",
+    "key": "secret",
+    "network": "10.0.0.0/8",
+    "resources": {"limits": {"cpu": "4"}},
+}
 KEDA = {"kind": "keda", "prometheusAddress": "http://prometheus:9090"}
 VARIANTS: dict[str, dict[str, object]] = {
     "defaults": {},
@@ -56,6 +63,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "endpoints that the router picks": {
         **ALL, "inferencePool": {"enabled": True, "pickerPort": 9009, "tlsSecret": "picker"},
     },
+    "prompts apart, HPA": {**ALL, "prefill": PREFILL, "autoscaling": {"kind": "hpa"}},
     "a claim that one pod holds": {
         "cache": {"create": True}, "strategy": {"rollingUpdate": {"maxSurge": 0, "maxUnavailable": 1}},
     },
@@ -73,6 +81,13 @@ REFUSED = {
     "additional properties 'replics' not allowed": {"replics": 2},
     "up to 3 pods cannot share a claim that is ReadWriteOnce": {"cache": {"create": True}, "replicas": 3},
     "give one of the two": {"cache": {"create": True, "existingClaim": "models"}},
+    "up to 3 pods cannot share a claim": {
+        "cache": {"create": True}, "prefill": PREFILL, "router": {"enabled": True},
+    },
+    "compute what a router sends them": {"prefill": PREFILL},
+    "set prefill.secret": {"prefill": {"replicas": 1}, "router": {"enabled": True}},
+    "has no prompt computed apart": {"prefill": PREFILL, "router": {"enabled": True}, "inferencePool": {"enabled": True}},
+    "flags.role is the chart's own affair": {"flags": {"role": "decode"}},
     "flags.drain-timeout is the chart's own affair": {"flags": {"drain_timeout": 3}},
     "set autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
     "is more than autoscaling.maxReplicas (2)": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
@@ -171,13 +186,21 @@ def grouped(text: str) -> None:
 
 
 def doors(text: str) -> None:
-    """Every Service leads to the pods of exactly one Deployment, and none to a router and to servers at once."""
+    """Every Service leads to the pods of exactly one Deployment, and none to a router and to servers at once.
+
+    Where prompts are computed apart, the router finds servers of both kinds behind one name.
+    """
     things = list(yaml.safe_load_all(text))
     deployments = [t["spec"]["template"]["metadata"]["labels"] for t in things if t["kind"] == "Deployment"]
     for thing in things:
         if thing["kind"] == "Service":
             selector = thing["spec"]["selector"].items()
-            assert sum(selector <= labels.items() for labels in deployments) == 1, thing["metadata"]["name"]
+            led_to = [
+                labels["app.kubernetes.io/name"] for labels in deployments if selector <= labels.items()
+            ]
+            name = thing["metadata"]["name"]
+            is_apart = name.endswith("-pods") and "app.kubernetes.io/component" in thing["spec"]["selector"]
+            assert led_to == ["quintet", "quintet-prefill"] if is_apart else len(led_to) == 1, name
 
 
 def graces(text: str) -> None:
@@ -204,6 +227,34 @@ def placed(text: str) -> None:
         if t["kind"] == "PodDisruptionBudget"
     ]
     assert protected == ["quintet", "quintet-router"]
+
+
+def apart(text: str) -> None:
+    """Both kinds of servers share a key and nothing else; who answers may reach who computes prompts, and nobody else there."""
+    things = list(yaml.safe_load_all(text))
+    pods = {t["metadata"]["name"]: t["spec"]["template"] for t in things if t["kind"] == "Deployment"}
+    assert list(pods) == ["quintet", "quintet-prefill", "quintet-router"]
+    answers, prompts = (pods[name]["spec"]["containers"][0] for name in ("quintet", "quintet-prefill"))
+    assert {"--role=decode", "--kv-peers=10.0.0.0/8", "--kv-peer-key=/etc/quintet-kv/key"} <= set(
+        answers["args"]
+    )
+    assert {"--role=prefill", "--kv-peer-listen=$(POD_IP):5600", "--kv-peer-key=/etc/quintet-kv/key"} <= set(
+        prompts["args"]
+    )
+    assert prompts["resources"] == {"limits": {"cpu": "4", "nvidia.com/gpu": 2}} != answers["resources"]
+    policies = {t["metadata"]["name"]: t["spec"] for t in things if t["kind"] == "NetworkPolicy"}
+    [_, kv] = policies["quintet-prefill"]["ingress"]
+    assert [
+        each["podSelector"]["matchLabels"].items() <= pods["quintet"]["metadata"]["labels"].items()
+        for each in kv["from"]
+    ] == [True]
+    assert (
+        kv["ports"]
+        == [{"port": 5600, "endPort": 5663, "protocol": "TCP"}]
+        == policies["quintet"]["egress"][0]["ports"]
+    )
+    [scaled] = [t["spec"]["scaleTargetRef"]["name"] for t in things if t["kind"] == "HorizontalPodAutoscaler"]
+    assert scaled == "quintet"
 
 
 def picked(text: str) -> None:
@@ -245,6 +296,7 @@ def main() -> None:
         doors(text)
         print(f"ok: {name}")
     placed(render.render(VARIANTS["everything, HPA"]))
+    apart(render.render(VARIANTS["prompts apart, HPA"]))
     picked(render.render(VARIANTS["endpoints that the router picks"]))
     summed(render.render({"autoscaling": KEDA}))
     grouped((render.MANIFESTS / "hosts.yaml").read_text())

@@ -12,9 +12,24 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "quintet.labels" -}}
 {{ include "quintet.selector" . }}
+{{ include "quintet.version" . }}
+{{- end -}}
+
+{{- define "quintet.version" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end -}}
+
+{{/* What selects the pods that compute prompts for others. */}}
+{{- define "quintet.prefillSelector" -}}
+app.kubernetes.io/name: quintet-prefill
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* What selects servers of both kinds, where there are two. */}}
+{{- define "quintet.anyServer" -}}
+app.kubernetes.io/component: server
 {{- end -}}
 
 {{/* What selects the router's pods. */}}
@@ -50,7 +65,23 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
-{{/* The most pods there may be at once. */}}
+{{/* The most servers there may be at once. */}}
 {{- define "quintet.mostPods" -}}
-{{- ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none") -}}
+{{- add .Values.prefill.replicas (ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none")) -}}
+{{- end -}}
+
+{{/* Rules of a NetworkPolicy: where models are fetched, and where KV is, of up to 64 engines. */}}
+{{- define "quintet.toHub" -}}
+- ports:
+    - port: 53
+      protocol: UDP
+    - port: 53
+      protocol: TCP
+    - port: 443
+      protocol: TCP
+{{- end -}}
+{{- define "quintet.kvPorts" -}}
+- port: 5600
+  endPort: 5663
+  protocol: TCP
 {{- end -}}
