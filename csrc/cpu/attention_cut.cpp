@@ -76,13 +76,15 @@ void want_pairs(int wanted) { wants_pairs = wanted; }
 index_t cost_of_number(index_t rows) { return std::max(kReadRows, rows); }
 
 AttentionKernel kernel_of(const AttentionCall& call) {
-  const AttentionKernels& kernels = QT_CHOOSE(attention);
-  const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.attend_bytes
-                          : call.kv.dtype == Dtype::int4 ? kernels.attend_fours
-                          : call.kv.dtype == kFp8        ? kernels.attend_eighths
-                                                         : kernels.attend;
-  if (call.kv.dtype == Dtype::bf16 && kernels.attend_in_pairs.run && pairs_wanted()) return kernels.attend_in_pairs;
-  return of_format[call.layer.dtype];
+  const AttentionKernel& in_pairs = QT_CHOOSE(attention).attend_in_pairs;
+  if (call.kv.dtype == Dtype::bf16 && in_pairs.run && pairs_wanted()) return in_pairs;
+  return QT_CHOOSE_ONE(attention, [&](const AttentionKernels& kernels) -> const AttentionKernel& {
+    const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.attend_bytes
+                            : call.kv.dtype == Dtype::int4 ? kernels.attend_fours
+                            : call.kv.dtype == kFp8        ? kernels.attend_eighths
+                                                           : kernels.attend;
+    return of_format[call.layer.dtype];
+  });
 }
 
 AttentionCut::AttentionCut(const AttentionCall& call, index_t group, index_t max_tokens, const Program* program)

@@ -47,12 +47,21 @@ const Kernels& choose(std::initializer_list<const Kernels*> tables) {
   return *tables.begin()[int(one)];
 }
 
+// The same of one kernel, where tables may lack some: `of` finds it in a table.
+template <class Kernels, class Of>
+const auto& choose_one(std::initializer_list<const Kernels*> tables, Of of) {
+  Isa one = isa();
+  while (tables.begin()[int(one)] == nullptr || of(*tables.begin()[int(one)]).run == nullptr) one = parent_of(one);
+  return of(*tables.begin()[int(one)]);
+}
+
 // Declares a table of kernels that instruction sets define, and chooses one.
 //
 //   struct LinearKernels { ... };                  // function pointers
 //   QT_DECLARE_KERNELS(LinearKernels, linear)      // in the header: namespace qt::avx2 { extern const LinearKernels linear; } ...
 //   const LinearKernels linear = {...};            // in the kernel source, inside namespace qt::QT_ISA
 //   QT_CHOOSE(linear)                              // in a source that is compiled once: a reference to the chosen table
+//   QT_CHOOSE_ONE(linear, of)                      // likewise, to one kernel: of the first table, from the chosen one on, that has it
 //
 // Weak: of those that nobody defines the address is null.
 #define QT_DECLARE_TABLE(isa, Type, name) \
@@ -60,5 +69,6 @@ const Kernels& choose(std::initializer_list<const Kernels*> tables) {
 #define QT_DECLARE_KERNELS(Type, name) QT_ISAS(QT_DECLARE_TABLE, Type, name)
 #define QT_TABLE_OF(isa, name, b) &::qt::isa::name,
 #define QT_CHOOSE(name) (::qt::choose({QT_ISAS(QT_TABLE_OF, name, )}))
+#define QT_CHOOSE_ONE(name, of) (::qt::choose_one({QT_ISAS(QT_TABLE_OF, name, )}, of))
 
 }  // namespace qt

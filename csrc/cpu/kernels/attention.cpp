@@ -223,33 +223,34 @@ constexpr AttentionKernel kernel(index_t group_rows, index_t most_groups) {
   return {attend<Format, Element>, attend_scores<Format, Element>, attend_values<Format, Element>, group_rows, most_groups};
 }
 
-template <class Format, class Element>
-constexpr AttentionKernel kSharing = kernel<Format, Element>(kGroupRows, kMaxGroups);
 #if defined(QT_AMX)
 template <class Stored>
 constexpr AttentionKernel kOfBf16 = kernel<OfMatrix<Stored>, bf16>(2 * kBlock, kMaxGroups);
+#else
+template <class Format, class Element>
+constexpr AttentionKernel kSharing = kernel<Format, Element>(kGroupRows, kMaxGroups);
 #endif
 
 }  // namespace
 
+#if defined(QT_AMX)  // of 16-bit floats and singles the parent's serve
 const AttentionKernels attention = {
-#if defined(QT_AMX)
-    .attend = {kOfBf16<bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>, kSharing<Format<float, Singles<float>, true>, float>},
-    .attend_bytes = {kOfBf16<std::int8_t>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
-    .attend_fours = {kOfBf16<Fours>, kSharing<InFours, fp16>, kSharing<InFours, float>},
-    .attend_eighths = {kOfBf16<Eighth>, kSharing<InEighths, fp16>, kSharing<InEighths, float>},
+    .attend = {kOfBf16<bf16>}, .attend_bytes = {kOfBf16<std::int8_t>}, .attend_fours = {kOfBf16<Fours>},
+    .attend_eighths = {kOfBf16<Eighth>}, .attend_in_pairs = {},
+};
 #else
+const AttentionKernels attention = {
     .attend = {kSharing<Format<bf16, Halves, true>, bf16>, kSharing<Format<fp16, Singles<fp16>, true>, fp16>,
                kSharing<Format<float, Singles<float>, true>, float>},
     .attend_bytes = {kSharing<Bytes, bf16>, kSharing<Bytes, fp16>, kSharing<Bytes, float>},
     .attend_fours = {kSharing<InFours, bf16>, kSharing<InFours, fp16>, kSharing<InFours, float>},
     .attend_eighths = {kSharing<InEighths, bf16>, kSharing<InEighths, fp16>, kSharing<InEighths, float>},
-#endif
-#if defined(__AVX512BF16__) && !defined(QT_AMX)
+#if defined(__AVX512BF16__)
     .attend_in_pairs = kernel<Format<bf16, Pairs, false>, bf16>(kGroupRows, 1),  // pairs are not widened: nothing to share
 #else
     .attend_in_pairs = {},
 #endif
 };
+#endif
 
 }  // namespace qt::QT_ISA
