@@ -1,11 +1,12 @@
 """Where a step of the executor goes, operation by operation, against the machine's limits.
 
-A model of a well-known shape with random weights, in this process alone: no sockets, no other process. For each batch it
+A model of a well-known shape with random weights, or a checkpoint, in this process alone: no sockets, no other process. For each batch it
 prints the median step (as the server runs it), the share of it that is not the recorded program (Python: tables, arrays,
 sampling), and the program operation by operation.
 
     python -m bench.step --shape S --rows 1 8 32 --context 256
     python -m bench.step --shape S --new 2048 --rows 1 --context 0      # one prompt of 2,048 tokens
+    python -m bench.step --model FILE.gguf --rows 1                     # with a checkpoint's weights and formats
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
 from quintet.executor.batch import Rows
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import FAMILIES
@@ -151,6 +155,26 @@ def config_of(
         frontend=FrontendConfig(),
         processes=ProcessesConfig(),
     )
+
+
+def config_of_model(model: str, folder: Path, args: argparse.Namespace) -> EngineConfig:
+    """Return a checkpoint's configuration, with room for what ``args`` ask for; ``folder`` is its run folder."""
+    length = args.context + args.new + args.repetitions + 8
+    options = Options(
+        model=model,
+        device="cpu",
+        dtype=args.dtype,
+        block_size=BLOCK_SIZE,
+        max_model_len=length,
+        max_num_seqs=max(args.rows),
+        max_num_batched_tokens=max(2048, args.new * max(args.rows)),
+        threads=args.threads,
+        pin_threads=args.pin,
+    )
+    config = resolve(options, folder / "run", http=False).config
+    blocks = -(-length // BLOCK_SIZE) * max(args.rows) + 1
+    cache = msgspec.structs.replace(config.cache, memory_bytes=blocks * config.model.kv.bytes_per_block)
+    return msgspec.structs.replace(config, cache=cache)
 
 
 def _leaves_of(card: dict[str, Any]) -> int:
@@ -283,6 +307,7 @@ def main() -> None:
     parser.add_argument(
         "--shape", choices=SHAPES, default="S", help="S: Qwen2.5-0.5B, M: Llama-3.2-1B, E: layers of OLMoE"
     )
+    parser.add_argument("--model", help="folder or file of a checkpoint, instead of a shape")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="requests in a step")
     parser.add_argument("--context", type=int, default=256, help="tokens each has before")
     parser.add_argument("--new", type=int, default=1, help="tokens each computes in a step")
@@ -305,19 +330,22 @@ def main() -> None:
     card = SHAPES[args.shape] | ({} if args.kv_heads is None else {"num_key_value_heads": args.kv_heads})
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
-        config = config_of(
-            *(Path(folder), card, args, args.ranks),
-            whole_experts=args.whole_experts,
-            leaves=_leaves_of(card) if args.layout_invariant else 1,
-            together=args.kv_together,
-        )
+        if args.model is not None:
+            config = config_of_model(args.model, Path(folder), args)
+        else:
+            config = config_of(
+                *(Path(folder), card, args, args.ranks),
+                whole_experts=args.whole_experts,
+                leaves=_leaves_of(card) if args.layout_invariant else 1,
+                together=args.kv_together,
+            )
         with loaded(config) as (worker, config):
             print(worker.facts["worker"], f"loaded in {time.perf_counter() - begun:.1f} s", sep=", ")
             while worker.has_chores:  # what a server has behind it after its first idle seconds
                 worker.do_chore()
             write_kv(worker)
             for num_rows in args.rows:
-                measure(worker, num_rows, args, card["vocab_size"], config.model.max_model_len)
+                measure(worker, num_rows, args, config.model.vocab_size, config.model.max_model_len)
 
 
 if __name__ == "__main__":

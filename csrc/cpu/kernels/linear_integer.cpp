@@ -34,6 +34,7 @@ constexpr index_t kStreamRows = 32;
 // Rows in a panel from which 4-bit weights are expanded once, where units ask for what they read and where they do not; others from more
 // than kFewRows.
 constexpr index_t kExpandFrom = 16, kExpandWholeUnitsFrom = 65;
+constexpr index_t kLine = 64;  // of a cache
 constexpr index_t kPanelBytes = 1 << 20;  // of x, half of a second-level cache
 constexpr index_t kFewestPanelRows = 48;  // or weights would be read too often
 
@@ -153,20 +154,24 @@ struct Ahead {
   const char* memory;  // null: nothing
   bool narrow;
   index_t apart, in_pass;  // bytes
+  index_t at_head;         // lines
 
-  Ahead(const Piece& next, const LinearItem& item, const Plan& plan, index_t steps)
+  // steps, blocks: of a pass. head_bytes: of a block.
+  Ahead(const Piece& next, const LinearItem& item, const Plan& plan, index_t steps, index_t blocks, index_t head_bytes)
       : memory(plan.alone ? nullptr : next.memory), narrow((item.to - item.from) * item.spans < kTileColumns), apart(kLineBytes),
-        in_pass(0) {
+        in_pass(0), at_head(0) {
     if (plan.alone || narrow) return;
-    const index_t places = steps * (plan.width / kLanes * plan.step.bytes / kCodeLine);
-    const index_t all = places * plan.parts * plan.units;
-    apart = (next.bytes + all - 1) / all;
+    index_t places = steps * (plan.width / kLanes * plan.step.bytes / kCodeLine);
+    const index_t passes = plan.parts * plan.units;
+    if (places * passes * kLine < next.bytes) at_head = (head_bytes + passes * kLine - 1) / (passes * kLine);
+    places += blocks * at_head;
+    apart = (next.bytes + places * passes - 1) / (places * passes);
     in_pass = places * apart;
   }
   // For unit `unit` of the columns from `column` on; all parts of an item are asked in turn.
   Fetch next(index_t unit, index_t column) {
-    if (narrow) return {memory + column * 4, unit == 0 ? apart : 0};
-    const Fetch fetch{memory, apart};
+    if (narrow) return {memory + column * 4, unit == 0 ? apart : 0, 0};
+    const Fetch fetch{memory, apart, at_head};
     memory += in_pass;
     return fetch;
   }
@@ -232,7 +237,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
     if (plan.singles) make_singles(weight, plan, item, piece, buffers.singles);
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
     const Piece next = end == item.k_end ? after : piece_at(weight, plan, item, end);
-    Ahead ahead(next, item, plan, steps);
+    Ahead ahead(next, item, plan, steps, parts_of(piece.depth, plan.block), weight.head_bytes);
     for (index_t part = 0; part < plan.parts; ++part) {
       unit.column = column_of(item, part * plan.width);
       unit.weight = piece.memory + weight.head_bytes + unit.column * 4;

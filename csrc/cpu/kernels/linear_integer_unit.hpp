@@ -14,12 +14,14 @@
 namespace qt::QT_ISA {
 namespace {
 
-// Lines to fetch while a unit is multiplied: one for each vector of a line of weights, `apart` bytes from one another. Less than a
-// line apart, a line is asked for more than once, which costs next to nothing; a burst of lines would fill the buffers
-// that the loads need. `at` null: nothing, the processor finds out by itself what is read front to back (Weight::fetches).
+// Lines to fetch while a unit is multiplied: one for each vector of a line of weights, `apart` bytes from one another, and `at_head`
+// when a block begins, since heads are memory that no line of weights stands for. Less than a line apart, a line is asked for more
+// than once, which costs next to nothing; more, and some would be left out, for which a unit waits each time; a burst of
+// lines would fill the buffers that the loads need. `at` null: nothing, the processor finds out by itself what is read front to back
+// (Weight::fetches).
 struct Fetch {
   const char* at;
-  index_t apart;
+  index_t apart, at_head;
 };
 
 // A unit's share of one piece of k: some groups, or a part of the only one.
@@ -220,6 +222,8 @@ void multiply(const Unit& unit) {
     const char* weight = block + in_block * unit.group_stride;
     const bool fetches = V * kLanes < kTileColumns || fetch.at != nullptr;
     if (in_block == 0 && V * kLanes == kTileColumns) begin_block(unit, head, widened);
+    if (in_block == 0 && fetches)
+      for (index_t i = 0; i < fetch.at_head; ++i, fetch.at += fetch.apart) __builtin_prefetch(fetch.at, 0, 2);
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
     if (fetches)
