@@ -1,8 +1,8 @@
 """Where a step of the executor goes, operation by operation, against the machine's limits.
 
-A model of a well-known shape with random weights, or a checkpoint, in this process alone: no sockets, no other process. For each batch it
-prints the median step (as the server runs it), the share of it that is not the recorded program (Python: tables, arrays,
-sampling), and the program operation by operation.
+A model of a well-known shape with random weights, or a checkpoint, in this process alone: no sockets, no other process. For
+each batch it prints the median step (as the server runs it), the share of it that is not the recorded program (Python: tables,
+arrays, sampling), and the program operation by operation.
 
     python -m bench.step --shape S --rows 1 8 32 --context 256
     python -m bench.step --shape S --new 2048 --rows 1 --context 0      # one prompt of 2,048 tokens

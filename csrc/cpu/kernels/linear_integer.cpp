@@ -18,6 +18,7 @@
 // ascending; and once at the end the column's scale. Where all of k is one group, slices' sums are integers and exact, too. Leaves'
 // results, as a tree.
 #include "linear_integer_piece.hpp"
+#include "linear_integer_row.hpp"
 #include "thread_memory.hpp"
 
 namespace qt::QT_ISA {
@@ -60,7 +61,7 @@ struct Plan : Cutting {
   bool singles;                // scales are made singles once, for all units
   index_t block, block_bytes;  // k; without groups, integers lie one after another
   QuantizedX x;                // where in a row of it what lies
-  void (*multiply)(const Unit&, index_t rows, index_t columns);
+  MultiplyUnit multiply;
 };
 
 // Whether so many rows are multiplied with bytes, once made of the codes.
@@ -145,6 +146,11 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.block = plan.grouped ? weight.block : plan.in_group;
   plan.block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
   plan.multiply = multiply_for<Dot>(plan.expanded ? Codes::eight : weight.codes);
+  if constexpr (std::is_same_v<Dot, BytesDot16> && kLanes == 16) {
+    const bool alike = weight.fetches && weight.depth % plan.in_group == 0 && plan.width == kTileColumns;
+    const MultiplyUnit row = item.rows == 1 && alike ? row_multiplier(weight.codes, weight.scales, weight.group) : nullptr;
+    if (row != nullptr) plan.multiply = row;
+  }
   return plan;
 }
 

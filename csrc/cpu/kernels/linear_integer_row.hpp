@@ -1,0 +1,103 @@
+// One row of x by all 64 columns of a tile, of weights in groups of 16 or 32: what one stream of a GGUF file waits for.
+//
+// A group is a few steps only, so what is done once for each is felt: here its steps are counted by the compiler, its scales have
+// one kind, and results stay in registers from group to group. The sums, and the order in which they are added, are multiply()'s.
+//
+// Of Golden Cove's micro-operations on ports 0 and 5, for 32 k of 64 columns: 112 of Q4_0's codes (64 dot products, 16 shifts, 32
+// masks), 64 of Q8_0's, 176 of Q5_0's; and 28 for sums, scales and results. Limiter: memory, at two a cycle; but a core that waits
+// for one does not do the other, so each of them is seen.
+//
+// What comes next is fetched twice: far ahead into the second-level cache, see Fetch, and from there into the first.
+#pragma once
+
+#include "linear_integer_unit.hpp"
+
+namespace qt::QT_ISA {
+namespace {
+
+using MultiplyUnit = void (*)(const Unit&, index_t rows, index_t columns);
+
+// Ahead of what is read, into the first-level cache.
+inline constexpr index_t kSoonBytes = 1024;
+
+template <Codes kCodes, Scales kScales, index_t kGroup>
+void multiply_row(const Unit& unit, index_t, index_t) {
+  using Dot = BytesDot16;
+  constexpr int V = kTileColumns / kLanes;
+  constexpr CodeStep kStep = step_of(kCodes);
+  constexpr int kSteps = kGroup / kStep.k, kLines = kStep.bytes / 64;
+  constexpr index_t x_step = Dot::x_bytes * fours_of(kCodes);
+  static_assert(kGroup % kStep.k == 0 && kStep.bytes % 64 == 0);
+  const index_t apart = unit.fetch.apart;
+  const char *x = unit.x, *block = unit.weight, *head = unit.heads;
+  const char* ahead = unit.fetch.at != nullptr ? unit.fetch.at : unit.weight;  // nothing comes next: what is there already
+  alignas(64) float widened[2 * kTileColumns];
+  i32v table{};
+  if constexpr (kCodes == Codes::table) table = table_of(*unit.table);
+  f32v out[V];
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) out[v] = load(unit.sums + v * kLanes);
+  for (index_t begin = 0; begin < unit.groups; begin += unit.in_block, block += unit.weight_stride, head += unit.head_stride) {
+    for (index_t i = 0; i < unit.fetch.at_head; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
+    begin_block(unit, head, widened);
+    const char* weight = block;
+    const index_t groups = unit.groups - begin < unit.in_block ? unit.groups - begin : unit.in_block;
+    for (index_t i = 0; i < groups; ++i, weight += kSteps * kStep.bytes, x += kSteps * x_step) {
+      const index_t g = begin + i;
+      const std::int32_t stored = unit.x_offsets[g];
+      i32v sums[1][V][Dot::kSums];
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) sums[0][v][0] = i32v{}, sums[0][v][1] = all(kDotBias ? stored * unit.biased : stored);
+#pragma GCC unroll 8
+      for (int s = 0; s < kSteps; ++s) {
+        const char* const at = weight + s * kStep.bytes;
+#pragma GCC unroll 20
+        for (int line = 0; line < kLines; ++line, ahead += apart) {
+          __builtin_prefetch(ahead, 0, 2);
+          __builtin_prefetch(at + kSoonBytes + line * 64, 0, 3);
+        }
+        const Rows<1> row = {x};
+        step<Dot, kCodes, 1, V>(sums, row, 0, s * x_step, at, table, 0);
+      }
+      asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not behind them
+#pragma GCC unroll 8
+      for (int v = 0; v < V; ++v) {
+        f32v scale, shift;
+        if constexpr (share_halves(kScales))
+          scales_of(kScales, widened + v * kLanes, head, i, v * kLanes, unit.middle, scale, shift);
+        else
+          scales_of(kScales, head, i, v * kLanes, unit.middle, scale, shift);
+        out[v] = fma(to_float(Dot::total(sums[0][v])), scale * all(unit.x_scales[g]), out[v]);
+        if constexpr (shifts(kScales)) out[v] = fma(shift, all(unit.x_shares[g]), out[v]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < V; ++v) store(unit.sums + v * kLanes, out[v]);
+  if (unit.ends) end_slice<1, V>(unit);
+}
+
+// For a format of GGUF; null for others.
+QT_INLINE MultiplyUnit row_multiplier(Codes codes, Scales scales, index_t group) {
+  if (group == 32) {
+    if (scales == Scales::half) {
+      if (codes == Codes::eight) return multiply_row<Codes::eight, Scales::half, 32>;
+      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half, 32>;
+      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half, 32>;
+      if (codes == Codes::table) return multiply_row<Codes::table, Scales::half, 32>;
+    }
+    if (scales == Scales::half_minimum) {
+      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half_minimum, 32>;
+      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half_minimum, 32>;
+    }
+    if (scales == Scales::bytes_minimum) {
+      if (codes == Codes::four) return multiply_row<Codes::four, Scales::bytes_minimum, 32>;
+      if (codes == Codes::five) return multiply_row<Codes::five, Scales::bytes_minimum, 32>;
+    }
+  }
+  if (group == 16 && codes == Codes::six && scales == Scales::bytes) return multiply_row<Codes::six, Scales::bytes, 16>;
+  return nullptr;
+}
+
+}  // namespace
+}  // namespace qt::QT_ISA
