@@ -27,6 +27,8 @@ MAX_KNOWN = 1 << 18
 """Runs that are believed to be there."""
 MAX_DUE = 1 << 14
 """Runs that wait on the device to be kept."""
+MAX_NAMES = 1 << 16
+"""Looked for by one message, and one request's more: what a message may hold is bounded."""
 SILENCE_NS = 30_000_000_000
 """How long nobody asks a store that has not answered in time."""
 
@@ -195,8 +197,7 @@ class StorePool:
     def orders(self, block_of: Mapping[bytes, int], now_ns: int) -> StoreOrders | None:
         """Return what is to be done before the next plan is made, if anything. block_of: what the device has, by its keys."""
         self.fetches.begin_orders(now_ns)
-        orders = StoreOrders(searches=self._asked, gets=[*self._ordered.values()])
-        self._asked = []
+        orders = StoreOrders(searches=self._take_asked(), gets=[*self._ordered.values()])
         self._ordered.clear()
         for search in orders.searches:
             lookup = self.lookups.get(search.request_id)
@@ -211,6 +212,15 @@ class StorePool:
                 self._num_putting += len(blocks)
                 orders.puts.append(Put(pack_i32(blocks), keys))
         return None if orders.is_empty else orders
+
+    def _take_asked(self) -> list[Search]:
+        """Return as many searches as fit a message; the next one is sent when something has become of these."""
+        number, num_names = 0, 0
+        while number < len(self._asked) and num_names < MAX_NAMES:
+            num_names += sum(map(len, self._asked[number].chains))
+            number += 1
+        taken, self._asked = self._asked[:number], self._asked[number:]
+        return taken
 
     def answer(self, answers: StoreAnswers) -> None:
         """Apply what became of orders."""

@@ -6,6 +6,7 @@ import pytest
 
 from quintet.core import states
 from quintet.core.kv import runs as runs_module
+from quintet.core.kv import store_pool
 from quintet.core.kv.fetches import PATIENCE_NS
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.runs import Runs
@@ -79,6 +80,23 @@ def test_nothing_is_put_twice_nor_looked_for_in_vain() -> None:
     assert store.num_puts == 4 and store.num_searches == 2, "another answer"
     serve(world, 3)
     assert store.num_searches == 2, "all that it could find is here"
+
+
+def test_many_who_look_for_much_do_so_by_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_pool, "MAX_NAMES", 3)
+    store = FakeStore()
+    prompts = [[letter, *PROMPT] for letter in range(1, 6)]
+    for request_id, prompt in enumerate(prompts):
+        serve(World(store=store), request_id, prompt)
+    world, asked = World(store=store), []
+    pool = pool_of(world)
+    orders = pool.orders
+    monkeypatch.setattr(StorePool, "orders", lambda self, *now: asked.append(told := orders(*now)) or told)
+    for request_id, prompt in enumerate(prompts):
+        world.admit(request_id, prompt, max_tokens=5, ignore_eos=True)
+    world.run()
+    world.assert_idle()
+    assert [len(each.searches) for each in asked if each is not None and each.searches] == [2, 2, 1]
 
 
 def test_others_pass_who_waits_for_the_store() -> None:
