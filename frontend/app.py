@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from quintet.frontend import health, kv
 from quintet.frontend.dialects.anthropic import errors as anthropic_errors
-from quintet.frontend.dialects.anthropic.messages import count_tokens, messages
+from quintet.frontend.dialects.anthropic.messages import count_tokens, messages, render_messages
 from quintet.frontend.dialects.inference.generate import generate
 from quintet.frontend.dialects.openai import errors as openai_errors
 from quintet.frontend.dialects.openai.batch import batch
@@ -32,7 +32,7 @@ from quintet.frontend.dialects.responses.background import look_for_lost
 from quintet.frontend.dialects.responses.conversations import conversation, conversations
 from quintet.frontend.dialects.responses.conversations import item as conversation_item
 from quintet.frontend.dialects.responses.conversations import items as conversation_items
-from quintet.frontend.dialects.responses.create import responses
+from quintet.frontend.dialects.responses.create import render_responses, responses
 from quintet.frontend.dialects.responses.stored import cancel_response, input_items, response
 from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.docs_page import docs, docs_part
@@ -70,7 +70,9 @@ ROUTES = (
     Row("/v1/completions/derender", ("POST",), derender_completions),
     Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
     Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
+    Row("/v1/messages/render", ("POST",), render_messages, anthropic_errors.ERRORS),
     Row("/v1/responses", ("POST",), resumable(responses)),
+    Row("/v1/responses/render", ("POST",), render_responses),
     Row("/v1/responses/{id}", ("GET", "DELETE"), response),
     Row("/v1/responses/{id}/cancel", ("POST",), cancel_response),
     Row("/v1/responses/{id}/input_items", ("GET",), input_items),
@@ -158,7 +160,7 @@ class App:
         if path not in self._errors:
             scope["path"] = self._own_path(path)
         exchange = Exchange(scope, receive, send, openai_errors.ERRORS)
-        exchange.errors = self._errors.get(exchange.path, exchange.errors)
+        exchange.errors = self._errors_of(exchange.path)
         scope["exchange"] = exchange
         service.num_exchanges += 1
         try:
@@ -182,6 +184,12 @@ class App:
                     exchange.status or 499,
                 )
             service.check_drained()
+
+    def _errors_of(self, path: str) -> ErrorShape:
+        """Return the dialect of a path; where nothing is, that of the endpoint it stands below."""
+        if path in self._errors:
+            return self._errors[path]
+        return self._errors.get("/".join(path.split("/", 3)[:3]), openai_errors.ERRORS)
 
     def _own_path(self, path: str) -> str:
         """Take off the prefix of a proxy that leaves that to us (a path of ours may begin with it too), and Azure's."""

@@ -124,6 +124,20 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
     ),
     (
         "post",
+        "/v1/messages/render",
+        "What such a conversation is to `/inference/v1/generate`",
+        anthropic_types.MessagesBody,
+        {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32},
+    ),
+    (
+        "post",
+        "/v1/responses/render",
+        "What such items are to `/inference/v1/generate`",
+        responses_types.ResponsesBody,
+        {"input": "Hello!", "max_output_tokens": 32},
+    ),
+    (
+        "post",
         "/v1/responses",
         "Answer items of a conversation with items",
         responses_types.ResponsesBody,

@@ -114,6 +114,24 @@ def test_its_own_package_reads_both(client: anthropic.Anthropic, shared: Any) ->
     assert client.messages.count_tokens(model="toy", messages=HELLO).input_tokens == 3  # type: ignore[arg-type]
 
 
+def test_what_is_rendered_leaves_room_and_is_named_by_this_dialect(shared: Any) -> None:
+    asked = body(max_tokens=10**6, stop_sequences=["x"])
+    rendered = shared.ask("POST", f"{M}/render", asked).json
+    assert len(rendered["token_ids"]) + rendered["sampling_params"]["max_tokens"] == 256
+    assert rendered["sampling_params"]["stop"] == ["x"]
+    told = shared.ask("POST", f"{M}/render", body(stop_sequences=[""]))
+    assert told.status == 400 and told.json["error"]["message"].startswith("stop_sequences")
+
+
+def test_nothing_is_told_in_the_dialect_of_what_stands_above(client: anthropic.Anthropic) -> None:
+    import anthropic
+
+    with pytest.raises(anthropic.NotFoundError) as told:
+        client.messages.batches.list()
+    assert told.value.body["type"] == "error"  # type: ignore[index, call-overload]
+    assert told.value.type == "not_found_error" and "/v1/messages/batches" in told.value.message
+
+
 def test_a_conversation_with_tools_becomes_the_chat_templates(shared: Any) -> None:
     turns = [
         {

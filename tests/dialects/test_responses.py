@@ -324,6 +324,16 @@ def test_tool_choice_is_as_the_chat_dialect_has_it(parsing: Any) -> None:
     assert sent(parsing).prompt.tools == b""
 
 
+def test_what_is_rendered_leaves_room_and_is_named_by_this_dialect(shared: Any) -> None:
+    rendered = shared.ask("POST", f"{R}/render", ask(max_output_tokens=10**6)).json
+    assert len(rendered["token_ids"]) + rendered["sampling_params"]["max_tokens"] == 256
+    unlimited = shared.ask("POST", f"{R}/render", ask(max_output_tokens=None)).json
+    assert unlimited["sampling_params"]["max_tokens"] is None
+    told = shared.ask("POST", f"{R}/render", ask(truncation="auto"))
+    assert told.status == 400 and told.json["error"]["param"] == "truncation"
+    assert told.json["error"]["message"].startswith("truncation")
+
+
 def test_settings_reach_the_engine(shared: Any) -> None:
     body = ask(
         seed=3,

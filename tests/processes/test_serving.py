@@ -300,6 +300,36 @@ def test_rendered_generated_and_derendered_is_the_same_answer(server: Server) ->
         assert alone["usage"][name] == answer["usage"][name] == plain["usage"][name]
 
 
+def test_what_every_dialect_renders_is_generated(server: Server) -> None:
+    """Also where a conversation goes on: what was kept of it is in the ids."""
+    hello = [{"role": "user", "content": "Add two numbers."}]
+    _, chat = server.post(
+        "/v1/chat/completions/render", {"messages": hello, "max_tokens": 20, "temperature": 0}
+    )
+    message = {"messages": hello, "max_tokens": 20, "temperature": 0}
+    response = {"input": "Add two numbers.", "max_output_tokens": 20, "temperature": 0}
+    for path, body in (("/v1/messages", message), ("/v1/responses", response)):
+        status, rendered = server.post(path + "/render", body)
+        assert status == 200
+        assert (rendered["token_ids"], rendered["sampling_params"]) == (
+            chat["token_ids"],
+            chat["sampling_params"],
+        )
+        _, generated = server.post("/inference/v1/generate", rendered)
+        _, text = server.post("/detokenize", {"tokens": generated["choices"][0]["token_ids"]})
+        _, answer = server.post(path, body)
+        blocks = answer.get("content") or answer["output"][0]["content"]
+        assert text["prompt"].removesuffix("<|im_end|>") == blocks[0]["text"]
+    status, told = server.post("/v1/responses/render", {"input": "x " * 5000})
+    assert status == 400 and told["error"]["message"].startswith("input has ")
+    more = {**response, "input": "And three?", "previous_response_id": answer["id"]}
+    status, rendered = server.post("/v1/responses/render", more)
+    assert (
+        status == 200
+        and len(rendered["token_ids"]) == server.post("/v1/responses", more)[1]["usage"]["input_tokens"]
+    )
+
+
 def test_figures_are_those_of_now(server: Server, client: openai.OpenAI, model: str) -> None:
     wait_until(
         lambda: server.gauge("quintet:num_requests_running") == 0, "what other tests gave up has ended"

@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/messages, and what is asked of such a request: /v1/messages/render and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -11,15 +11,21 @@ from quintet.frontend.dialects.anthropic.types import CountTokensBody, MessagesB
 from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.chat import (
+    Conversation,
     channels_of,
     checked_chat,
     parse_conversation,
 )
+from quintet.frontend.dialects.openai.render import respond_rendered
+from quintet.frontend.dialects.openai.types import ChatBody
 from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import Reading
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
@@ -29,13 +35,7 @@ async def messages(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
-    chat = chat_body(body)
-    if body.thinking is not None and config.model.parsers.thinks is not None:
-        chat.thinking_token_budget = body.thinking.budget_tokens
-    try:
-        conversation, params, reading = checked_chat(chat, config)
-    except RequestError as error:
-        raise parse.renamed(error, THEIR_NAMES) from None
+    chat, conversation, params, reading = _checked(body, config)
     request_id = parse.request_id(chat, exchange)
     channels = channels_of(chat, conversation, request_id, config)
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
@@ -58,6 +58,26 @@ async def messages(service: Service, exchange: Exchange) -> None:
     else:
         (output,) = await whole_answer(exchange, submissions)
         await exchange.respond_json(message_of(answer, output))
+
+
+async def render_messages(service: Service, exchange: Exchange) -> None:
+    """Answer with the conversation's request in ids."""
+    body = await parse.read_body(service, exchange, _decoder)
+    chat, conversation, params, _ = _checked(body, service.config)
+    await respond_rendered(service, exchange, chat, conversation.prompt, params, "messages")
+
+
+def _checked(
+    body: MessagesBody, config: EngineConfig
+) -> tuple[ChatBody, Conversation, SamplingParams, Reading | None]:
+    """Return the request as the chat dialect spells it, and what that comes to."""
+    chat = chat_body(body)
+    if body.thinking is not None and config.model.parsers.thinks is not None:
+        chat.thinking_token_budget = body.thinking.budget_tokens
+    try:
+        return chat, *checked_chat(chat, config)
+    except RequestError as error:
+        raise parse.renamed(error, THEIR_NAMES) from None
 
 
 async def count_tokens(service: Service, exchange: Exchange) -> None:

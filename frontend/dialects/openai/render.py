@@ -42,6 +42,24 @@ async def render_chat(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json(_rendered(ids, body, params, exchange, config))
 
 
+async def respond_rendered(
+    service: Service,
+    exchange: Exchange,
+    chat: ChatBody,
+    prompt: ChatPrompt,
+    params: SamplingParams,
+    field: str,
+) -> None:
+    """Answer with the request of a dialect whose limit on the output gives way to the context.
+
+    ``field``: where its conversation stands. ``params.max_tokens`` becomes no more than there is room for.
+    """
+    ids = await _ids_of(prompt, None, service, field)
+    if params.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens, service.config.model.max_model_len - len(ids))
+    await exchange.respond_json(_rendered(ids, chat, params, exchange, service.config))
+
+
 async def render_completions(service: Service, exchange: Exchange) -> None:
     """Answer with a list of requests in ids, one per prompt."""
     config = service.config

@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""POST /v1/responses, and what such a request is to the engine: /v1/responses/render."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.dialects.openai.chat import channels_of, checked_chat
+from quintet.frontend.dialects.openai.render import respond_rendered
+from quintet.frontend.dialects.openai.types import ChatBody
 from quintet.frontend.dialects.responses.background import note_request, run, start
 from quintet.frontend.dialects.responses.conversations import items_so_far
 from quintet.frontend.dialects.responses.events import ResponsesWriter, response_of_output
@@ -36,7 +38,7 @@ from quintet.frontend.dialects.responses.stored import tell_events
 from quintet.frontend.dialects.responses.types import InputItem, ResponsesBody
 from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
-from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record
+from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseStore
 from quintet.frontend.service import Service
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt
@@ -117,11 +119,7 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
                 "themselves.",
                 "conversation",
             )
-        former = await (
-            items_so_far(store, named) if named else conversation(store, body.previous_response_id)
-        )
-        items = await resolved(store, items_of(body), former)
-        chat = chat_body(body, [*former, *items])
+        chat, items = await _chat_of(store, body, named)
         read, params, reading = checked_chat(chat, config)
         parse.refuse_missing(chat)
     except RequestError as error:
@@ -148,6 +146,28 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
     answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named)
     deadline_ns = parse.deadline_ns(chat, exchange)
     return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
+
+
+async def _chat_of(
+    store: ResponseStore, body: ResponsesBody, named: str | None
+) -> tuple[ChatBody, list[InputItem]]:
+    """Return a request as the chat dialect spells it, with the conversation that it goes on with; and its own items."""
+    former = await (items_so_far(store, named) if named else conversation(store, body.previous_response_id))
+    items = await resolved(store, items_of(body), former)
+    return chat_body(body, [*former, *items]), items
+
+
+async def render_responses(service: Service, exchange: Exchange) -> None:
+    """Answer with the request in ids; nothing is kept of it."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _decoder)
+    try:
+        chat, _ = await _chat_of(service.responses, body, conversation_of(body))
+        read, params, _ = checked_chat(chat, config)
+        parse.refuse_missing(chat)
+        await respond_rendered(service, exchange, chat, read.prompt, params, "messages")
+    except RequestError as error:
+        raise parse.renamed(error, THEIR_NAMES) from None
 
 
 def _submit(service: Service, asked: Asked, exchange: Exchange, claim: Claim | None) -> Submissions:

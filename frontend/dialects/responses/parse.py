@@ -50,6 +50,7 @@ THEIR_NAMES = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "logprobs": "top_logprobs",
+    "truncate_prompt_tokens": "truncation",
 }
 """Of fields, by those of the chat dialect."""
 SAME = (
