@@ -4,7 +4,7 @@
 // one kind, and results stay in registers from group to group. The sums, and the order in which they are added, are multiply()'s.
 //
 // Of Golden Cove's micro-operations on ports 0 and 5, for 32 k of 64 columns: 112 of Q4_0's codes (64 dot products, 16 shifts, 32
-// masks), 64 of Q8_0's, 176 of Q5_0's; and 28 for sums, scales and results. Limiter: memory, at two a cycle; but a core that waits
+// masks), 64 of Q8_0's, 172 of Q5_0's; and 28 for sums, scales and results. Limiter: memory, at two a cycle; but a core that waits
 // for one does not do the other, so each of them is seen.
 //
 // What comes next is fetched twice: far ahead into the second-level cache, see Fetch, and from there into the first.
