@@ -6,11 +6,12 @@
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
 // pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
 // next, is fetched into the second-level cache, evenly over the units. Where the processor finds out by itself what is read
-// front to back (Weight::fetches), a unit that reads all of a piece asks for nothing, and reads in order. Where many rows share
-// weights of fewer bits, they become bytes once per piece, in a buffer; those that take longer to unpack from three rows on.
-// Scales that several units need become floats once per piece as well. Bytes per panel: the weight once (1 or 1/2 byte a number,
-// scales beside it), x once per tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some
-// 20 rows, then the multiply rate, half of it for 16-bit x.
+// front to back (Weight::fetches), a unit that reads all of a piece asks for nothing, and reads in order; elsewhere it asks once
+// more, into the first-level cache, for what it is about to read (kNearBytes). Where many rows share weights of fewer bits, they
+// become bytes once per piece, in a buffer; those that take longer to unpack from three rows on. Scales that several units need
+// become floats once per piece as well. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per
+// tile (per half of one for many rows) out of the cache. Limiter: the weight's bandwidth up to some 20 rows, then the multiply
+// rate, half of it for 16-bit x.
 //
 // Reduction order: the sum over a group of k is an integer and exact: the same on every processor, in any order. Then,
 // groups of a slice of k (linear.hpp) ascending, fma(float(sum), scale of w * scale of x, result), and where the format has zero
@@ -57,6 +58,7 @@ struct Plan : Cutting {
   index_t units, width;  // width: columns of a unit
   index_t unit_rows, larger_units;  // rows of a unit; how many units, the first ones, have one more
   index_t parts;         // of an item's columns
+  bool near;             // units ask once more for what they are about to read
   bool alone;            // a unit reads all of a piece, front to back, and nothing is fetched: see Fetch
   bool singles;                // scales are made singles once, for all units
   index_t block, block_bytes;  // k; without groups, integers lie one after another
@@ -141,6 +143,7 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const index_t most = plan.unit_rows + (plan.larger_units > 0), width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
   plan.alone = !weight.fetches && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
+  plan.near = weight.fetches && !plan.expanded;
   plan.singles = plan.units > 1 && is_composed(weight.scales);
   plan.parts = (item.to - item.from) * item.spans / plan.width;
   plan.block = plan.grouped ? weight.block : plan.in_group;
@@ -160,12 +163,16 @@ struct Ahead {
   const char* memory;  // null: nothing
   bool narrow;
   index_t apart, in_pass;  // bytes
-  index_t at_head;         // lines
+  index_t at_head;  // lines
+  index_t further;  // from the piece's end to what comes next
+  const char* end;  // of the piece; null: nothing is asked for once more
 
   // steps, blocks: of a pass. head_bytes: of a block.
-  Ahead(const Piece& next, const LinearItem& item, const Plan& plan, index_t steps, index_t blocks, index_t head_bytes)
+  Ahead(const Piece& piece, const Piece& next, const LinearItem& item, const Plan& plan, index_t steps, index_t blocks,
+        index_t head_bytes)
       : memory(plan.alone ? nullptr : next.memory), narrow((item.to - item.from) * item.spans < kTileColumns), apart(kLineBytes),
-        in_pass(0), at_head(0) {
+        in_pass(0), at_head(0), further(next.memory - (piece.memory + piece.bytes)),
+        end(plan.near ? piece.memory + piece.bytes : nullptr) {
     if (plan.alone || narrow) return;
     index_t places = steps * (plan.width / kLanes * plan.step.bytes / kCodeLine);
     const index_t passes = plan.parts * plan.units;
@@ -176,8 +183,8 @@ struct Ahead {
   }
   // For unit `unit` of the columns from `column` on; all parts of an item are asked in turn.
   Fetch next(index_t unit, index_t column) {
-    if (narrow) return {memory + column * 4, unit == 0 ? apart : 0, 0};
-    const Fetch fetch{memory, apart, at_head};
+    if (narrow) return {memory + column * 4, unit == 0 ? apart : 0, 0, end, further};
+    const Fetch fetch{memory, apart, at_head, end, further};
     memory += in_pass;
     return fetch;
   }
@@ -225,6 +232,8 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
   const QuantizedX& x = plan.x;
   Unit unit;
   begin_units(call, plan, item, unit);
+  if (plan.near && !call.sliced)
+    for (index_t at = 0; at < kTileColumns * 4; at += 64) __builtin_prefetch(unit.column_scales + at, 0, 3);
   for (index_t begin = item.k, end; begin < item.k_end; begin = end) {
     const Piece piece = piece_at(weight, plan, item, begin);
     end = begin + piece.depth;
@@ -243,7 +252,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
     if (plan.singles) make_singles(weight, plan, item, piece, buffers.singles);
     const index_t steps = (unit.groups - 1) * unit.steps + unit.last_steps;
     const Piece next = end == item.k_end ? after : piece_at(weight, plan, item, end);
-    Ahead ahead(next, item, plan, steps, parts_of(piece.depth, plan.block), weight.head_bytes);
+    Ahead ahead(piece, next, item, plan, steps, parts_of(piece.depth, plan.block), weight.head_bytes);
     for (index_t part = 0; part < plan.parts; ++part) {
       unit.column = column_of(item, part * plan.width);
       unit.weight = piece.memory + weight.head_bytes + unit.column * 4;

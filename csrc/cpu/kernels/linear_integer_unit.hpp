@@ -22,7 +22,21 @@ namespace {
 struct Fetch {
   const char* at;
   index_t apart, at_head;
+  const char* end;  // of the piece that units read where it lies, which goes on `further` bytes behind it; or null
+  index_t further;
 };
+
+// A unit of all columns asks for what it reads so many bytes later a second time, into the first-level cache. Multiplications that wait for
+// their weights fill the processor's window, in which there are then too few loads to keep the memory busy, as long as each
+// of them waits for the second-level cache.
+inline constexpr index_t kNearBytes = 4096;
+QT_INLINE const char* near_of(const Fetch& fetch, const char* weight) {
+  const char* const near = weight + kNearBytes;
+  return near < fetch.end ? near : near + fetch.further;
+}
+
+// What a unit asks for: nothing, what comes next, or also, once more, what it is about to read.
+enum class Asking { nothing, next, near_too };
 
 // A unit's share of one piece of k: some groups, or a part of the only one.
 struct Unit {
@@ -57,11 +71,12 @@ struct Unit {
 };
 
 // All of a group, or of a part of the only one. Its integer sums are exact.
-template <class Dot, Codes kCodes, bool kFetch, int R, int V>
+template <class Dot, Codes kCodes, Asking kAsking, int R, int V>
 QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, index_t x_stride, const char* weight,
                          index_t line, index_t steps, i32v table, index_t column, Fetch& fetch) {
   constexpr index_t x_step = Dot::x_bytes * fours_of(kCodes);
-  constexpr int kFetches = kFetch ? int(V * step_of(kCodes).bytes / kCodeLine) : 0;
+  constexpr int kFetches = kAsking != Asking::nothing ? int(V * step_of(kCodes).bytes / kCodeLine) : 0;
+  constexpr int kNears = kAsking == Asking::near_too ? int(step_of(kCodes).bytes / 64) : 0;
   constexpr int kPointers = (R + 2) / 3;
   Rows<R> x;
 #pragma GCC unroll 4
@@ -74,6 +89,9 @@ QT_INLINE void sum_group(i32v (&sums)[R][V][Dot::kSums], const char* first_row, 
     for (int half = 0; half < 2; ++half) {
 #pragma GCC unroll 20
       for (int i = 0; i < kFetches; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
+      const char* const near = near_of(fetch, weight);
+#pragma GCC unroll 20
+      for (int i = 0; i < kNears; ++i) __builtin_prefetch(near + i * 64, 0, 3);
       step<Dot, kCodes, R, V>(sums, x, x_stride, half * x_step, weight, table, column);
       weight += line;
     }
@@ -221,15 +239,24 @@ void multiply(const Unit& unit) {
     const index_t steps = g + 1 == unit.groups ? unit.last_steps : unit.steps;
     const char* weight = block + in_block * unit.group_stride;
     const bool fetches = V * kLanes < kTileColumns || fetch.at != nullptr;
-    if (in_block == 0 && V * kLanes == kTileColumns) begin_block(unit, head, widened);
+    const bool near_too = V * kLanes == kTileColumns && fetches && fetch.end != nullptr;
+    if (in_block == 0 && V * kLanes == kTileColumns) {
+      begin_block(unit, head, widened);
+      for (index_t at = -unit.head_bytes; near_too && at < 0; at += 64) __builtin_prefetch(near_of(fetch, weight + at), 0, 3);
+    }
     if (in_block == 0 && fetches)
       for (index_t i = 0; i < fetch.at_head; ++i, fetch.at += fetch.apart) __builtin_prefetch(fetch.at, 0, 2);
     i32v sums[R][V][Dot::kSums];
     begin_group<Dot, R, V>(sums, unit, g);
-    if (fetches)
-      sum_group<Dot, kCodes, true, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, table, unit.column, fetch);
+    const auto sum = [&]<Asking kAsking>() __attribute__((always_inline)) {
+      sum_group<Dot, kCodes, kAsking, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, table, unit.column, fetch);
+    };
+    if (near_too)
+      sum.template operator()<Asking::near_too>();
+    else if (fetches)
+      sum.template operator()<Asking::next>();
     else
-      sum_group<Dot, kCodes, false, R, V>(sums, x, unit.x_stride, weight, unit.line, steps, table, unit.column, fetch);
+      sum.template operator()<Asking::nothing>();
     asm volatile("" ::: "memory");  // or scales would be read between lines of codes, not behind them
     if (Dot::kSums == 1 && unit.whole)
       end_part<Dot, R, V>(sums, unit);
