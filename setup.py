@@ -3,6 +3,8 @@
 Sources under ``csrc/cpu/kernels`` are compiled once for each instruction set, into a namespace of its own; the others
 once. The library has a plain C ABI and is loaded with ctypes (quintet.executor.ops.host_library), so no Python headers and
 no torch are needed. Where it does not compile, the package installs without it and computes with torch.
+
+With QUINTET_QUICK_BUILD in the environment what this processor does not choose is optimised less, in half of the time: for tests.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import os
 import platform
 import runpy
+import shlex
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -53,6 +57,8 @@ INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] 
 LONGEST = ("linear_integer", "attention", "linear_float", "linear_matrix")
 """Compiled first, so that no core is left with one of them when all else is done."""
 MACHINES = {"AMD64": "x86_64"}  # other systems' names
+QUICK_BUILD = "QUINTET_QUICK_BUILD"
+EMULATED = "amx_emulated"  # never chosen, but too slow when it is optimised less
 
 FLAGS = (
     "-std=c++20",
@@ -72,6 +78,22 @@ FLAGS = (
 )
 
 
+def best_of_here(sets: dict[str, tuple[tuple[str, ...], tuple[str, ...]]]) -> set[tuple[str, Path]]:
+    """Return the instruction set of each kernel source that is the best one for this processor, as the compiler knows it."""
+    compiler = shlex.split(os.environ.get("CXX", "g++"))
+    asked = [*compiler, "-march=native", "-Q", "--help=target"]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    native = {line.split()[0] for line in said.splitlines() if line.strip().endswith("[enabled]")}
+    best = {
+        path: name
+        for name, (flags, sources) in sets.items()
+        if name != EMULATED and native.issuperset(flags)
+        for pattern in sources
+        for path in (SOURCES / "kernels").glob(f"{pattern}.cpp")
+    }
+    return {(name, path) for path, name in best.items()}
+
+
 class BuildKernels(build_ext):
     """Compiles each kernel source for every instruction set, a few at a time."""
 
@@ -86,13 +108,15 @@ class BuildKernels(build_ext):
             (path, Path(self.build_temp) / "once", named if path.name == NAMED else FLAGS)
             for path in sorted(SOURCES.glob("*.cpp"))
         ]
-        machine = MACHINES.get(platform.machine(), platform.machine())
-        for name, (flags, sources) in (BASELINE | INSTRUCTION_SETS.get(machine, {})).items():
-            jobs += [
-                (path, Path(self.build_temp) / name, (*FLAGS, *flags, f"-DQT_ISA={name}"))
-                for pattern in sources
-                for path in sorted((SOURCES / "kernels").glob(f"{pattern}.cpp"))
-            ]
+        sets = BASELINE | INSTRUCTION_SETS.get(MACHINES.get(platform.machine(), platform.machine()), {})
+        best = best_of_here(sets) if os.environ.get(QUICK_BUILD) else None
+        for name, (flags, sources) in sets.items():
+            for pattern in sources:
+                for path in sorted((SOURCES / "kernels").glob(f"{pattern}.cpp")):
+                    less = () if best is None or name == EMULATED or (name, path) in best else ("-O1",)
+                    jobs += [
+                        (path, Path(self.build_temp) / name, (*FLAGS, *less, *flags, f"-DQT_ISA={name}"))
+                    ]
         jobs.sort(key=lambda job: LONGEST.index(job[0].stem) if job[0].stem in LONGEST else len(LONGEST))
         newest_header = max(path.stat().st_mtime for path in SOURCES.rglob("*.hpp"))
 

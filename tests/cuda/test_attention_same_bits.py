@@ -26,7 +26,7 @@ def test_split_sizes() -> None:
     ]
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("shape", "soft_cap", "with_alibi"),
     [

@@ -147,6 +147,7 @@ def kept(device: Device, logits: torch.Tensor, **settings: float) -> set[int]:
     return set(tokens.tolist())
 
 
+@pytest.mark.drawn(1)
 @dtypes
 def test_equals_of_the_last_one_kept_are_all_kept(device: Device, dtype: torch.dtype) -> None:
     logits = torch.full((300,), -9.0, dtype=dtype)

@@ -149,6 +149,7 @@ def test_tokens_are_transformers(family: str, serve: Callable[..., Any], device:
     assert [house.outputs[i + 1] for i in range(len(prompts))] == expected
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(
     "family", [*KINDS, *(pytest.param(name, marks=pytest.mark.whole) for name in MORE_KINDS)]
 )

@@ -1,6 +1,6 @@
 """The kernels' tests again, with each other instruction set that this processor can compute with.
 
-In the fast suite a drawn tenth of them. One process for each: the instruction set is chosen once, when the library is loaded.
+In the fast suite a drawn tenth of them, with one. One process for each: the instruction set is chosen once, when the library is loaded.
 With a matrix unit the bits of whole models too, as any test is drawn: its order of summing is another one.
 """
 
@@ -37,7 +37,7 @@ def repeat(name: str, config: pytest.Config, share: str, *files: Path) -> None:
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("name", others())
 def test_the_kernels_with_another_instruction_set(name: str, pytestconfig: pytest.Config) -> None:
     repeat(name, pytestconfig, "0.1", *KERNELS)

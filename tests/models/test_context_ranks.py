@@ -151,7 +151,7 @@ def test_partitions_are_merged_to_the_bits_of_copies(
         assert not differing, (len(differing), differing[:3])
 
 
-MANY_HEADS = ((5, 13, False), (8, 16, True))
+MANY_HEADS = ((5, 13, False), pytest.param(8, 16, True, marks=pytest.mark.whole))
 """Ranks, heads of each, and whether the layout is one process's: together more than the 64 rows of which a key's are computed at
 once. So they are in two units, whose border lies among the heads of one of five ranks."""
 

@@ -88,6 +88,7 @@ def undisturbed(server: Server) -> dict[int, str]:
         )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("role", ["tokenizer", "detokenizer", "frontend", "executor", "core"])
 def test_a_role_is_replaced_under_load_and_no_text_changes(
     server: Server, undisturbed: dict[int, str], role: str

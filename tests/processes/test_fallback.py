@@ -12,7 +12,7 @@ PROMPTS = ("One thing to know about rivers", "A list of", "Once")
 
 
 def request(prompt: str) -> Asked:
-    body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     return Asked("/v1/completions", body | {"stream": True, "return_token_ids": True})
 
 
