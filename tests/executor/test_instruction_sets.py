@@ -1,6 +1,6 @@
 """The kernels' tests again, with each other instruction set that this processor can compute with.
 
-In the fast suite a drawn tenth of them, with one. One process for each: the instruction set is chosen once, when the library is loaded.
+In the fast suite a drawn tenth of them, with one set. One process for each: it is chosen once, when the library is loaded.
 With a matrix unit the bits of whole models too, as any test is drawn: its order of summing is another one.
 """
 
