@@ -5,13 +5,15 @@ What is fetched from there comes to host blocks, numbered behind those of swap s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
+from quintet.executor.block_bytes import WholeBlocks
 from quintet.executor.disk.boot import open_kv_disk
 from quintet.executor.features.kv_offload import HostBlocks
-from quintet.executor.interface import KvElsewhere
+from quintet.executor.interface import KvDisk, KvElsewhere
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
-from quintet.executor.runner import Runner
 from quintet.executor.store.boot import open_kv_store
 from quintet.wire.config import EngineConfig
 
@@ -20,30 +22,43 @@ class Elsewhere:
     """All places there are."""
 
     def __init__(
-        self, runner: Runner, config: EngineConfig, host_blocks: HostBlocks | HostBlocksOfAllRanks
+        self,
+        open_blocks: Callable[[], WholeBlocks],
+        config: EngineConfig,
+        runner: str,
+        host_blocks: HostBlocks | HostBlocksOfAllRanks,
     ) -> None:
-        """host_blocks: swap space, whose numbers come first. Raises `ConfigError` where a place cannot be opened."""
+        """open_blocks: called where there is a place. runner: who computes. host_blocks: swap space, whose numbers come first.
+
+        Raises `ConfigError` where a place cannot be opened.
+        """
         self._host_blocks = host_blocks
         self._num_host_blocks = host_blocks.num_blocks
         self._places: list[tuple[int, int, KvElsewhere]] = []
         """Numbers of host blocks, from the first up to another, and what fetches into them."""
-        self.disk = open_kv_disk(runner, config, self._num_host_blocks)
-        first = self._next_behind(self._num_host_blocks, self.disk)
-        self.peers = None
-        if config.cache.peers is not None:
+        self.disk: KvDisk | None = None
+        self.peers: KvElsewhere | None = None
+        self.store: KvElsewhere | None = None
+        cache, first = config.cache, self._num_host_blocks
+        if not cache.leaves:
+            return
+        blocks = open_blocks()
+        if cache.disk is not None:
+            self.disk = open_kv_disk(blocks, config, runner, first)
+            first = self._next_behind(first, self.disk)
+        if cache.peers is not None:
             from quintet.executor.peers.boot import (
                 open_kv_peers,  # it needs ZeroMQ, and who asks nobody does not
             )
 
-            self.peers = open_kv_peers(runner, config.cache.peers, config, first)
-        first = self._next_behind(first, self.peers)
-        self.store = open_kv_store(runner, config, first)
-        self._next_behind(first, self.store)
+            self.peers = open_kv_peers(blocks, cache.peers, config, runner, first)
+            first = self._next_behind(first, self.peers)
+        if cache.store is not None:
+            self.store = open_kv_store(blocks, config, runner, first)
+            self._next_behind(first, self.store)
 
-    def _next_behind(self, first: int, place: KvElsewhere | None) -> int:
+    def _next_behind(self, first: int, place: KvElsewhere) -> int:
         """Take note of a place's host blocks, numbered from ``first`` on; return the number behind them."""
-        if place is None:
-            return first
         end = first + place.num_staging_blocks
         self._places.append((first, end, place))
         return end

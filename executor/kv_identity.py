@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from quintet.executor.ops.host_library import instruction_set, open_library, sources_name
+from quintet.executor.parallel.shapes import places_of_stages
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf, part_paths
 
@@ -75,6 +76,7 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
         "dtype": model.dtype,
         "quantization": config.executor.quantization,
         "sum_leaves": config.executor.sum_leaves,
+        **_layout_of(config),
         "kv_dtype": config.cache.dtype,
         "kv": msgspec.to_builtins(model.kv),
         "max_model_len": model.max_model_len,
@@ -84,6 +86,17 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
         "torch": importlib.metadata.version("torch"),
         "transformers": importlib.metadata.version("transformers"),
         "executor": sources(),
+    }
+
+
+def _layout_of(config: EngineConfig) -> dict[str, object]:
+    """Return how many ranks add up, and how their parts lie in a block: stages of a model in one group lie as one process's."""
+    executor = config.executor
+    return {
+        "ranks": executor.tensor_parallel_size,
+        "kv_memories": executor.num_kv_memories,
+        "expert_parallel": executor.expert_parallel,
+        "places": [place for places in places_of_stages(config) for place in places],
     }
 
 

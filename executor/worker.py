@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
-from quintet.executor.cards.share import ALONE, WHOLE, Share, share_of
+from quintet.executor.block_bytes import BlockBytes, WholeBlocks
+from quintet.executor.cards.share import WHOLE, Share, share_of
 from quintet.executor.eager import EagerRunner
 from quintet.executor.elsewhere import Elsewhere
 from quintet.executor.features.kv_offload import HostBlocks
@@ -24,9 +26,10 @@ from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
+from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.parallel.library import Note
 from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.parallel.whole_blocks import open_whole_blocks
 from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.kv import allocate_kv, takes_layer
 from quintet.executor.program.library import program_library
@@ -69,10 +72,11 @@ class Worker:
         weights: HugePages | None = None,
         ranks: Ranks | None = None,
         stage: Stage | None = None,
+        crossings: Sequence[int] = (),
     ) -> None:
         """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well.
 
-        stage: what is recorded of the model, where it is.
+        stage: what is recorded of the model, where it is. crossings: see `quintet.executor.parallel.followers`.
         """
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
@@ -87,12 +91,15 @@ class Worker:
         self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, device)
         grammars = Grammars(max_num_seqs, model)
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        turn = ALONE if ranks is None else ranks.share.turn
-        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes), turn)
-        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, ranks)
+        share, moves = WHOLE if ranks is None else ranks.share, Moves(ranks)
+        own = HostBlocks(runner.blocks, model.kv.num_blocks(config.cache.swap_bytes), share.turn)
+        self._host_blocks = own if ranks is None else HostBlocksOfAllRanks(own, moves)
         self.num_host_blocks = self._host_blocks.num_blocks
         self.swap_bytes_per_s = self._host_blocks.measure()
-        self._elsewhere = Elsewhere(runner, config, self._host_blocks)
+        blocks: Callable[[], WholeBlocks] = partial(BlockBytes, runner.blocks)
+        if ranks is not None:
+            blocks = partial(open_whole_blocks, config, crossings, runner.blocks, share, moves)
+        self._elsewhere = Elsewhere(blocks, config, type(runner).__name__, self._host_blocks)
         self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
         self.kv_store = self._elsewhere.store
         if self.num_host_blocks:
@@ -233,7 +240,9 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
     return make_device_worker(device, model, config, MODEL_DTYPES[config.model.dtype], facts, span)
 
 
-def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks | None = None) -> Worker:
+def make_torch_worker(
+    config: EngineConfig, span: Span = no_span, ranks: Ranks | None = None, crossings: Sequence[int] = ()
+) -> Worker:
     """Return the worker of a CPU, or of a GPU without our kernels; of rank 0 of a model that is divided."""
     begun = time.monotonic()
     platform = open_platform(config.executor)
@@ -254,6 +263,7 @@ def make_torch_worker(config: EngineConfig, span: Span = no_span, ranks: Ranks |
         model.weights.reservation,
         ranks,
         stage,
+        crossings,
     )
 
 

@@ -136,7 +136,7 @@ class Inbox(Generic[MessageT]):
         self._makes_sense = makes_sense
         self._tap = tap
         self._timeout_ms: int | None = None
-        self._bell: Bell | None = None
+        self._bells: list[Bell] = []
         self._poller = zmq.Poller()
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
@@ -148,10 +148,10 @@ class Inbox(Generic[MessageT]):
         return sum(self.rejected.values())
 
     def hang(self, bell: Bell) -> None:
-        """From now on `wait` returns at a ring of ``bell`` too; its message comes before those that arrived."""
-        assert self._bell is None, "an inbox has one bell"
-        self._bell = bell
-        self._poller.register(self._socket, zmq.POLLIN)
+        """From now on `wait` returns at a ring of ``bell`` too; messages of bells come before those that arrived."""
+        if not self._bells:
+            self._poller.register(self._socket, zmq.POLLIN)
+        self._bells.append(bell)
         self._poller.register(bell.fileno(), zmq.POLLIN)
 
     def fileno(self) -> int:
@@ -161,8 +161,8 @@ class Inbox(Generic[MessageT]):
     def drain(self) -> list[MessageT]:
         """Return everything that has arrived, without waiting."""
         messages: list[MessageT] = []
-        if self._bell is not None:
-            self._answer(self._bell, messages)
+        for bell in self._bells:
+            self._answer(bell, messages)
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return messages  # as a rule there is one frame, and to be told that there is no other by an exception takes longer
         receive, take = self._socket.recv, self._take
@@ -179,7 +179,7 @@ class Inbox(Generic[MessageT]):
         if messages or timeout_s <= 0:
             return messages
         timeout_ms = max(1, int(timeout_s * 1000))
-        if self._bell is not None:
+        if self._bells:
             self._poller.poll(timeout_ms)
             return self.drain()
         if timeout_ms != self._timeout_ms:

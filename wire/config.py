@@ -119,7 +119,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of KV memory that are kept on disk."""
+    """Blocks of KV memory that are kept on disk. Sizes are of what each KV memory of an executor has of them."""
 
     folder: str
     """Each engine has files of its own in it."""
@@ -130,7 +130,7 @@ class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A store of blocks of KV memory that several servers share."""
+    """A store of blocks of KV memory that several servers share. Sizes but that of the store are as of `KvDiskConfig`."""
 
     url: str
     """Who keeps it, and where: its scheme names a connector."""
@@ -147,7 +147,7 @@ Role = Literal["prefill", "decode", "both"]
 
 
 class KvPeersConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of KV memory that go to other servers, and come from there."""
+    """Blocks of KV memory that go to other servers, and come from there. Sizes are as of `KvDiskConfig`."""
 
     role: Role
     listen: str = ""
@@ -196,6 +196,11 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Which servers share requests with this one; None: none."""
     events: KvEventsConfig | None = None
     """Who hears of blocks; None: nobody."""
+
+    @property
+    def leaves(self) -> bool:
+        """Whether blocks go to other places than memory."""
+        return self.disk is not None or self.peers is not None or self.store is not None
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from quintet.deploy.commands.serve import add_option_arguments, options_of
-from quintet.deploy.kv_plan import KvDiskPlan, disk_plan, rows_of
+from quintet.deploy.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.executor.cards.card import card_of
@@ -186,8 +186,8 @@ def make_plan(resolution: Resolution) -> Plan:
         else 0,
         shared_bytes=config.executor.shared_bytes,
         kv_disk=disk_plan(config),
-        kv_store=config.cache.store,
-        kv_peers=config.cache.peers,
+        kv_store=store_plan(config),
+        kv_peers=peers_plan(config),
         notes=resolution.notes,
     )
 

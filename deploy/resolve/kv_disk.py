@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.kv_leaving import check_kv_leaves
+from quintet.deploy.resolve.kv_leaving import check_kv_leaves, num_parts
 from quintet.deploy.resolve.memory import format_size, parse_size
 from quintet.process.own_files import complaint_about
 from quintet.wire.config import KvDiskConfig
@@ -39,16 +39,16 @@ def kv_disk_config(
     check_kv_leaves(FLAG, options, device, shares_beginnings)
     folder = Path(options.kv_disk).expanduser().absolute()
     _check_folder(folder)
-    size_bytes = parse_size(options.kv_disk_size or DEFAULT_SIZE, "--kv-disk-size")
+    parts, size_bytes = num_parts(options), parse_size(options.kv_disk_size or DEFAULT_SIZE, "--kv-disk-size")
     num_needed = kv.most_blocks(max_model_len, step_tokens)
-    if kv.num_blocks(size_bytes) < num_needed:
-        least = format_size(num_needed * kv.bytes_per_block)
+    if kv.num_blocks(size_bytes // parts) < num_needed:
+        least = format_size(num_needed * kv.bytes_per_block * parts)
         raise ConfigError(
             f"--kv-disk-size is {format_size(size_bytes)}, and one request of {max_model_len} tokens takes {least}: give as much,"
             " or lower --max-model-len"
         )
-    staging_bytes = max(kv.bytes_per_block, min(MAX_STAGING_BYTES, num_needed * kv.bytes_per_block))
-    return KvDiskConfig(folder=str(folder), size_bytes=size_bytes, staging_bytes=staging_bytes)
+    staging_bytes = max(kv.bytes_per_block, min(MAX_STAGING_BYTES // parts, num_needed * kv.bytes_per_block))
+    return KvDiskConfig(folder=str(folder), size_bytes=size_bytes // parts, staging_bytes=staging_bytes)
 
 
 def free_bytes(folder: Path) -> int:

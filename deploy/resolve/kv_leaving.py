@@ -14,16 +14,23 @@ def check_kv_leaves(flag: str, options: Options, device: str, shares_beginnings:
         raise ConfigError(
             f"{flag}: KV leaves the executor from host memory so far, not from a GPU: drop it, or give --device cpu"
         )
-    for cutting, size in (
-        ("--tensor-parallel-size", options.tensor_parallel_size),
-        ("--pipeline-parallel-size", options.pipeline_parallel_size),
-    ):
-        if size > 1:
-            raise ConfigError(
-                f"{flag}: the blocks of {cutting} {size} lie in several processes, and leave from one so far: drop one of the two"
-            )
+    if options.nnodes > 1:
+        raise ConfigError(
+            f"{flag}: the blocks of --nnodes {options.nnodes} lie on several hosts, and leave from one so far: drop"
+            " one of the two"
+        )
     if not shares_beginnings:
         raise ConfigError(
             f"{flag}: blocks are found by the prefix cache's keys, and prefix caching is off (--no-enable-prefix-caching, or a"
             " model that rotates long sequences otherwise): drop one of the two"
         )
+
+
+def kv_leaves(options: Options) -> bool:
+    """Return whether that is asked for."""
+    return options.kv_disk is not None or options.kv_store is not None or options.role != "alone"
+
+
+def num_parts(options: Options) -> int:
+    """Return in how many KV memories each block has a part: sizes are of one of them, as that of KV memory is."""
+    return options.tensor_parallel_size // options.decode_context_parallel_size

@@ -11,7 +11,7 @@ import tempfile
 from quintet.deploy.resolve.caches import user_cache
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.key_files import LEAST_BYTES, key_file_of
-from quintet.deploy.resolve.kv_leaving import check_kv_leaves
+from quintet.deploy.resolve.kv_leaving import check_kv_leaves, num_parts
 from quintet.deploy.resolve.memory import format_size, parse_size
 from quintet.wire.config import KvPeersConfig
 from quintet.wire.errors import ConfigError
@@ -55,14 +55,14 @@ def kv_peers_config(
                 " only with a key: give --kv-peer-key FILE too, the same secret to every server"
             )
     listen = _address(options) if offers else ""
-    request_bytes = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
+    parts, request_bytes = num_parts(options), kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     offered_bytes = 0
     if offers:
         offered_bytes = parse_size(options.kv_peer_memory or DEFAULT_MEMORY, "--kv-peer-memory")
-        if offered_bytes < request_bytes:
+        if offered_bytes < request_bytes * parts:
             raise ConfigError(
                 f"--kv-peer-memory is {format_size(offered_bytes)}, and one request of {max_model_len} tokens takes"
-                f" {format_size(request_bytes)}: give as much, or lower --max-model-len"
+                f" {format_size(request_bytes * parts)}: give as much, or lower --max-model-len"
             )
     return KvPeersConfig(
         role=role,
@@ -71,8 +71,10 @@ def kv_peers_config(
         key_file=own_key_file()
         if options.kv_peer_key is None
         else key_file_of("--kv-peer-key", options.kv_peer_key),
-        offered_bytes=offered_bytes,
-        staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES, request_bytes)) if fetches else 0,
+        offered_bytes=offered_bytes // parts,
+        staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES // parts, request_bytes))
+        if fetches
+        else 0,
     )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.kv_leaving import check_kv_leaves
+from quintet.deploy.resolve.kv_leaving import check_kv_leaves, num_parts
 from quintet.deploy.resolve.memory import format_size, parse_size
 from quintet.executor.store.connector import CONNECTORS, FSSPEC, connector_path
 from quintet.process.own_files import complaint_about
@@ -45,12 +45,12 @@ def kv_store_config(
         return None
     check_kv_leaves(FLAG, options, device, shares_beginnings)
     _check_url(url)
-    request_bytes = kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
+    parts, request_bytes = num_parts(options), kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     return KvStoreConfig(
         url=url,
-        size_bytes=_size_bytes(options, url, request_bytes, max_model_len),
-        waiting_bytes=MAX_WAITING_BYTES,
-        staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES, request_bytes)),
+        size_bytes=_size_bytes(options, url, request_bytes * parts, max_model_len),
+        waiting_bytes=MAX_WAITING_BYTES // parts,
+        staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES // parts, request_bytes)),
     )
 
 

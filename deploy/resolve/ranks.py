@@ -11,11 +11,13 @@ from quintet.deploy.resolve.eplb import check_copies, eplb_config, num_copied
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.gpu_ranks import check_gpu_ranks
 from quintet.deploy.resolve.hosts import check_first
+from quintet.deploy.resolve.kv_leaving import kv_leaves
 from quintet.deploy.resolve.stored_ranks import why_not_stored
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import (
+    CROSSING_BYTES,
     MOST_RANKS,
     Share,
     context_sizes_that_fit,
@@ -195,7 +197,8 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     places = 0 if eplb is None else eplb.num_redundant_experts // size
     context = options.decode_context_parallel_size
     share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places, context_size=context)
-    return shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes)
+    crossing = CROSSING_BYTES * kv_leaves(options)
+    return crossing + shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes)
 
 
 def _cut(options: Options, facts: ModelFacts) -> ModelFacts:

@@ -30,6 +30,8 @@ SUM_BYTES = 4
 """Of a sum that ranks add: fp32."""
 STAGING_BYTES = 4 << 20
 """Of an expert that is being copied: what goes from one rank to another at a time, in about a millisecond or two."""
+CROSSING_BYTES = 64 << 20
+"""Of blocks on their way elsewhere, or back, whose parts lie in several processes: or one, where it takes more."""
 PARTIAL_BYTES = 16 << 20
 """Of what attention comes to over partitions of keys that ranks keep together: a quarter of a million tokens of 16 heads with 512
 numbers in a value, a million of 128. A token for which no room is left is computed by heads."""

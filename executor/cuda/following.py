@@ -24,9 +24,12 @@ from quintet.process.leftovers import give_back_memory
 from quintet.wire.config import EngineConfig
 
 
-def follow_for_ever(config: EngineConfig, groups: Sequence[int], links: Sequence[int], rank: int) -> None:
+def follow_for_ever(
+    config: EngineConfig, groups: Sequence[int], links: Sequence[int], crossings: Sequence[int], rank: int
+) -> None:
     """Be a rank whose process sees its device first, until it is killed. groups: see `Followers`; there are no links."""
     assert not links, "stages are not on GPUs"
+    assert not crossings, "blocks do not leave GPUs"
     platform = open_platform(config.executor)
     device = open_rank_device(config.executor)
     ranks = open_device_ranks(config, groups[0], rank)

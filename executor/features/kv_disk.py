@@ -13,14 +13,14 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import BlockBytes, Bytes, Int
+from quintet.executor.block_bytes import Bytes, Int, Wait, WholeBlocks, take
 from quintet.executor.disk.block_file import BlockFile
 from quintet.executor.disk.prefix_file import PrefixFileError, read_keys, read_prefix, write_prefix
 from quintet.executor.memory import lazy_zeros
@@ -44,6 +44,8 @@ class _Store:
     place: int
     key: bytes
     block: Bytes
+    wait: Wait
+    """Until the block is there."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,20 +78,20 @@ class DiskBlocks:
 
     def __init__(
         self,
-        layers: Sequence[torch.Tensor],
+        blocks: WholeBlocks,
         file: BlockFile,
         num_staging_blocks: int,
         first_host_block: int,
         exchange: Path,
         whose: Callable[[], bytes],
     ) -> None:
-        """layers: KV memory on the CPU, ``[blocks, ...]`` each. first_host_block: the number of the first one of staging.
+        """first_host_block: the number of the first one of staging.
 
         exchange: the folder of prefixes in files of their own. whose: returns whose their blocks are, for other machines.
         """
         self._exchange, self._whose = exchange, whose
         self._jobs: deque[_Job] = deque()
-        self._blocks = BlockBytes(layers)
+        self._blocks = blocks
         self._file = file
         self.num_places = file.num_places
         self.num_staging_blocks = num_staging_blocks
@@ -123,7 +125,7 @@ class DiskBlocks:
         tables = orders.tables
         stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
         room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
-        taken = self._blocks.take(stores[: max(0, room), 0])
+        taken, wait = take(self._blocks, stores[: max(0, room), 0])
         fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
         with self._changed:
             if tables != self._tables:
@@ -134,7 +136,7 @@ class DiskBlocks:
                 self._kept.pop(place, None)
                 self._stores.append(_Drop(place, key))
             for place, key, block in zip(stores[:, 1].tolist(), orders.store_keys, taken, strict=False):
-                self._stores.append(_Store(tables, place, key, block))
+                self._stores.append(_Store(tables, place, key, block, wait))
             left = orders.store_keys[len(taken) :]
             if left:
                 self._answers.unstored.extend(left)
@@ -263,6 +265,7 @@ class DiskBlocks:
     def _store(self, task: _Store) -> None:
         with self._changed:
             self._kept.pop(task.place, None)
+        task.wait()
         is_stored = self._file.write(task.place, task.key, task.block.data)
         with self._changed:
             if is_stored:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import zmq
 
-from quintet.executor.block_bytes import BlockBytes, Bytes, Int
+from quintet.executor.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.peers.door import Door
 from quintet.executor.peers.keys import Context, Doorman, PeerKey
@@ -44,7 +44,7 @@ class PeerBlocks:
 
     def __init__(
         self,
-        layers: Sequence[torch.Tensor],
+        blocks: WholeBlocks,
         parts: Mapping[str, str],
         whose: bytes,
         listen: str,
@@ -53,11 +53,11 @@ class PeerBlocks:
         num_staging_blocks: int,
         first_host_block: int,
     ) -> None:
-        """layers: KV memory on the CPU, ``[blocks, ...]`` each. parts, whose: see `quintet.executor.kv_identity`.
+        """parts, whose: see `quintet.executor.kv_identity`.
 
         listen: ``host:port``, "" for nowhere. num_offered: blocks that are kept for others. Raises `ConfigError`.
         """
-        self._blocks = BlockBytes(layers)
+        self._blocks = blocks
         self._offered = Offered(self._blocks, num_offered)
         self._parts, self._whose, self._key = parts, whose, key
         self.num_staging_blocks = num_staging_blocks

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from errno import errorcode
 from typing import TypeVar
@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import BlockBytes, Bytes, Int
+from quintet.executor.block_bytes import Bytes, Int, Wait, WholeBlocks
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.store.connector import KvConnector
 from quintet.executor.store.run import RunFormat
@@ -52,6 +52,8 @@ class _Put:
     put: Put
     content: Bytes
     blocks: Bytes
+    wait: Wait
+    """Until the blocks are there."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -65,19 +67,19 @@ class StoreBlocks:
 
     def __init__(
         self,
-        layers: Sequence[torch.Tensor],
+        blocks: WholeBlocks,
         connector: KvConnector,
         whose: bytes,
         num_staging_blocks: int,
         first_host_block: int,
         waiting_bytes: int,
     ) -> None:
-        """layers: KV memory on the CPU, ``[blocks, ...]`` each. whose: as other machines can compare it.
+        """whose: as other machines can compare it.
 
         first_host_block: the number of the first one of staging. waiting_bytes: of copies that a core has had made and that are
         not kept yet; as much may be left of the cores before it.
         """
-        self._blocks = BlockBytes(layers)
+        self._blocks = blocks
         self._format = RunFormat(whose, self._blocks.block_bytes)
         self._connector = connector
         self.num_staging_blocks = num_staging_blocks
@@ -150,8 +152,8 @@ class StoreBlocks:
     def _copy_out(self, put: Put) -> _Put:
         content, blocks = self._format.new(len(put.keys))
         from_blocks = np.frombuffer(put.blocks, np.int32)
-        self._blocks.take_into(from_blocks, blocks, np.arange(len(blocks), dtype=np.int32))
-        return _Put(put, content, blocks)
+        wait = self._blocks.take_into(from_blocks, blocks, np.arange(len(blocks), dtype=np.int32))
+        return _Put(put, content, blocks, wait)
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
         """Copy what was fetched into blocks of KV memory."""
@@ -300,6 +302,7 @@ class StoreBlocks:
                     del self._damaged[next(iter(self._damaged))]
 
     def _put(self, task: _Task, put: _Put) -> None:
+        put.wait()
         self._format.finish(put.content, put.blocks, put.put.keys)
         name = put.put.keys[-1]
         is_kept = self._asked(

@@ -46,6 +46,7 @@ def be_child(kind: str, work: Work) -> None:
     parser.add_argument(
         "--links", default="", help="descriptors of the memory between each stage and the next"
     )
+    parser.add_argument("--crossings", default="", help="descriptor of the memory where parts of blocks meet")
     parser.add_argument("--parent", type=int, required=True, help="process id of who started it")
     arguments = parser.parse_args()
     begin_child(arguments.parent)

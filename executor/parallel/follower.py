@@ -20,7 +20,7 @@ with it."""
 
 def _follow(seat: Seat, config: EngineConfig, arguments: argparse.Namespace) -> None:
     config = take_share(seat.me.index, config, seat.rank)
-    descriptors = (numbers(arguments.groups), numbers(arguments.links))
+    descriptors = (numbers(arguments.groups), numbers(arguments.links), numbers(arguments.crossings))
     importlib.import_module(FOLLOWING[config.executor.device]).follow_for_ever(
         config, *descriptors, seat.rank
     )

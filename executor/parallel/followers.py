@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from itertools import chain
 
 import msgspec
 
@@ -47,6 +48,9 @@ class Followers:
         """Descriptors of the memory that ranks of a stage share, of each stage; see `quintet.executor.parallel.ranks`."""
         self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
         """Of that between each stage and the next; see `quintet.executor.parallel.links`."""
+        self.crossings = tuple(os.memfd_create("quintet-crossing") for _ in range(config.cache.leaves))
+        """Of that in which parts of blocks come together that go elsewhere; see `quintet.executor.parallel.crossing`."""
+        self._memory = {"groups": self.groups, "links": self.links, "crossings": self.crossings}
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
         self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}
         if host == 0 and config.executor.hosts is not None:
@@ -56,7 +60,7 @@ class Followers:
 
     def _start(self, module: str, rank: int) -> subprocess.Popen[bytes]:
         seat = ["--index", str(self._me.index), "--epoch", str(self._me.epoch), "--rank", str(rank)]
-        memory = [f"--groups={','.join(map(str, self.groups))}", f"--links={','.join(map(str, self.links))}"]
+        memory = [f"--{name}={','.join(map(str, each))}" for name, each in self._memory.items()]
         parent = ["--parent", str(os.getpid())]
         with (
             tempfile.TemporaryFile() as written
@@ -66,7 +70,7 @@ class Followers:
             return subprocess.Popen(
                 [sys.executable, "-P", "-m", module, *seat, *memory, *parent],
                 stdin=written,
-                pass_fds=[*self.groups, *self.links],
+                pass_fds=[*chain(*self._memory.values())],
                 process_group=0,
             )
 
@@ -91,7 +95,7 @@ class Followers:
             process.kill()
         for process in self._processes.values():
             process.wait()
-        for descriptor in (*self.groups, *self.links):
+        for descriptor in chain(*self._memory.values()):
             os.close(descriptor)
 
 

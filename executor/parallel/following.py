@@ -9,13 +9,15 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from quintet.executor.cards.share import Share
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.loading import load_model
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
-from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
+from quintet.executor.parallel.crossing import PartBlocks, open_parts
+from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.parallel.library import PAIR_BYTES, Note, OrderKind, Part
 from quintet.executor.parallel.links import Links
 from quintet.executor.parallel.ranks import Ranks
@@ -30,14 +32,16 @@ PROGRESS_EVERY_S = 0.2
 """How often a stage says how far it has come."""
 
 
-def follow_for_ever(config: EngineConfig, groups: Sequence[int], links: Sequence[int], rank: int) -> None:
-    """Be a rank whose process has taken its processors, until it is killed. groups, links: see `Followers`."""
+def follow_for_ever(
+    config: EngineConfig, groups: Sequence[int], links: Sequence[int], crossings: Sequence[int], rank: int
+) -> None:
+    """Be a rank whose process has taken its processors, until it is killed. groups, links, crossings: see `Followers`."""
     platform, share = open_platform(config.executor), share_of_rank(config, rank)
     group = open_ranks(config, groups[share.stage], rank) if groups else None
     if share.rank == 0:
-        _live(be_a_stage(config, platform, share, group, open_links(config, links, share.stage)))
+        _live(be_a_stage(config, platform, share, group, open_links(config, links, share.stage), crossings))
     assert group is not None, "a rank that is not the first of its stage"
-    _live(follow(config, platform, group))
+    _live(follow(config, platform, group, crossings))
 
 
 def _live(orders: Iterator[OrderKind | None]) -> None:
@@ -46,7 +50,9 @@ def _live(orders: Iterator[OrderKind | None]) -> None:
             gc.freeze()  # what is loaded stays to the end of the process
 
 
-def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[OrderKind | None]:
+def follow(
+    config: EngineConfig, platform: Platform, ranks: Ranks, crossings: Sequence[int] = ()
+) -> Iterator[OrderKind | None]:
     """Load the rank's share, say so, and carry out orders for ever; yield None once, then what each was.
 
     config: with the rank's threads.
@@ -55,6 +61,7 @@ def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[O
     stage = make_stage(model, config, platform, ranks.share, ranks)
     step = _step_of(stage, config)
     pages, host_blocks = model.weights.reservation, _host_blocks(stage, config)
+    parts = _open_parts(config, stage, crossings)
     _settle(ranks, pages)
     yield None
     ranks.done()
@@ -72,6 +79,11 @@ def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[O
             case OrderKind.SWAP_IN:
                 host_blocks.copy_in(ranks.mail(order))
                 ranks.wait_for_moved()
+            case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
+                assert parts is not None, kind
+                parts.carry(kind, ranks.mail(order))
+                ranks.wait_for_moved()
+                parts.done()
             case OrderKind.EMBEDS:
                 stage.put_told(ranks.mail(order))
             case OrderKind.MOVE_EXPERT:
@@ -86,7 +98,12 @@ def follow(config: EngineConfig, platform: Platform, ranks: Ranks) -> Iterator[O
 
 
 def be_a_stage(
-    config: EngineConfig, platform: Platform, share: Share, group: Ranks | None, links: Links
+    config: EngineConfig,
+    platform: Platform,
+    share: Share,
+    group: Ranks | None,
+    links: Links,
+    crossings: Sequence[int] = (),
 ) -> Iterator[OrderKind | None]:
     """Be the first rank of a stage that is not the first, likewise. group: the stage's ranks, where there are others."""
     model = load_model(config, platform, share=share)
@@ -94,7 +111,9 @@ def be_a_stage(
     step, pages = _step_of(stage, config), model.weights.reservation
     before, behind = links.before, links.behind
     tellers = [each for each in (group, None if share.is_last else behind) if each is not None]
-    host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), group, None if share.is_last else behind)
+    moves = Moves(group, None if share.is_last else behind)
+    host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), moves)
+    parts = _open_parts(config, stage, crossings)
     for each in tellers:
         each.wait_for_all()
     _settle(before, pages)
@@ -118,6 +137,10 @@ def be_a_stage(
                     host_blocks.copy_out(before.mail(order))
                 case OrderKind.SWAP_IN:
                     host_blocks.copy_in(before.mail(order))
+                case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
+                    assert parts is not None, kind
+                    moves.move(kind, before.mail(order), partial(parts.carry, kind))
+                    parts.done()
                 case OrderKind.CHORE:
                     stage.do_chore()
                     for each in tellers:
@@ -164,6 +187,13 @@ def _step_of(stage: Stage, config: EngineConfig) -> Step:
 
 def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
     return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.turn)
+
+
+def _open_parts(config: EngineConfig, stage: Stage, crossings: Sequence[int]) -> PartBlocks | None:
+    """Return the rank's part of blocks that go elsewhere; None where none do."""
+    share = stage.share
+    rank = share.stage * share.size + share.rank
+    return open_parts(config, crossings[0], rank, stage.blocks, share) if crossings else None
 
 
 def _settle(ranks: Ranks, pages: HugePages | None) -> None:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.parallel.library import PAIR_BYTES, OrderKind
 from quintet.executor.parallel.ranks import Ranks
 
 
+class Moves:
+    """Has blocks moved by all ranks at the same time: of this one's stage, and of those behind it."""
+
+    def __init__(self, group: Ranks | None, behind: Ranks | None = None) -> None:
+        """group: the ranks of this one's stage, where there are others; behind: what the next stage is told by."""
+        self._group, self._behind = group, behind
+
+    def move(self, kind: OrderKind, pairs: bytes, own: Callable[[bytes], None]) -> None:
+        """Have the others do what the order says; ``own`` does this rank's."""
+        if self._behind is not None:
+            self._behind.tell_mail(kind, pairs, PAIR_BYTES)
+        if self._group is None:
+            own(pairs)
+        else:
+            self._group.move_blocks(kind, pairs, own)
+
+
 class HostBlocksOfAllRanks:
     """The `HostBlocks` of rank 0, which has the others copy theirs at the same time."""
 
-    def __init__(self, own: HostBlocks, group: Ranks | None, behind: Ranks | None = None) -> None:
-        """group: the ranks of this one's stage, where there are others; behind: what the next stage is told by."""
-        self._own = own
-        self._group, self._behind = group, behind
+    def __init__(self, own: HostBlocks, moves: Moves) -> None:
+        self._own, self._moves = own, moves
         self.num_blocks = own.num_blocks
 
     def copy_out(self, pairs: bytes) -> None:
         """See `HostBlocks.copy_out`."""
-        self._copy(OrderKind.SWAP_OUT, pairs)
+        self._moves.move(OrderKind.SWAP_OUT, pairs, self._own.copy_out)
 
     def copy_in(self, pairs: bytes) -> None:
         """See `HostBlocks.copy_in`."""
-        self._copy(OrderKind.SWAP_IN, pairs)
-
-    def _copy(self, kind: OrderKind, pairs: bytes) -> None:
-        if self._behind is not None:
-            self._behind.tell_mail(kind, pairs, PAIR_BYTES)
-        copy = self._own.copy_out if kind is OrderKind.SWAP_OUT else self._own.copy_in
-        if self._group is None:
-            copy(pairs)
-        else:
-            self._group.move_blocks(kind, pairs, copy)
+        self._moves.move(OrderKind.SWAP_IN, pairs, self._own.copy_in)
 
     def measure(self) -> int:
         """Return bytes per second, of rank 0's share alone."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.batch import Int, Rows
+from quintet.executor.cards.share import Share
 from quintet.executor.embeds import embeds_of
 from quintet.executor.parallel.library import PAIR_BYTES, Note, OrderKind, Part
 from quintet.executor.parallel.links import Links
@@ -79,6 +80,11 @@ class Pipeline:
     def has_chores(self) -> bool:
         """Whether one of the stages has experts to copy, or another one anything else to do."""
         return self._stage.has_chores or self._links.behind.noted(Note.CHORES) > 0
+
+    @property
+    def share(self) -> Share:
+        """That of the first rank of the first stage."""
+        return self._stage.share
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:

@@ -11,23 +11,26 @@ that the loop sends those results first.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Int, Rows
-from quintet.executor.cards.share import ALONE
+from quintet.executor.elsewhere import Elsewhere
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
+from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.parallel.library import Note
 from quintet.executor.parallel.links import Links
 from quintet.executor.parallel.pipeline import Flight, Pipeline
 from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.parallel.whole_blocks import open_whole_blocks
+from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
@@ -100,8 +103,9 @@ class PipelineWorker:
         facts: Mapping[str, str],
         span: Span,
         weights: HugePages | None,
+        crossings: Sequence[int] = (),
     ) -> None:
-        """group: the ranks of the first stage, where there are others. weights: what they lie in."""
+        """group: the ranks of the first stage, where there are others. weights: what they lie in. crossings: see `Followers`."""
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
         self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
@@ -113,11 +117,15 @@ class PipelineWorker:
         grammars = Grammars(max_num_seqs, model)
         ops = sampling_ops_of("cpu")
         self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
-        turn = ALONE if group is None else group.share.turn
-        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), turn)
-        self._host_blocks = HostBlocksOfAllRanks(own, group, links.behind)
+        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.turn)
+        moves = Moves(group, links.behind)
+        host_blocks = HostBlocksOfAllRanks(own, moves)
+        self._host_blocks = host_blocks
         self.num_host_blocks = own.num_blocks
-        self.kv_disk = self.kv_peers = self.kv_store = None  # the blocks lie in several processes
+        blocks = partial(open_whole_blocks, config, crossings, pipeline.blocks, pipeline.share, moves)
+        self._elsewhere = Elsewhere(blocks, config, ProgramRunner.__name__, host_blocks)
+        self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
+        self.kv_store = self._elsewhere.store
         self.swap_bytes_per_s = own.measure()
 
     @property
@@ -186,7 +194,7 @@ class PipelineWorker:
         if plan.swaps_out:
             self._host_blocks.copy_out(plan.swaps_out)
         if plan.swaps_in:
-            self._host_blocks.copy_in(plan.swaps_in)
+            self._elsewhere.copy_in(plan.swaps_in)
         if plan.copies:
             self._pipeline.copy_blocks(plan.copies)
         self._span("tables", plan.step)

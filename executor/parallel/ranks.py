@@ -183,6 +183,14 @@ class Ranks:
         """Return what came with the order."""
         return ctypes.string_at(self.library.mail(self.handle), order.end)
 
+    def done_with(self, orders: int) -> None:
+        """Say that so many orders were carried out."""
+        self.library.done_with(self.handle, orders)
+
+    def wait_for_done(self, orders: int) -> None:
+        """Rank 0: wait until all others have said that of so many. From any thread; others run meanwhile."""
+        self.library.wait_for_done(self.handle, orders)
+
     def done(self) -> None:
         """Say that the order was carried out, or, the first time, that this rank is there."""
         self.library.done(self.handle)

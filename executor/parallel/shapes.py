@@ -5,6 +5,7 @@ from __future__ import annotations
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import (
+    CROSSING_BYTES,
     LINK_DEPTH,
     PARTIAL_BYTES,
     STAGING_BYTES,
@@ -19,6 +20,9 @@ from quintet.executor.cards.share import (
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.parallel.library import CRanksShape
 from quintet.wire.config import DTYPE_BYTES, EngineConfig, ModelConfig
+
+MOST_CROSSING = 4096
+"""Blocks, so that an order that names all fits."""
 
 
 def shape_of(config: EngineConfig) -> CRanksShape:
@@ -76,6 +80,35 @@ def link_shape(config: EngineConfig, link: int) -> CRanksShape:
         shape.depth = results_depth(num_stages)
         shape.payload_bytes = shape.max_outputs * config.model.vocab_size * DTYPE_BYTES[config.model.dtype]
     return shape
+
+
+def places_of_stages(config: EngineConfig) -> list[list[int]]:
+    """Return which places of a block each stage has, in the order in which they lie there."""
+    kv, executor = config.model.kv, config.executor
+    if executor.pipeline_parallel_size == 1:
+        return [sorted(kv.places_of(lambda layer: True))]
+    spec = spec_of(config.model)
+    firsts = range(0, executor.num_ranks, executor.tensor_parallel_size)
+    return [sorted(kv.places_of(share_of(executor, rank, spec).has_layer)) for rank in firsts]
+
+
+def part_bytes(config: EngineConfig) -> list[int]:
+    """Return how much of a block a KV memory has, of each stage."""
+    return [len(places) * config.model.kv.layer_bytes for places in places_of_stages(config)]
+
+
+def crossing_rows(config: EngineConfig) -> int:
+    """Return how many blocks may be on their way through the memory in which all ranks' parts come together."""
+    block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
+    return min(MOST_CROSSING, max(1, CROSSING_BYTES // block_bytes))
+
+
+def crossing_shape(config: EngineConfig) -> CRanksShape:
+    """Return what that needs room for, of all ranks of all stages."""
+    block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
+    return CRanksShape(
+        ranks=config.executor.num_ranks, depth=1, staging_bytes=crossing_rows(config) * block_bytes
+    )
 
 
 def spec_of(model: ModelConfig) -> DecoderSpec:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import logging
 
+from quintet.executor.block_bytes import WholeBlocks
 from quintet.executor.features.kv_peer import PeerBlocks
 from quintet.executor.kv_identity import parts_of, whole_of
 from quintet.executor.peers.keys import read_key
-from quintet.executor.runner import Runner
 from quintet.wire.config import EngineConfig, KvPeersConfig
 
 log = logging.getLogger(__name__)
 
 
 def open_kv_peers(
-    runner: Runner, peers: KvPeersConfig, config: EngineConfig, first_host_block: int
+    blocks: WholeBlocks, peers: KvPeersConfig, config: EngineConfig, runner: str, first_host_block: int
 ) -> PeerBlocks:
-    """Return who talks with other servers of a runner's KV memory.
+    """Return who talks with other servers of a KV memory. runner: who computes.
 
     first_host_block: the number of the first block that theirs come to. Raises `ConfigError` where nobody can listen.
     """
     num_blocks = config.model.kv.num_blocks
-    parts = parts_of(config, type(runner).__name__)
+    parts = parts_of(config, runner)
     opened = PeerBlocks(
-        runner.blocks,
+        blocks,
         parts,
         whole_of(parts),
         peers.listen,

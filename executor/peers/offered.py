@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import BlockBytes, Bytes, Int
+from quintet.executor.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.memory import lazy_zeros
 
 
 class Offered:
     """Used by the executor's loop, which copies, and by the thread that gives."""
 
-    def __init__(self, blocks: BlockBytes, num_rows: int) -> None:
+    def __init__(self, blocks: WholeBlocks, num_rows: int) -> None:
         self._blocks = blocks
         shape = (num_rows, blocks.block_bytes)
         self._memory: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
@@ -47,7 +47,8 @@ class Offered:
                     rows.append(row)
                 self._row_of[key] = row
             if new:
-                self._blocks.take_into(blocks[new], self._memory, np.array(rows, np.int32))
+                wait = self._blocks.take_into(blocks[new], self._memory, np.array(rows, np.int32))
+                wait()  # whoever asks finds them whole
 
     def _take_row(self) -> int:
         if self._free:

@@ -10,6 +10,7 @@ import pytest
 from bench.chaos.streams import crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
+from tests.chaos.test_ranks import RANK
 from tests.processes.server import serve, wait_until
 from tests.processes.test_kv_disk import blocks
 
@@ -25,15 +26,22 @@ def damage(folder: Path, rng: random.Random) -> None:
             blocks.write(rng.randbytes(64))
 
 
+ROLES = (["executor"], ["core"], ["core", "executor", "executor"])
+LAST_RANKS = ([RANK], ["executor"], [RANK, "core", RANK])
+
+
 @pytest.mark.whole
-def test_killed_while_the_disk_is_written_and_read(tmp_path: Path) -> None:
-    rng = random.Random(1)
+@pytest.mark.parametrize(("size", "stages"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_killed_while_the_disk_is_written_and_read(size: int, stages: int, tmp_path: Path) -> None:
+    """Of ranks the last one too, which may have its part of a block still to bring."""
+    rng, last = random.Random(1), size * stages - 1
     asked = crowd(1, NUM_STREAMS, (40, 100))
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
+    flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:
         calm = asyncio.run(play(server.url, asked))
     flags = (*flags, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "8MiB")
-    for roles in (["executor"], ["core"], ["core", "executor", "executor"]):
+    for roles in LAST_RANKS if last else ROLES:
         with serve(*flags) as server:
 
             async def disturb(roles: list[str] = roles) -> None:
@@ -41,7 +49,7 @@ def test_killed_while_the_disk_is_written_and_read(tmp_path: Path) -> None:
                     wait_until, lambda: blocks(server, "stored") > 0, "blocks are written"
                 )
                 for role in roles:
-                    kill(server, role)
+                    kill(server, role, index=last if role == RANK else 0)
                     await asyncio.sleep(rng.choice([0.05, 0.3]))
                 damage(tmp_path / "kv", rng)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from quintet.deploy.kv_plan import disk_plan
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.kv_disk import free_bytes
@@ -49,14 +50,32 @@ def test_sizes_are_of_each_engine(tmp_path: Path) -> None:
     assert not (tmp_path / "kv").exists(), "a plan makes nothing"
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_sizes_are_of_all_ranks_together(tmp_path: Path, size: int) -> None:
+    config = config_of(
+        tmp_path, kv_disk_size="1GiB", tensor_parallel_size=size, decode_context_parallel_size=1
+    )
+    plan = disk_plan(config)
+    assert plan is not None and plan.size_bytes == 1 << 30
+    assert plan.num_blocks == (1 << 30) // size // config.model.kv.bytes_per_block
+    with pytest.raises(ConfigError, match=r"--kv-disk-size is .* takes 4.0 MiB"):
+        config_of(tmp_path, kv_disk_size="3MiB", tensor_parallel_size=size)
+
+
+def test_blocks_on_several_hosts_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    (tmp_path / "key").chmod(0o600)
+    hosts = {"nnodes": 2, "pipeline_parallel_size": 2, "master_addr": "127.0.0.1"}
+    with pytest.raises(ConfigError, match="--nnodes 2 lie on several hosts"):
+        config_of(tmp_path, group_key=str(tmp_path / "key"), **hosts)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"kv_disk": None, "kv_disk_size": "1GiB"}, "--kv-disk-size 1GiB says how much, not where"),
         ({"executor": "mock"}, "mock executor has none"),
         ({"enable_prefix_caching": False}, "prefix caching is off"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 lie in several processes"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 lie in several processes"),
         ({"kv_disk": "/dev/null"}, "/dev/null must be a folder that the server may write"),
         ({"kv_disk_size": "1MiB"}, "one request of 2048 tokens takes 4.0 MiB"),
         ({"kv_disk_size": "much"}, "--kv-disk-size is 'much'; write a size"),

@@ -69,8 +69,6 @@ def test_what_a_role_does_and_needs(tmp_path: Path, own_key: Path) -> None:
         ({"role": "prefill", "kv_peers": ["10.0.0.7"]}, "--role prefill fetches nothing"),
         ({"executor": "mock"}, "mock executor has none"),
         ({"enable_prefix_caching": False}, "prefix caching is off"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 lie in several processes"),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2 lie in several processes"),
         ({"kv_peer_memory": "1MiB"}, "one request of 2048 tokens takes 4.0 MiB"),
         ({"kv_peer_listen": "5600"}, "write HOST:PORT"),
         ({"kv_peer_listen": "127.0.0.1:65535", "data_parallel_size": 2}, "a port from 1 to 65535 for every"),

@@ -50,7 +50,6 @@ def test_what_fsspec_reaches_is_bounded_by_its_owner(tmp_path: Path) -> None:
         ({"kv_store": None, "kv_store_size": "1GiB"}, "--kv-store-size 1GiB says how much, not where"),
         ({"executor": "mock"}, "mock executor has none"),
         ({"enable_prefix_caching": False}, "prefix caching is off"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size 2 lie in several processes"),
         ({"kv_store": "/dev/shm/kv"}, "write a URL such as file:///dev/shm/quintet"),
         ({"kv_store": "file://kv"}, "write an absolute path"),
         ({"kv_store": "file:///dev/null"}, "/dev/null must be a folder that the server may write"),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.disk.block_file import NOTHING, BlockFile
 from quintet.executor.features import kv_disk
 from quintet.executor.features.kv_disk import DiskBlocks
@@ -31,7 +32,9 @@ class Bench:
             for layer in range(2)
         ]
         self.file = BlockFile(folder / "engine-0", b"w" * 32, 2 * LAYER_BYTES, 8)
-        self.disk = DiskBlocks(self.layers, self.file, 4, FIRST, folder / "exchange", lambda: b"o" * 32)
+        self.disk = DiskBlocks(
+            BlockBytes(self.layers), self.file, 4, FIRST, folder / "exchange", lambda: b"o" * 32
+        )
         self._rung = threading.Event()
         self.disk.begin(self._rung.set)
 

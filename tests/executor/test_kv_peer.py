@@ -13,6 +13,7 @@ import torch
 import zmq
 from tests.processes.test_apart import free_port
 
+from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.features.kv_peer import PeerBlocks
 from quintet.executor.peers import link, talk
 from quintet.executor.peers.keys import read_key
@@ -38,7 +39,9 @@ class Side:
         self.address = f"127.0.0.1:{free_port()}"
         parts = PARTS | {"weights": whose.hex()}
         pair = read_key(key, "--kv-peer-key", b"quintet peers") if key else None
-        self.peers = PeerBlocks(self.layers, parts, whose, self.address, pair, num_offered, 4, FIRST)
+        self.peers = PeerBlocks(
+            BlockBytes(self.layers), parts, whose, self.address, pair, num_offered, 4, FIRST
+        )
         self._rung = threading.Event()
         self.peers.begin(self._rung.set)
 
@@ -256,7 +259,14 @@ def test_an_address_that_is_somebody_elses_is_waited_for(closed: ExitStack) -> N
     """An executor that is started again must not end the server because its port is taken for a while."""
     gives, takes = sides(closed)
     late = PeerBlocks(
-        gives.layers, PARTS | {"weights": (b"w" * 32).hex()}, b"w" * 32, gives.address, None, 8, 1, FIRST
+        BlockBytes(gives.layers),
+        PARTS | {"weights": (b"w" * 32).hex()},
+        b"w" * 32,
+        gives.address,
+        None,
+        8,
+        1,
+        FIRST,
     )
     late.begin(lambda: None)
     closed.callback(late.close)
@@ -272,4 +282,4 @@ def test_an_address_that_is_somebody_elses_is_waited_for(closed: ExitStack) -> N
 def test_an_address_of_no_machine_is_refused(closed: ExitStack) -> None:
     gives, _ = sides(closed)
     with pytest.raises(ConfigError, match=r"--kv-peer-listen 192\.0\.2\.1:7"):
-        PeerBlocks(gives.layers, PARTS, b"w" * 32, "192.0.2.1:7", None, 1, 1, FIRST)
+        PeerBlocks(BlockBytes(gives.layers), PARTS, b"w" * 32, "192.0.2.1:7", None, 1, 1, FIRST)

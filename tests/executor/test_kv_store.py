@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.features import kv_store
 from quintet.executor.features.kv_store import StoreBlocks
 from quintet.executor.store.connector import KvConnector
@@ -35,7 +36,7 @@ class Bench:
             torch.arange(NUM_BLOCKS * LAYER_BYTES).reshape(NUM_BLOCKS, -1).to(torch.uint8) + layer
             for layer in range(2)
         ]
-        self.store = StoreBlocks(self.layers, connector, whose, 4, FIRST, waiting_bytes)
+        self.store = StoreBlocks(BlockBytes(self.layers), connector, whose, 4, FIRST, waiting_bytes)
         self._rung = threading.Event()
         self.store.begin(self._rung.set)
 

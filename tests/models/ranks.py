@@ -83,8 +83,8 @@ def in_ranks(
     gc.collect()  # ranks of other tests lie in cycles, each with descriptors of its memory and of its checkpoint
     asked = (folder, size, stages, dtype, quantization, kv_cache_dtype, swap_space)
     config = change(config_of(*asked, experts=experts, **switches))
-    groups = [os.memfd_create("ranks") for _ in range(stages if size > 1 else 0)]
-    links = [os.memfd_create("links") for _ in range(stages if stages > 1 else 0)]
+    memories = [range(stages * (size > 1)), range(stages * (stages > 1)), range(config.cache.leaves)]
+    groups, links, crossings = ([os.memfd_create("ranks") for _ in each] for each in memories)
     platform = open_platform(config.executor)
     is_over = threading.Event()
 
@@ -92,26 +92,27 @@ def in_ranks(
         share = share_of_rank(config, rank)
         group = open_ranks(config, groups[share.stage], rank) if groups else None
         if share.rank == 0:
-            return be_a_stage(config, platform, share, group, open_links(config, links, share.stage))
+            return be_a_stage(
+                config, platform, share, group, open_links(config, links, share.stage), crossings
+            )
         assert group is not None
-        return follow(config, platform, group)
+        return follow(config, platform, group, crossings)
 
     def be_a_rank(rank: int) -> None:
         for kind in orders(rank):
             if kind is OrderKind.CHORE and is_over.is_set():  # the last: it has been told to all
                 return
 
-    threads = [
-        threading.Thread(target=be_a_rank, args=(rank,), daemon=True) for rank in range(1, size * stages)
-    ]
+    others = range(1, size * stages)
+    threads = [threading.Thread(target=be_a_rank, args=(rank,), daemon=True) for rank in others]
     for thread in threads:
         thread.start()
     first = open_ranks(config, groups[0], 0) if groups else None
     worker: Worker | PipelineWorker
     if stages > 1:
-        worker = make_pipeline_worker(config, first, open_links(config, links, 0))
+        worker = make_pipeline_worker(config, first, open_links(config, links, 0), crossings=crossings)
     else:
-        worker = make_torch_worker(config, ranks=first)
+        worker = make_torch_worker(config, ranks=first, crossings=crossings)
         assert first is not None, "nobody else"
         first.wait_for_all()
     try:
@@ -121,5 +122,5 @@ def in_ranks(
         worker.do_chore()
         for thread in threads:
             thread.join()
-        for memory in (*groups, *links):
+        for memory in (*groups, *links, *crossings):
             os.close(memory)

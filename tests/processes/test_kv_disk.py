@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from .server import Server, serve, wait_until
 
 PROMPT = "The river runs under the bridge, " * 40
@@ -28,9 +30,10 @@ def blocks(server: Server, event: str) -> int:
     )
 
 
-def test_a_prompt_outlives_the_server(tmp_path: Path) -> None:
-    flags = ("--max-model-len", "1024", "--kv-cache-memory", "4MiB", "--threads", "1", "--audit")
-    flags = (*flags, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "8MiB")
+def outlives(folder: Path, *more: str) -> None:
+    """Check that a server which is killed leaves a prompt, and that one which loses its executor goes on."""
+    flags = ("--max-model-len", "1024", "--kv-cache-memory", "4MiB", "--threads", "1", "--audit", *more)
+    flags = (*flags, "--kv-disk", str(folder / "kv"), "--kv-disk-size", "8MiB")
     with serve(*flags) as server:
         first = ask(server)
         assert first[1] == 0
@@ -44,3 +47,14 @@ def test_a_prompt_outlives_the_server(tmp_path: Path) -> None:
         server.children()["quintet-executor-0"].kill()
         assert ask(server)[0] == text
         assert server.stop() == 0
+
+
+def test_a_prompt_outlives_the_server(tmp_path: Path) -> None:
+    outlives(tmp_path)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("size", "stages"), [("2", "1"), ("1", "2"), ("2", "2")])
+def test_a_prompt_outlives_ranks(size: str, stages: str, tmp_path: Path) -> None:
+    """What lies in several processes; in the fast suite `tests.models.test_kv_ranks` has them as threads."""
+    outlives(tmp_path, "--tensor-parallel-size", size, "--pipeline-parallel-size", stages)

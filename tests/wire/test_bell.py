@@ -12,6 +12,7 @@ from quintet.process.bell import Bell
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_disk import DiskRang
 from quintet.wire.messages import Cancel
 from quintet.wire.step import StepsEnded
 
@@ -67,3 +68,15 @@ def test_a_frame_ends_the_wait_as_before(door: Door) -> None:
     sender.start()
     assert door.inbox.wait(LONG_S) == [Cancel([1], 0)]
     sender.join()
+
+
+def test_two_bells_are_answered_in_the_order_in_which_they_were_hung(door: Door) -> None:
+    """An executor of stages waits for steps, and for the disk."""
+    other = Bell(DiskRang)
+    door.inbox.hang(other)
+    other.ring()
+    assert door.inbox.wait(LONG_S) == [DiskRang(1)]
+    other.ring()
+    door.bell.ring()
+    assert door.inbox.wait(LONG_S) == [StepsEnded(1), DiskRang(1)]
+    other.close()
