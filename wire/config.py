@@ -240,7 +240,7 @@ class EplbConfig(msgspec.Struct, frozen=True):
 
 
 class HostsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Machines that compute one model together, each some of its stages; this one is the first."""
+    """Machines that compute one model together, each some of its stages, or ranks; this one is the first."""
 
     count: int
     address: str  # host:port where the first one listens
@@ -273,7 +273,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     sum_leaves: int = 1
     """In how many leaves of a tree sums over what ranks divide are added, whatever their number; 1: each rank's part is one."""
     hosts: HostsConfig | None = None
-    """The machines that the stages are on; None: all on this one."""
+    """The machines that the stages, or the ranks of the only one, are on; None: all on this one."""
     has_own_cores: bool = False
     """Whether each compute thread of all ranks has a core: found out by the process that takes its share of them."""
     pin_threads: bool = False

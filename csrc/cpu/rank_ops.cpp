@@ -13,16 +13,21 @@ constexpr index_t kAddCost = 4;  // of a number of one rank, in multiplications
 // One piece: a thread that waits for other processes holds up nobody of its own, for all wait for this work.
 class Meet final : public Op {
  public:
-  Meet(Ranks* ranks, bool of_outputs) : ranks_(ranks), of_outputs_(of_outputs) {}
+  Meet(Ranks* ranks, bool of_outputs, const Left& left) : ranks_(ranks), of_outputs_(of_outputs), left_(left) {}
   Work prepare(const Step& step, index_t) override {
-    return {.count = (of_outputs_ ? step.num_outputs : step.num_tokens) > 0, .run = run, .call = ranks_};
+    left_.rows = of_outputs_ ? step.num_outputs : step.num_tokens;
+    return {.count = left_.rows > 0, .run = run, .call = this};
   }
 
  private:
-  static void run(const void* ranks, index_t, index_t) { static_cast<Ranks*>(const_cast<void*>(ranks))->meet(); }
+  static void run(const void* op, index_t, index_t) {
+    const Meet& self = *static_cast<const Meet*>(op);
+    self.ranks_->meet(self.left_);
+  }
 
   Ranks* ranks_;
   bool of_outputs_;
+  Left left_;
 };
 
 class AddSums final : public Op {
@@ -43,8 +48,8 @@ class AddSums final : public Op {
 
 }  // namespace
 
-void append_meeting(Program* program, Ranks* ranks, bool of_outputs) {
-  program->append(std::make_unique<Meet>(ranks, of_outputs));
+void append_meeting(Program* program, Ranks* ranks, bool of_outputs, const Left& left) {
+  program->append(std::make_unique<Meet>(ranks, of_outputs, left));
 }
 
 }  // namespace qt
@@ -63,9 +68,14 @@ QT_EXPORT char* qt_ranks_gathered(qt::Ranks* ranks, index_t turn, index_t bytes)
   return ranks->gathered(turn);
 }
 
-// Appends: wait until every rank is here. extent: as of other operations; of no rows nobody waits.
-QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int extent) {
-  qt::append_meeting(program, ranks, extent != 0);
+// Appends: wait until every rank is here. extent: as of other operations; of no rows nobody waits. left: where rows of `row_bytes`
+// lie, `stride` bytes apart, that this rank has made for the others, or for rank 0 alone; of no bytes where it has made none.
+QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int extent, const void* left, index_t row_bytes,
+                               index_t stride, int for_first) {
+  QT_REQUIRE(row_bytes >= 0 && stride >= row_bytes, "rows of %lld bytes, %lld apart", (long long)row_bytes, (long long)stride);
+  const index_t offset = row_bytes > 0 ? ranks->offset_of(left) : 0;
+  qt::append_meeting(program, ranks, extent != 0,
+                     {.offset = offset, .row_bytes = row_bytes, .stride = stride, .rows = 0, .for_first = for_first});
 }
 
 // Appends y = all ranks' sums, as a tree (+ bias), rounded to dtype; then (+ residual), rounded again. Behind a meeting.

@@ -96,6 +96,7 @@ struct Ranks::Head {
 struct Ranks::Line {
   Turn done, met;
   alignas(64) std::atomic<std::uint64_t> notes[kNotes];
+  Left left[2];  // in turn: nobody is two meetings on before what was left for the first has been read
 };
 
 index_t Ranks::bytes(const RanksShape& shape) {
@@ -215,12 +216,23 @@ std::uint64_t Ranks::noted(Note which) const {
   return sum;
 }
 
-void Ranks::meet() {
+void Ranks::meet(const Left& left) {
   const std::uint32_t turn = lines_[rank_].met.value.load(std::memory_order_relaxed) + 1;
+  lines_[rank_].left[turn % 2] = left;
   lines_[rank_].met.reach(turn);
   for (index_t other = 0; other < shape_.ranks; ++other)
     if (other != rank_) lines_[other].met.wait_for(turn, spins_);
 }
+
+void Ranks::wait_for_met(index_t begin, index_t end, std::uint32_t meetings) {
+  for (index_t rank = begin; rank < end; ++rank) lines_[rank].met.wait_for(meetings, spins_);
+}
+
+void Ranks::met(std::uint32_t meetings) { lines_[rank_].met.reach(meetings); }
+
+Left Ranks::left(std::uint32_t meeting) const { return lines_[rank_].left[meeting % 2]; }
+
+index_t Ranks::offset_of(const void* place) const { return static_cast<const char*>(place) - reinterpret_cast<const char*>(head_); }
 
 float* Ranks::sums(index_t turn, index_t rank) const {
   return sums_ + (turn * shape_.ranks + rank) * shape_.max_tokens * shape_.sums_width;
@@ -274,6 +286,17 @@ QT_EXPORT char* qt_ranks_staging(qt::Ranks* ranks) { return ranks->staging(); }
 
 QT_EXPORT void qt_ranks_meet(qt::Ranks* ranks) { ranks->meet(); }
 
+// See qt::Ranks: for who carries between machines.
+QT_EXPORT void qt_ranks_wait_for_met(qt::Ranks* ranks, index_t begin, index_t end, index_t meetings) {
+  ranks->wait_for_met(begin, end, std::uint32_t(meetings));
+}
+
+QT_EXPORT void qt_ranks_met(qt::Ranks* ranks, index_t meetings) { ranks->met(std::uint32_t(meetings)); }
+
+QT_EXPORT void qt_ranks_left(const qt::Ranks* ranks, index_t meeting, qt::Left* left) {
+  *left = ranks->left(std::uint32_t(meeting));
+}
+
 QT_EXPORT char* qt_ranks_payload(qt::Ranks* ranks) { return ranks->payload(); }
 
 QT_EXPORT void qt_ranks_make_room(qt::Ranks* ranks) { ranks->make_room(); }
@@ -288,5 +311,7 @@ QT_EXPORT index_t qt_ranks_mail_ints() { return qt::kMailInts; }
 
 // Bytes of the structs that Python lays out by hand.
 QT_EXPORT index_t qt_ranks_shape_bytes() { return sizeof(qt::RanksShape); }
+
+QT_EXPORT index_t qt_ranks_left_bytes() { return sizeof(qt::Left); }
 
 QT_EXPORT index_t qt_ranks_order_bytes() { return sizeof(qt::Order); }

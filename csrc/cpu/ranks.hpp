@@ -19,6 +19,9 @@
 // Where they are on two machines each has such memory, and a process on either carries orders across (step_bytes.cpp): it hears
 // what is told here as rank 1, and tells it there as rank 0.
 //
+// So have ranks that are on several machines and do meet. Each says what it leaves for whom it meets; behind these bytes the
+// process that carries them says on every other machine that the rank has come as far.
+//
 // Each waits by a short spin, then a futex. Nobody looks whether the others live: the processes end together (docs/parallel.md).
 #pragma once
 
@@ -62,6 +65,14 @@ inline constexpr index_t kMailInts = 1 << 16;
 enum class Note : index_t { progress = 0, chores = 1 };
 inline constexpr index_t kNotes = 2;
 
+// What a rank leaves for a meeting where the others read it: rows in the memory that they share.
+struct Left {
+  index_t offset;  // from the beginning of the memory
+  index_t row_bytes, stride;
+  index_t rows;
+  index_t for_first;  // whether rank 0 alone reads them
+};
+
 // A number that grows, and is waited for across processes.
 struct alignas(64) Turn {
   std::atomic<std::uint32_t> value;
@@ -99,8 +110,16 @@ class Ranks {
   void note(Note which, std::uint64_t value);
   std::uint64_t noted(Note which) const;
 
-  // Returns when every rank has come as far.
-  void meet();
+  // Returns when every rank has come as far. left: read by nobody where all ranks share one memory.
+  void meet(const Left& left = {});
+  // From any thread: waits until ranks [begin, end) have come to so many meetings since the first.
+  void wait_for_met(index_t begin, index_t end, std::uint32_t meetings);
+  // For a rank on another machine: it has come to so many, and what it left lies here.
+  void met(std::uint32_t meetings);
+  // What this rank has left for the last meeting but one, or for the last: for no others is it known.
+  Left left(std::uint32_t meeting) const;
+  // From the beginning of the memory.
+  index_t offset_of(const void* place) const;
 
   const RanksShape& shape() const { return shape_; }
   index_t rank() const { return rank_; }
@@ -155,7 +174,7 @@ class Ranks {
   float* partials_;
 };
 
-// Appends: wait until every rank is here. of_outputs: in steps that have some, or in all.
-void append_meeting(Program* program, Ranks* ranks, bool of_outputs);
+// Appends: wait until every rank is here. of_outputs: in steps that have some, or in all. left: but for how many rows.
+void append_meeting(Program* program, Ranks* ranks, bool of_outputs, const Left& left = {});
 
 }  // namespace qt

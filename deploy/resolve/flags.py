@@ -522,7 +522,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(
             PROCESSES,
-            "hosts that compute the model, each as many of the stages: --node-rank 0 answers, the others are --headless",
+            "hosts that compute the model, each as many of the stages, or of the ranks of one: --node-rank 0 answers, the others "
+            "are --headless",
             "HOSTS",
         ),
     ] = 1

@@ -23,6 +23,7 @@ def check_gpu_ranks(
     only_on_cpus = (
         ("--pipeline-parallel-size", options.pipeline_parallel_size > 1),
         ("--enable-expert-parallel", options.enable_expert_parallel),
+        ("--nnodes", options.nnodes > 1),
     )
     for flag, is_asked in only_on_cpus:
         if is_asked:

@@ -19,19 +19,48 @@ def hosts_config(options: Options) -> HostsConfig | None:
         _check_nothing_is_said(options)
         return None
     _check_place(options)
-    stages = options.pipeline_parallel_size
-    if stages % count:
-        fitting = ", ".join(str(count * each) for each in (1, 2, 3))
-        raise ConfigError(
-            f"--nnodes {count} with --pipeline-parallel-size {stages}: hosts have as many stages each, and the ranks of a stage"
-            f" are on one; sizes that fit: {fitting}, …"
-        )
+    _check_division(options)
     if options.data_parallel_size > 1:
         raise ConfigError(
             f"--nnodes {count} with --data-parallel-size {options.data_parallel_size}: one engine is on several hosts so far;"
             " start a group of hosts for each, behind quintet route"
         )
     return HostsConfig(count=count, address=_address(options), key_file=_key_file(options))
+
+
+def _check_division(options: Options) -> None:
+    """Reject what hosts cannot have as much of each: stages, or ranks of the only one."""
+    count, stages, size = options.nnodes, options.pipeline_parallel_size, options.tensor_parallel_size
+    fitting = ", ".join(str(count * each) for each in (1, 2, 3))
+    if stages > 1 and stages % count:
+        raise ConfigError(
+            f"--nnodes {count} with --pipeline-parallel-size {stages}: hosts have as many stages each, and the ranks of a stage"
+            f" are on one; sizes that fit: {fitting}, …, or 1, whose ranks may be on all hosts"
+        )
+    if stages > 1:
+        return
+    if size % count:
+        raise ConfigError(
+            f"--nnodes {count} with --tensor-parallel-size {size}: hosts have as many ranks each; sizes that fit: {fitting}, …;"
+            f" or give --pipeline-parallel-size, one of {fitting}, …"
+        )
+    for flag, is_given, reason in (
+        (
+            "--enable-expert-parallel",
+            options.enable_expert_parallel,
+            "each rank reads rows of experts that lie in the others' memory, in places that every step gives out anew",
+        ),
+        (
+            "--decode-context-parallel-size",
+            options.decode_context_parallel_size > 1,
+            "ranks read each other's keys and values in memory that they share",
+        ),
+    ):
+        if is_given:
+            raise ConfigError(
+                f"{flag} with --nnodes {count} and one stage: {reason}, and hosts share none; drop it, or give"
+                f" --pipeline-parallel-size {count}, whose ranks are on one host"
+            )
 
 
 def check_first(options: Options) -> None:

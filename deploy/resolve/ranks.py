@@ -101,6 +101,11 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
         raise ConfigError(
             f"{FLAG} {size}: {path} has {odd}, which {size} ranks cannot share; sizes that fit: {fitting}"
         )
+    if options.nnodes > 1 and options.pipeline_parallel_size == 1 and _rotates_by_length(spec):
+        raise ConfigError(
+            f"{FLAG} {size} --nnodes {options.nnodes}: the rotations of {path} depend on how long a prompt is, which ranks on"
+            " other hosts are not told yet; drop --nnodes"
+        )
     _check_context(options, spec)
     eplb = eplb_config(options)
     if eplb is not None:
@@ -208,7 +213,7 @@ def _cut(options: Options, facts: ModelFacts) -> ModelFacts:
         raise ConfigError(
             f"{STAGES_FLAG} {stages}: {path} cannot be cut: only the layers of Quintet's own models are; drop the flag"
         )
-    if any(rope.depends_on_length for rope in spec.ropes):
+    if _rotates_by_length(spec):
         raise ConfigError(
             f"{STAGES_FLAG} {stages}: {path} cannot be cut: its rotations depend on how long a prompt is, which later stages are"
             " not told yet; drop the flag"
@@ -219,6 +224,10 @@ def _cut(options: Options, facts: ModelFacts) -> ModelFacts:
             f" to {len(spec.layers)}"
         )
     return dataclasses.replace(facts, stages=tuple(stage_layers(spec, stages)))
+
+
+def _rotates_by_length(spec: DecoderSpec) -> bool:
+    return any(rope.depends_on_length for rope in spec.ropes)
 
 
 def _check_context(options: Options, spec: DecoderSpec) -> None:

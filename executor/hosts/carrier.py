@@ -9,17 +9,30 @@ from typing import Any
 import msgspec
 
 from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
-from quintet.executor.hosts.places import hearer_of, links_between, teller_of
-from quintet.executor.hosts.talk import PIECE_BYTES, Carried, Done, Noted, Piece, Senseless, Told, most_bytes
-from quintet.executor.parallel.library import open_ranks_library
-from quintet.executor.parallel.shapes import link_shape
+from quintet.executor.hosts.meetings import Meetings
+from quintet.executor.hosts.places import hearer_of, links_between, meets_over_hosts, ranks_of, teller_of
+from quintet.executor.hosts.talk import (
+    PIECE_BYTES,
+    Carried,
+    Done,
+    Met,
+    Noted,
+    OfLink,
+    Piece,
+    Rows,
+    Senseless,
+    Told,
+    most_bytes,
+)
+from quintet.executor.parallel.library import CRanksShape, open_ranks_library
+from quintet.executor.parallel.shapes import link_shape, shape_of
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 
 Frames = list[Any]
 """Of a message: its head, and what belongs to it. Bytes, or memory that stays as it is until the order is done with."""
 Send = Callable[[int, Frames], None]
-NUM_FRAMES: Mapping[type, int] = {Told: 3, Piece: 2}
+NUM_FRAMES: Mapping[type, int] = {Told: 3, Piece: 2, Rows: 2}
 """Of messages that are more than a head."""
 
 
@@ -27,7 +40,9 @@ class Carrier:
     """Used in one thread, that of the sockets."""
 
     def __init__(self, config: EngineConfig, host: int, descriptors: Sequence[int], send: Send) -> None:
-        """descriptors: of the links' memory. send: takes the number of the host that something is for."""
+        """descriptors: of the links' memory, or of that of ranks on several hosts. send: takes the number of the host that
+        something is for.
+        """
         executor, library = config.executor, open_ranks_library()
         self._send = send
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -35,14 +50,23 @@ class Carrier:
         self._mouths: dict[int, tuple[Mouth, int]] = {}
         """With the host at the other end."""
         self._noted: dict[int, tuple[int, int]] = {}
+        self._meetings: Meetings | None = None
+        within = meets_over_hosts(executor)
+        if within:
+            shape = shape_of(config)
+            self._meetings = Meetings(library, descriptors[0], shape, executor, host, self._ring)
         for link in links_between(executor):
-            shape, is_last = link_shape(config, link), link == executor.pipeline_parallel_size - 1
+            shape = _shape_of(config, link)
+            is_last = not within and link == executor.pipeline_parallel_size - 1
             teller, hearer = teller_of(executor, link), hearer_of(executor, link)
+            there = ranks_of(executor, hearer) if within else range(1, 2)
+            others = [rank for rank in range(1, shape.ranks) if rank not in there]
+            memory = descriptors[0 if within else link]
             if host == teller:
-                end = LinkEnd(library, descriptors[link], shape, link, 1, is_last=is_last)
+                end = LinkEnd(library, memory, shape, link, there, is_last=is_last, is_within=within)
                 self._ears[link] = Ear(end, self._ring), hearer
             elif host == hearer:
-                end = LinkEnd(library, descriptors[link], shape, link, 0, is_last=is_last)
+                end = LinkEnd(library, memory, shape, link, [0, *others], is_last=is_last, is_within=within)
                 self._mouths[link] = Mouth(end, self._ring), teller
 
     def fileno(self) -> int:
@@ -58,6 +82,9 @@ class Carrier:
             os.eventfd_read(self._bell)
         except BlockingIOError:
             return
+        if self._meetings is not None:
+            for host, frames in self._meetings.newly_met():
+                self._send(host, frames)
         for link, (mouth, host) in self._mouths.items():
             orders = mouth.newly_done()
             if orders is not None:
@@ -80,7 +107,17 @@ class Carrier:
                 self._send(host, [encode(Noted(link, *notes))])
 
     def take(self, message: Carried, frames: Sequence[Any]) -> None:
-        """Take what the host at the other end of a link says. Raises `Senseless` where it makes no sense."""
+        """Take what another host says. Raises `Senseless` where it makes no sense."""
+        if isinstance(message, OfLink):
+            self._take_of_link(message, frames)
+        elif self._meetings is None:
+            raise Senseless("speaks of meetings, and there are none")
+        elif isinstance(message, Rows):
+            self._meetings.take_rows(message, memoryview(frames[1].buffer))
+        elif isinstance(message, Met):
+            self._meetings.take_met(message)
+
+    def _take_of_link(self, message: OfLink, frames: Sequence[Any]) -> None:
         ends: Mapping[int, tuple[Ear | Mouth, int]] = (
             self._mouths if isinstance(message, Piece | Told) else self._ears
         )
@@ -101,7 +138,11 @@ def largest_frame(config: EngineConfig) -> int:
     """Return the bytes of the largest frame that hosts send each other."""
     library = open_ranks_library()
     links = links_between(config.executor)
-    return max(most_bytes(link_shape(config, link), library) for link in links)
+    return max(most_bytes(_shape_of(config, link), library) for link in links)
+
+
+def _shape_of(config: EngineConfig, link: int) -> CRanksShape:
+    return shape_of(config) if meets_over_hosts(config.executor) else link_shape(config, link)
 
 
 def read_head(decoder: msgspec.msgpack.Decoder[Any], frames: Sequence[Any]) -> Any:

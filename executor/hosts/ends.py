@@ -1,4 +1,4 @@
-"""The two ends of a link between stages on two hosts: memory that looks to the stage as if the other one were beside it.
+"""The two ends of a link between two hosts: memory that looks to a stage, or a rank, as if the other one were beside it.
 
     host A   stage k ── tells ──▶ memory ──▶ Ear ── order ──▶          Mouth ──▶ memory ── hears ──▶ stage k + 1   host B
                                              Ear ◀────────── done ──── Mouth
@@ -6,13 +6,16 @@
 The ear says that an order was carried out when the stage that heard it on the other host has said so. So as many orders are
 under way as between stages of one host, there is room for whatever comes, and a place in memory is written again only when it has
 been read on both. Waiting is done by a thread of each end, everything else by the loop that has the sockets.
+
+Ranks on another host than rank 0 are told by such ends as well: one stands here for all of them, the other there for rank 0, and
+for those that are not there, who are never waited for.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from quintet.executor.hosts.talk import Senseless, Told
 from quintet.executor.parallel.library import (
@@ -27,11 +30,12 @@ from quintet.executor.parallel.library import (
 )
 
 _FIELDS = tuple(name for name, _ in COrder._fields_)
-_WITH_MAIL = (OrderKind.COPY_BLOCKS, OrderKind.SWAP_OUT, OrderKind.SWAP_IN)
+_OF_PAIRS = (OrderKind.COPY_BLOCKS, OrderKind.SWAP_OUT, OrderKind.SWAP_IN)
+_WITH_MAIL = (*_OF_PAIRS, OrderKind.EMBEDS)
 
 
 class LinkEnd:
-    """A view of a link's memory, as one of its two ranks."""
+    """A view of a link's memory, as one of its two ranks; or of what ranks on several hosts share, as those that are not here."""
 
     def __init__(
         self,
@@ -39,16 +43,32 @@ class LinkEnd:
         descriptor: int,
         shape: CRanksShape,
         link: int,
-        rank: int,
+        ranks: Sequence[int],
         *,
         is_last: bool,
+        is_within: bool = False,
     ) -> None:
+        """ranks: whom it stands for. The first of them hears, or tells."""
         self.link = link
         self.library, self.shape = library, shape
         self.memory = RanksMemory(library, descriptor, shape)
-        self.handle = library.new(ctypes.byref(shape), self.memory.address, rank, 0)
+        self.handle, *self._beside = (
+            library.new(ctypes.byref(shape), self.memory.address, rank, 0) for rank in ranks
+        )
+        self.is_within = is_within
+        """Whether the ranks of one stage are told by it, not the next stage."""
         self.is_last = is_last
         """Whether the link carries logits, to the first stage."""
+
+    def all_done(self, orders: int) -> None:
+        """Say that all whom it stands for have carried out so many."""
+        self.library.done_with(self.handle, orders)
+        self.others_done(orders)
+
+    def others_done(self, orders: int) -> None:
+        """Say that all but the first of them have: to a teller nobody but those here counts."""
+        for each in self._beside:
+            self.library.done_with(each, orders)
 
     def payload_bytes(self, order: COrder) -> int:
         """Return how much of the payload an order comes with."""
@@ -114,7 +134,7 @@ class Ear:
                 f"says that {orders} orders of link {self._end.link} are done, of {self._num_heard}"
             )
         self._num_done = orders
-        self._end.library.done_with(self._end.handle, orders)
+        self._end.all_done(orders)
 
     def note(self, progress: int, chores: int) -> None:
         """Say to the stage here what those there say of themselves."""
@@ -134,6 +154,7 @@ class Mouth:
         self._num_done = -1
         """Written by the thread that waits; -1: nobody is there yet."""
         self._num_said = -1
+        end.others_done(0)
         threading.Thread(target=self._wait, name=f"link {end.link}", daemon=True).start()
 
     def _wait(self) -> None:
@@ -177,12 +198,16 @@ class Mouth:
             end.at(library.mail(handle), len(content))[:] = content
         library.tell(handle, ctypes.byref(order), None)
         self._num_told += 1
+        end.others_done(self._num_told)
 
     def _check(self, order: COrder, size: int) -> None:
-        if order.kind in _WITH_MAIL:
-            is_right = order.end == size <= 4 * self._end.library.mail_ints and size % PAIR_BYTES == 0
+        if order.kind in _OF_PAIRS or (order.kind == OrderKind.EMBEDS and self._end.is_within):
+            item_bytes = PAIR_BYTES if order.kind in _OF_PAIRS else 1
+            is_right = order.end == size <= 4 * self._end.library.mail_ints and size % item_bytes == 0
         elif order.kind == OrderKind.CHORE or (order.kind == OrderKind.RUN and self._end.is_last):
             is_right = size == 0 and 0 <= order.num_outputs <= self._end.shape.max_outputs
+        elif self._end.is_within:
+            is_right = order.kind == OrderKind.RUN and 0 <= order.begin <= order.end
         else:
             is_right = order.kind == OrderKind.RUN and Part.LAYERS <= order.begin < order.end <= Part.END
         if not is_right:

@@ -34,10 +34,13 @@ from quintet.executor.hosts.talk import (
     FromMember,
     HostLost,
     Join,
+    Met,
     Noted,
+    OfLink,
     Parts,
     Piece,
     Refused,
+    Rows,
     Senseless,
     Told,
     Welcome,
@@ -73,7 +76,7 @@ class Hub:
     """Used in one thread."""
 
     def __init__(self, seat: Seat, config: EngineConfig, links: Sequence[int]) -> None:
-        """links: descriptors of the links' memory. Raises `ConfigError`."""
+        """links: descriptors of the memory of links, or of ranks that are on several hosts. Raises `ConfigError`."""
         assert config.executor.hosts is not None
         hosts = config.executor.hosts
         self._config, self._epoch = config, seat.me.epoch
@@ -186,7 +189,7 @@ class Hub:
         match message:
             case Parts() if not guest.has_begun:
                 self._compare(guest, who, message)
-            case Piece() | Told() | Done() | Noted() if guest.has_begun:
+            case Piece() | Told() | Done() | Noted() | Rows() | Met() if guest.has_begun:
                 self._carry(guest, message, frames)
             case Beat():
                 pass
@@ -212,7 +215,21 @@ class Hub:
         self._refuse(who, guest.host, words)
 
     def _carry(self, guest: Guest, message: Carried, frames: Frames) -> None:
-        """Give something of a link to whom it is for."""
+        """Give something to whom it is for."""
+        executor = self._config.executor
+        if not isinstance(message, OfLink):
+            if message.host != guest.host or message.to not in range(executor.num_hosts):
+                raise Senseless("speaks for another host")
+            receiver = message.to
+        else:
+            receiver = self._receiver(guest, message)
+        if receiver == 0:
+            self._carrier.take(message, frames)
+        else:
+            self._send_to(receiver, frames)
+
+    def _receiver(self, guest: Guest, message: OfLink) -> int:
+        """Return the host at the other end of a link."""
         executor = self._config.executor
         if message.link not in links_between(executor):
             raise Senseless(f"speaks of link {message.link}")
@@ -220,10 +237,7 @@ class Hub:
         sender, receiver = ends if isinstance(message, Piece | Told) else ends[::-1]
         if sender != guest.host:
             raise Senseless(f"speaks of link {message.link}")
-        if receiver == 0:
-            self._carrier.take(message, frames)
-        else:
-            self._send_to(receiver, frames)
+        return receiver
 
     def _send_to(self, host: int, frames: Frames) -> None:
         who = self._by_host.get(host)
@@ -317,7 +331,8 @@ def _bind_to_first(door: zmq.Socket[bytes], address: str) -> None:
 
 
 def _run(seat: Seat, config: EngineConfig, arguments: argparse.Namespace) -> None:
-    with contextlib.closing(Hub(seat, config, numbers(arguments.links))) as hub:
+    memory = numbers(arguments.links or arguments.groups)
+    with contextlib.closing(Hub(seat, config, memory)) as hub:
         hub.run()
 
 

@@ -34,10 +34,12 @@ from quintet.executor.hosts.talk import (
     FromHub,
     HostLost,
     Join,
+    Met,
     Noted,
     Parts,
     Piece,
     Refused,
+    Rows,
     Senseless,
     Told,
     Welcome,
@@ -211,7 +213,7 @@ class Member:
                 self._be_welcome(message)
             case Begin() if self._config is not None and self._carrier is None:
                 self._begin(self._config)
-            case Piece() | Told() | Done() | Noted() if self._carrier is not None:
+            case Piece() | Told() | Done() | Noted() | Rows() | Met() if self._carrier is not None:
                 self._carrier.take(message, frames)
             case Beat():
                 pass
@@ -248,7 +250,7 @@ class Member:
         """Start the ranks of this host."""
         me, own = WorkerId(Role.EXECUTOR, 0, self._epoch), self._own
         followers = Followers(me, config, own.host)
-        self._carrier = Carrier(config, own.host, followers.links, self._send)
+        self._carrier = Carrier(config, own.host, followers.links or followers.groups, self._send)
         self._poller.register(self._carrier.fileno(), zmq.POLLIN)
         log.info("host %d takes part: %d ranks are being started", own.host, config.executor.ranks_per_host)
 

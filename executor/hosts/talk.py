@@ -6,6 +6,8 @@
       Parts ─────────────────────────────────▶ same weights, same kernels
       ◀────────────────────────────── Begin    ranks are started; from here on Told, Done, Noted, Beat pass both ways
 
+Ranks of one stage that are on several hosts say `Rows` and `Met` besides, each with the host it is for.
+
 `Told` is followed by two frames: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its payload. Of a long
 payload all but the last bytes come before it, as `Piece`s of one frame each: what arrives says that somebody is there, however
 slow the network is.
@@ -20,7 +22,7 @@ from quintet.executor.cards.share import MOST_RANKS
 from quintet.executor.parallel.child import ExpectedEnd
 from quintet.executor.parallel.library import CRanksShape, RanksLibrary
 
-VERSION = 1
+VERSION = 2
 GROUP_KEY = ("--group-key", b"quintet hosts")
 """The flag that names the key file, and what keys are made of it for."""
 RUNNER = "hosts"
@@ -111,10 +113,32 @@ class Piece(msgspec.Struct, tag=9, array_like=True, frozen=True):
     link: int
 
 
-FromMember = Join | Parts | Piece | Told | Done | Noted | Beat
-FromHub = Welcome | Begin | Refused | Piece | Told | Done | Noted | Beat
-Carried = Piece | Told | Done | Noted
-"""What is of a link."""
+class Rows(msgspec.Struct, tag=10, array_like=True, frozen=True):
+    """What a rank has left for a meeting, or a piece of it: rows, which are the frame behind this one."""
+
+    host: int
+    """That of the rank."""
+    to: int
+    """The host that they are for."""
+    offset: int
+    """In the memory that ranks share."""
+    row_bytes: int
+    stride: int
+
+
+class Met(msgspec.Struct, tag=11, array_like=True, frozen=True):
+    """The ranks of a host have come to so many meetings; what they left for them has been told."""
+
+    host: int
+    to: int
+    meetings: int
+
+
+OfLink = Piece | Told | Done | Noted
+OfRanks = Rows | Met
+Carried = OfLink | OfRanks
+FromMember = Join | Parts | Beat | Carried
+FromHub = Welcome | Begin | Refused | Beat | Carried
 
 
 class HostLost(ExpectedEnd):

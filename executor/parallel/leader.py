@@ -28,7 +28,8 @@ def make_leading_worker(config: EngineConfig, span: Span, followers: Followers) 
     assert group is not None, "one process has no followers"
     worker = make_torch_worker(config, span, group, crossings)
     group.wait_for_all()
-    worker.facts["ranks"] = str(config.executor.tensor_parallel_size)
+    hosts = config.executor.num_hosts
+    worker.facts["ranks"] = str(config.executor.tensor_parallel_size) + f" on {hosts} hosts" * (hosts > 1)
     return worker
 
 

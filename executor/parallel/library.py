@@ -99,12 +99,25 @@ class COrder(ctypes.Structure):
     )
 
 
+class CLeft(ctypes.Structure):
+    """Field by field ``qt::Left``; its comments say what each is."""
+
+    _fields_ = (
+        ("offset", _SIZE),
+        ("row_bytes", _SIZE),
+        ("stride", _SIZE),
+        ("rows", _SIZE),
+        ("for_first", _SIZE),
+    )
+
+
 class RanksLibrary:
     """The functions, with their C types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(library, "qt_ranks_shape_bytes", ctypes.sizeof(CRanksShape))
         check_layout(library, "qt_ranks_order_bytes", ctypes.sizeof(COrder))
+        check_layout(library, "qt_ranks_left_bytes", ctypes.sizeof(CLeft))
         a, n, i = _ADDRESS, _SIZE, _INT
         self.num_bytes = declare(library, "qt_ranks_bytes", a, result=n)
         self.new = declare(library, "qt_ranks_new", a, a, n, i, result=a)
@@ -125,6 +138,9 @@ class RanksLibrary:
         self.noted = declare(library, "qt_ranks_noted", a, n, result=ctypes.c_uint64)
         self.payload = declare(library, "qt_ranks_payload", a, result=a)
         self.meet_now = declare(library, "qt_ranks_meet", a)
+        self.wait_for_met = declare(library, "qt_ranks_wait_for_met", a, n, n, n)
+        self.met = declare(library, "qt_ranks_met", a, n)
+        self.left = declare(library, "qt_ranks_left", a, n, a)
         self.staging = declare(library, "qt_ranks_staging", a, result=a)
         self.kv = declare(library, "qt_ranks_kv", a, n, result=a)
         self.queries = declare(library, "qt_ranks_queries", a, n, n, result=a)
@@ -135,7 +151,7 @@ class RanksLibrary:
         self.linear_sums = declare(library, "qt_program_linear_sums", a, a, a, n, n, i, a, n, i)
         self.experts_sums = declare(library, "qt_program_experts_sums", a, a, a, n, a, n, n, a, n, i)
         self.experts = declare(library, "qt_program_experts_of_ranks", a, a, a, a, n, a, n, n, a, a, n, i)
-        self.meet = declare(library, "qt_program_meet", a, a, i)
+        self.meet = declare(library, "qt_program_meet", a, a, i, a, n, n, i)
         self.attention = declare(library, "qt_program_context_attention", a, a, a, a, n, a, a, n, n)
         self.add_sums = declare(library, "qt_program_add_sums", a, a, n, n, a, a, a, n, i)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 import torch
 
+from quintet.executor.cards.share import SUM_BYTES
 from quintet.executor.layers.experts import Experts
 from quintet.executor.layers.linear import Linear
 from quintet.executor.ops.host_attention import CAttention
@@ -13,6 +15,21 @@ from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.program.step import KvPlace
 from quintet.executor.program.values import Extent, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Rows of so many bytes, so far apart, where the others read them: carried to those that are on other hosts."""
+
+    address: int
+    row_bytes: int
+    stride: int
+    for_first: bool = False
+    """Whether rank 0 alone reads them."""
+
+
+NOTHING = Left(0, 0, 0)
+"""What lies in memory that ranks on several hosts do not have in common."""
 
 
 class RankOperations:
@@ -73,7 +90,8 @@ class RankOperations:
     def _add_sums(self, turn: int, bias: torch.Tensor | None, residual: Value | None, y: Value) -> None:
         library, ranks = self._library, self._ranks.handle
         assert residual is None or residual.stride == y.stride, (residual, y)
-        self.meet(Extent.TOKENS)
+        row_bytes = y.width * SUM_BYTES
+        self.meet(Extent.TOKENS, Left(library.sums(ranks, turn, y.width), row_bytes, row_bytes))
         library.add_sums(
             *(self._program, ranks, turn, y.width, None if bias is None else bias.data_ptr()),
             *(None if residual is None else residual.address, y.address, y.stride, self._code),
@@ -112,7 +130,8 @@ class RankOperations:
         kept = self._ranks.share.of(logits.shape[1])
         return logits[:, kept.begin : kept.end]
 
-    def meet(self, extent: Extent) -> None:
-        """Append a meeting."""
-        self._library.meet(self._program, self._ranks.handle, extent)
+    def meet(self, extent: Extent, left: Left = NOTHING) -> None:
+        """Append a meeting. left: what this rank has made for it."""
+        rows = (left.address, left.row_bytes, left.stride, left.for_first)
+        self._library.meet(self._program, self._ranks.handle, extent, *rows)
         self._are_rows_read = self._are_rows_read and extent is not Extent.TOKENS

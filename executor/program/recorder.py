@@ -24,7 +24,7 @@ from quintet.executor.ops.activation import ACTIVATION_CODES
 from quintet.executor.ops.host_attention import c_attention, query_width
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_experts import HostExperts
-from quintet.executor.parallel.operations import RankOperations
+from quintet.executor.parallel.operations import Left, RankOperations
 from quintet.executor.parallel.ranks import Ranks, input_place
 from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import ProgramLibrary
@@ -417,7 +417,11 @@ class Recorder:
         logits.place = ranks.own_columns(place)
         assert logits.place.shape[1] == logits.width and logits.viewed is None, (logits, place.shape)
         self.keep(logits)
-        return self._append("logits of all ranks", partial(ranks.meet, Extent.OUTPUTS), (logits,), whole)
+        row_bytes, stride = (width * self._dtype.itemsize for width in (logits.width, whole.stride))
+        left = Left(logits.place.data_ptr(), row_bytes, stride, for_first=True)
+        return self._append(
+            "logits of all ranks", partial(ranks.meet, Extent.OUTPUTS, left), (logits,), whole
+        )
 
     def of_all_ranks(self, x: Value, kept: Kept) -> Value:
         """See `ForwardPass`. Each rank writes its columns where all read them, until the next but one wants the place."""
@@ -427,11 +431,13 @@ class Recorder:
         self.keep(whole)
 
         def emit() -> None:
+            item_bytes = self._dtype.itemsize
+            own = whole.address + kept.begin * item_bytes
             self._library.scale(
                 *(self.handle, x.address, x.stride, x.width, 1.0),
-                *(whole.address + kept.begin * self._dtype.itemsize, whole.stride, self._code, x.extent),
+                *(own, whole.stride, self._code, x.extent),
             )
-            ranks.meet(x.extent)
+            ranks.meet(x.extent, Left(own, x.width * item_bytes, whole.stride * item_bytes))
 
         return self._append(f"{kept.whole} of all ranks", emit, (x,), whole)
 

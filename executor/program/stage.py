@@ -148,6 +148,7 @@ class Stage:
 
     def run_told(self, step: object, begin: int, end: int, length: int) -> None:
         """Run what rank 0 runs, over the step that was heard of; length: its largest position plus 1."""
+        assert end <= self.library.size(self.program), (begin, end)
         self.rotations.reach(length)
         self.library.run(self.program, step, begin, end)
 

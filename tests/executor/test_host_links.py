@@ -51,8 +51,8 @@ class Bridge:
 
         self.teller, self.hearer = view(here, TELLER), view(there, HEARER)
         self.rung = threading.Event()
-        self.ear = Ear(LinkEnd(library, here, shape, 0, 1, is_last=is_last), self.rung.set)
-        self.mouth = Mouth(LinkEnd(library, there, shape, 0, 0, is_last=is_last), self.rung.set)
+        self.ear = Ear(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.rung.set)
+        self.mouth = Mouth(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.rung.set)
 
     def carry(self) -> tuple[Told, bytes, memoryview] | None:
         """Do what a `Carrier` and its network do, once there is something to do; return what was told, if that is it."""

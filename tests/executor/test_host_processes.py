@@ -1,7 +1,8 @@
-"""A model whose stages are on two hosts, which are processes of this machine that share nothing but a connection."""
+"""A model whose stages, or ranks, are on two hosts, which are processes of this machine that share nothing but a connection."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -73,6 +74,40 @@ def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, h
         assert second.wait(60) == 1 and first.wait(60) == 1
     assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
     assert error_file(tmp_path, ME).read_text() == "hub: host 1 has closed the connection"
+
+
+def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_together(
+    tmp_path: Path, hosts: HostsConfig
+) -> None:
+    with ranks_of(config_of(tmp_path, 2)) as (_, alone):
+        pass
+    there = tmp_path / "there"
+    with (
+        member(place(hosts, there)) as second,
+        ranks_of(on(hosts, config_of(tmp_path, 2))) as (first, together),
+    ):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+        assert len(psutil.Process(first.pid).children()) == 1, "the hub alone: no rank"
+        [rank] = psutil.Process(second.pid).children()
+        rank.kill()
+        assert second.wait(60) == 1 and first.wait(60) == 1
+    assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
+    assert error_file(tmp_path, ME).read_text() == "hub: host 1 has closed the connection"
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("count", "size"), [(2, 4), (4, 4)])
+def test_more_ranks_on_more_hosts_draw_what_they_draw_on_one(
+    count: int, size: int, tmp_path: Path, hosts: HostsConfig
+) -> None:
+    with ranks_of(config_of(tmp_path, size)) as (_, alone):
+        pass
+    more = msgspec.structs.replace(hosts, count=count)
+    with contextlib.ExitStack() as others:
+        for host in range(1, count):
+            others.enter_context(member(place(more, tmp_path / str(host), host=host)))
+        _, together = others.enter_context(ranks_of(on(more, config_of(tmp_path, size))))
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
 
 
 @pytest.mark.whole

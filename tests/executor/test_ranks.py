@@ -104,7 +104,7 @@ def test_every_rank_adds_all_sums_in_the_order_of_the_ranks(dtype: torch.dtype) 
             program = programs.new()
             place = mine.library.sums(mine.handle, turn % 2, WIDTH)
             ctypes.memmove(place, sums[turn, rank].data_ptr(), ROWS * WIDTH * 4)
-            mine.library.meet(program, mine.handle, 0)
+            mine.library.meet(program, mine.handle, 0, None, 0, 0, 0)
             y = results[turn, rank]
             mine.library.add_sums(
                 *(program, mine.handle, turn % 2, WIDTH, bias.data_ptr(), residual.data_ptr()),
@@ -143,7 +143,7 @@ def test_orders_with_mail_are_told_without_waiting_while_there_is_room() -> None
         hearer.done()
 
 
-LINES, LINE_BYTES, MET = 64, 192, 64
+LINES, LINE_BYTES, MET = 64, 256, 64
 """Where the numbers of meetings lie: behind the number of orders, in the second part of each rank's line."""
 
 
@@ -163,7 +163,7 @@ def test_meetings_go_on_where_their_number_begins_anew(spins: int) -> None:
         step = Step(programs, 8, 8)
         step.c.num_tokens = 1
         program = programs.new()
-        mine.library.meet(program, mine.handle, 0)
+        mine.library.meet(program, mine.handle, 0, None, 0, 0, 0)
         for turn in range(1, rounds + 1):
             come[mine.share.rank] = turn
             programs.run(program, step.address, 0, 1)
