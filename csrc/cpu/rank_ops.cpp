@@ -68,8 +68,8 @@ QT_EXPORT char* qt_ranks_gathered(qt::Ranks* ranks, index_t turn, index_t bytes)
   return ranks->gathered(turn);
 }
 
-// Appends: wait until every rank is here. extent: as of other operations; of no rows nobody waits. left: where rows of `row_bytes`
-// lie, `stride` bytes apart, that this rank has made for the others, or for rank 0 alone; of no bytes where it has made none.
+// Appends: wait until every rank is here. extent: as of other operations; of no rows nobody waits. left: where rows of
+// `row_bytes` lie, `stride` bytes apart, that this rank has made for the others, or for rank 0 alone; of no bytes where it has made none.
 QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int extent, const void* left, index_t row_bytes,
                                index_t stride, int for_first) {
   QT_REQUIRE(row_bytes >= 0 && stride >= row_bytes, "rows of %lld bytes, %lld apart", (long long)row_bytes, (long long)stride);

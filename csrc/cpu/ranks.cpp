@@ -232,7 +232,9 @@ void Ranks::met(std::uint32_t meetings) { lines_[rank_].met.reach(meetings); }
 
 Left Ranks::left(std::uint32_t meeting) const { return lines_[rank_].left[meeting % 2]; }
 
-index_t Ranks::offset_of(const void* place) const { return static_cast<const char*>(place) - reinterpret_cast<const char*>(head_); }
+index_t Ranks::offset_of(const void* place) const {
+  return static_cast<const char*>(place) - reinterpret_cast<const char*>(head_);
+}
 
 float* Ranks::sums(index_t turn, index_t rank) const {
   return sums_ + (turn * shape_.ranks + rank) * shape_.max_tokens * shape_.sums_width;

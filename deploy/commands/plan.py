@@ -70,6 +70,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     num_stages: int
     stages: str | None
     """Processes that compute a model together; what is said of KV and its memory is of each."""
+    num_hosts: int
+    """Machines that these are on, each with as many."""
     share: str | None
     """What one of them has; null where there is one."""
     dtype: str
@@ -153,6 +155,7 @@ def make_plan(resolution: Resolution) -> Plan:
         kv_ranks=config.executor.decode_context_parallel_size,
         num_stages=config.executor.pipeline_parallel_size,
         stages=_stages(config),
+        num_hosts=config.executor.num_hosts,
         share=_share(config),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
@@ -289,7 +292,8 @@ def _processes(plan: Plan) -> str:
     """Say how many there are of which role."""
     stages = f" of {plan.num_stages} stages" * (plan.num_stages > 1)
     ranks = f" of {plan.num_ranks} ranks" * (plan.num_ranks > 1)
-    of_ranks = {"executor": stages + ranks}
+    hosts = f" on {plan.num_hosts} hosts" * (plan.num_hosts > 1)
+    of_ranks = {"executor": stages + ranks + hosts}
     said = (f"{role} ×{count}{of_ranks.get(role, '')}" for role, count in plan.processes.items())
     return ", ".join(("supervisor", *said))
 

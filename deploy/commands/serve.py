@@ -42,6 +42,7 @@ examples:
   quintet serve MODEL --executor mock --step-ms 5 everything but the model, to measure the rest
   quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
   quintet serve MODEL --nnodes 2 --pipeline-parallel-size 2 --node-rank 1 --headless --master-addr 10.0.0.5 --group-key FILE
+  quintet serve MODEL --tensor-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
   quintet serve --config server.yaml              flags from a file: `max-model-len: 8192`; flags given here win
 
 SIGTERM or Ctrl-C drains: requests in flight may finish, up to --drain-timeout. A second signal ends everything at once.

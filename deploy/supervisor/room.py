@@ -15,9 +15,7 @@ def check_room(config: EngineConfig, num_more: int, available_bytes: int) -> Non
     if num_more <= 0 or config.executor.kind == "mock" or config.executor.device != "cpu":
         return
     if config.executor.hosts is not None:
-        raise CommandError(
-            "an engine whose stages are on several hosts has no others beside it: start another group of hosts"
-        )
+        raise CommandError("an engine on several hosts has no others beside it: start another group of hosts")
     num_ranks, kv_memories = config.executor.num_ranks, config.executor.num_kv_memories
     weights, kv = config.executor.weight_bytes * num_ranks, config.cache.memory_bytes * kv_memories
     each = weights + kv + ATTENTION_SCRATCH_BYTES * num_ranks + config.executor.shared_bytes

@@ -89,7 +89,7 @@ def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
         assert other.wait(30) == 0, "the other host leaves when it is told to"
 
 
-@pytest.mark.parametrize(("stages", "size"), [(2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("stages", "size"), [(2, 1), (2, 2), (4, 1), (1, 2), (1, 4)])
 def test_whoever_is_killed_changes_no_byte(stages: int, size: int, tmp_path: Path) -> None:
     asked = crowd(1, 6, (20, 40))
     with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
@@ -119,9 +119,10 @@ def test_whoever_is_killed_changes_no_byte(stages: int, size: int, tmp_path: Pat
             assert_same(both.server, calm, asyncio.run(play(both.server.url, asked, disturb)), asked)
 
 
-def test_a_rank_of_the_other_host_that_stops_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stages", "size"), [(2, 1), (1, 2)])
+def test_a_rank_of_the_other_host_that_stops_is_noticed(stages: int, size: int, tmp_path: Path) -> None:
     asked = crowd(3, 8, (40, 60))
-    with group(flags_of(tmp_path, "127.0.0.2")) as both:
+    with group(flags_of(tmp_path, "127.0.0.2", stages, size)) as both:
         calm = asyncio.run(play(both.server.url, asked))
 
         async def disturb() -> None:

@@ -283,6 +283,17 @@ def test_what_cannot_be_cut_is_refused(tmp_path: Path, changes: dict[str, Any], 
         config_of(tmp_path, 1, pipeline_parallel_size=3)
 
 
+def test_rotations_that_ranks_on_other_hosts_are_not_told_are_refused(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_bytes(b"k" * 32)
+    write_model(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
+    assert config_of(tmp_path, 2).executor.num_ranks == 2
+    with pytest.raises(
+        ConfigError, match=r"--tensor-parallel-size 2 --nnodes 2: the rotations of .* depend on how long"
+    ):
+        config_of(tmp_path, 2, nnodes=2, group_key=str(key))
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

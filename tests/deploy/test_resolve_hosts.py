@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from quintet.deploy.commands.plan import make_plan, plan_lines
 from quintet.deploy.resolve import build
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
@@ -33,6 +34,17 @@ def test_hosts_have_as_many_stages_each(tmp_path: Path) -> None:
     assert resolve(Options(device="cpu", load_format="dummy"), tmp_path).config.executor.hosts is None
 
 
+def test_ranks_of_the_only_stage_are_divided_over_hosts(tmp_path: Path) -> None:
+    asked = options_of(tmp_path, nnodes=2, pipeline_parallel_size=1, tensor_parallel_size=4)
+    resolution = resolve(asked, tmp_path)
+    assert any("executor ×1 of 4 ranks on 2 hosts" in line for line in plan_lines(make_plan(resolution)))
+    executor = resolution.config.executor
+    assert [list(ranks_of(executor, host)) for host in (0, 1)] == [[0, 1], [2, 3]]
+    assert [(teller_of(executor, link), hearer_of(executor, link)) for link in links_between(executor)] == [
+        (0, 1)
+    ]
+
+
 def test_memory_that_is_not_named_is_that_of_all_hosts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,7 +68,26 @@ def test_memory_that_is_not_named_is_that_of_all_hosts(
         ({"group_key": None}, "give --group-key FILE"),
         ({"group_key": "/nowhere/key"}, "--group-key /nowhere/key: No such file"),
         ({"pipeline_parallel_size": 3}, "sizes that fit: 2, 4, 6"),
-        ({"pipeline_parallel_size": 1, "tensor_parallel_size": 2}, "sizes that fit: 2, 4, 6"),
+        (
+            {"pipeline_parallel_size": 1},
+            "--tensor-parallel-size 1: hosts have as many ranks each; sizes that fit: 2, 4, 6",
+        ),
+        (
+            {"pipeline_parallel_size": 3, "tensor_parallel_size": 2},
+            "sizes that fit: 2, 4, 6, …, or 1, whose ranks",
+        ),
+        (
+            {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "--enable-expert-parallel with --nnodes 2 and one stage: each rank reads rows of experts",
+        ),
+        (
+            {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "--decode-context-parallel-size with --nnodes 2 and one stage: ranks read each other's keys",
+        ),
+        (
+            {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "device": "cuda"},
+            "--nnodes is of ranks on the CPU so far",
+        ),
         ({"data_parallel_size": 2}, "one engine is on several hosts so far"),
         ({"node_rank": 2, "headless": True}, "hosts are 0 to 1"),
         ({"node_rank": 1}, "add --headless"),

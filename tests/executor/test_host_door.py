@@ -28,6 +28,7 @@ from quintet.executor.hosts.talk import (
     FromHub,
     HostLost,
     Join,
+    Met,
     Parts,
     Refused,
     Told,
@@ -223,6 +224,22 @@ def test_who_is_gone_before_it_is_heard_ends_nothing(door: Door) -> None:
         guest.say(Join(VERSION, 1, sources()))
         answer = guest.hear()
         assert isinstance(answer, Welcome) or not answer.is_final
+
+
+def test_who_speaks_for_another_host_ends_the_group(
+    config: EngineConfig, hosts: HostsConfig, tmp_path: Path
+) -> None:
+    of_ranks = on(hosts, config_of(tmp_path, 2))
+    for told, said, words in (
+        (of_ranks, Met(0, 0, 1), "speaks for another host"),
+        (of_ranks, Met(1, 2, 1), "speaks for another host"),
+        (of_ranks, Met(1, 0, 2), "says that its ranks have come to meeting 2, behind 0"),
+        (of_ranks, Told(2, (0,) * 7), "speaks of link 2"),
+        (config, Met(1, 0, 1), "speaks of meetings, and there are none"),
+    ):
+        with closing(Door(told)) as door:
+            door.member().say(said, *[b""] * (2 * isinstance(said, Told)))
+            assert door.ending() == f"host 1 {words}"
 
 
 def test_silence_ends_the_group(config: EngineConfig) -> None:

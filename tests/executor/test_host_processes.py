@@ -96,6 +96,20 @@ def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_toge
 
 
 @pytest.mark.whole
+def test_bits_of_no_layout_are_those_of_one_process_on_two_hosts_too(
+    tmp_path: Path, hosts: HostsConfig
+) -> None:
+    def invariant(size: int) -> EngineConfig:
+        config = config_of(tmp_path, size)
+        executor = msgspec.structs.replace(config.executor, sum_leaves=4)
+        return msgspec.structs.replace(config, executor=executor)
+
+    alone = make_torch_worker(invariant(1)).begin(prompt()).result()
+    with member(place(hosts, tmp_path / "there")), ranks_of(on(hosts, invariant(2))) as (_, together):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+@pytest.mark.whole
 @pytest.mark.parametrize(("count", "size"), [(2, 4), (4, 4)])
 def test_more_ranks_on_more_hosts_draw_what_they_draw_on_one(
     count: int, size: int, tmp_path: Path, hosts: HostsConfig

@@ -1,0 +1,179 @@
+"""Ranks on several hosts meet, without the network: each has memory of its own, and finds in it what the others have left."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+
+import msgspec
+import pytest
+import torch
+
+from quintet.executor.cards.share import Share
+from quintet.executor.hosts.meetings import Meetings
+from quintet.executor.hosts.talk import Met, Rows, Senseless
+from quintet.executor.ops.host_library import open_library, set_threads
+from quintet.executor.parallel.library import CRanksShape, open_ranks_library
+from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.program.step import Step
+from quintet.wire.config import ExecutorConfig, HostsConfig
+
+WIDTH, TOKENS, VOCAB, GATHERED = 700, 5, 11, 12
+DEADLINE_S = 60.0
+
+
+def shape_of(size: int) -> CRanksShape:
+    return CRanksShape(
+        ranks=size, max_tokens=8, max_rows=8, max_outputs=8, tables=1, slots=8, table_stride=4, block_size=16,
+        sums_width=WIDTH, logits_row_bytes=4 * VOCAB, gathered_row_bytes=4 * GATHERED, depth=1,
+    )  # fmt: skip
+
+
+class Group:
+    """Ranks on so many hosts, all in this process, and what passes between the hosts."""
+
+    def __init__(self, size: int, count: int) -> None:
+        hosts = HostsConfig(count=count, address="", key_file="")
+        executor = ExecutorConfig(tensor_parallel_size=size, hosts=hosts)
+        library, shape = open_ranks_library(), shape_of(size)
+        memories = [os.memfd_create("ranks") for _ in range(count)]
+        self.rung = threading.Event()
+        self.ranks = [
+            Ranks(memories[rank * count // size], Share(rank, size), shape, spins=0) for rank in range(size)
+        ]
+        self.meetings = [
+            Meetings(library, memory, shape, executor, host, self.rung.set)
+            for host, memory in enumerate(memories)
+        ]
+        self.carried: list[tuple[int, Met | Rows]] = []
+        self._decoder: msgspec.msgpack.Decoder[Met | Rows] = msgspec.msgpack.Decoder(Met | Rows)
+
+    def carry(self) -> None:
+        """Do what a hub and members do, once there is something to do."""
+        self.rung.wait(0.05)
+        self.rung.clear()
+        for each in self.meetings:
+            for other, frames in each.newly_met():
+                message = self._decoder.decode(frames[0])
+                self.carried.append((other, message))
+                if isinstance(message, Rows):
+                    self.meetings[other].take_rows(message, memoryview(bytes(frames[1])))
+                else:
+                    self.meetings[other].take_met(message)
+
+    def run(self, work: Callable[[Ranks], None]) -> None:
+        """Have each rank do something, and carry until all have."""
+        threads = [threading.Thread(target=work, args=(each,), daemon=True) for each in self.ranks]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            self.carry()
+
+
+@pytest.fixture
+def programs() -> ProgramLibrary:
+    library = open_library()
+    assert library is not None
+    set_threads(library, 1, False)
+    return ProgramLibrary(library)
+
+
+@pytest.mark.parametrize(("size", "count"), [(2, 2), (4, 2), (3, 3)])
+def test_every_rank_adds_what_all_have_left_on_whatever_host(
+    size: int, count: int, programs: ProgramLibrary
+) -> None:
+    """More additions than there are places: nobody adds what a later layer has left."""
+    rounds = 9
+    sums = torch.randn(rounds, size, TOKENS, WIDTH)
+    results = torch.zeros(rounds, size, TOKENS, WIDTH)
+
+    def work(mine: Ranks) -> None:
+        step = Step(programs, 8, 8)
+        step.c.num_tokens = TOKENS
+        rank, library = mine.share.rank, mine.library
+        for turn in range(rounds):
+            program = programs.new()
+            place, y = library.sums(mine.handle, turn % 2, WIDTH), results[turn, rank]
+            ctypes.memmove(place, sums[turn, rank].data_ptr(), TOKENS * WIDTH * 4)
+            library.meet(program, mine.handle, 0, place, WIDTH * 4, WIDTH * 4, 0)
+            library.add_sums(program, mine.handle, turn % 2, WIDTH, None, None, y.data_ptr(), WIDTH, 2)
+            programs.run(program, step.address, 0, programs.size(program))
+            programs.delete(program)
+
+    Group(size, count).run(work)
+    for rank in range(size):
+        assert torch.equal(results[:, rank], results[:, 0])
+    if size == 4:
+        assert torch.equal(results[:, 0], (sums[:, 0] + sums[:, 1]) + (sums[:, 2] + sums[:, 3]))
+    else:
+        assert torch.allclose(results[:, 0], sums.sum(1), atol=1e-5)
+
+
+def test_columns_are_put_together_and_logits_are_for_the_first_rank_alone(programs: ProgramLibrary) -> None:
+    group = Group(2, 2)
+    columns, logits = torch.randn(TOKENS, GATHERED), torch.randn(3, VOCAB)
+
+    def work(mine: Ranks) -> None:
+        step = Step(programs, 8, 8)
+        step.c.num_tokens, step.c.num_outputs = TOKENS, 3
+        program = programs.new()
+        for extent, whole, place, for_first in (
+            (0, columns, mine.gathered(0, GATHERED, torch.float32), 0),
+            (1, logits, mine.logits(torch.float32), 1),
+        ):
+            width = whole.shape[1]
+            kept = mine.share.of(width)
+            own = place[: len(whole), kept.begin : kept.end]
+            own.copy_(whole[:, kept.begin : kept.end])
+            rows = (own.data_ptr(), kept.count * 4, width * 4, for_first)
+            mine.library.meet(program, mine.handle, extent, *rows)
+        programs.run(program, step.address, 0, programs.size(program))
+        programs.delete(program)
+
+    group.run(work)
+    for each in group.ranks:
+        assert torch.equal(each.gathered(0, GATHERED, torch.float32)[:TOKENS], columns)
+    first, second = (each.logits(torch.float32)[:3] for each in group.ranks)
+    assert torch.equal(first, logits) and (second[:, : VOCAB // 2] == 0).all()
+    sent = [(other, type(message)) for other, message in group.carried]
+    assert (sent.count((0, Rows)), sent.count((1, Rows))) == (2, 1)
+
+
+def leave(programs: ProgramLibrary, mine: Ranks) -> None:
+    """Meet once, with sums."""
+    step, program = Step(programs, 8, 8), programs.new()
+    step.c.num_tokens = TOKENS
+    place = mine.library.sums(mine.handle, 0, WIDTH)
+    mine.library.meet(program, mine.handle, 0, place, WIDTH * 4, WIDTH * 4, 0)
+    programs.run(program, step.address, 0, 1)
+    programs.delete(program)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size"),
+    [
+        ({"row_bytes": 0}, 16), ({"row_bytes": -16}, 16), ({}, 15), ({}, 0), ({"stride": 8}, 16),
+        ({"offset": 0}, 16), ({"offset": -1}, 16), ({"offset": 1 << 40}, 16), ({"stride": 1 << 40}, 32),
+    ],
+)  # fmt: skip
+def test_rows_that_cannot_be_are_put_nowhere(
+    changes: dict[str, int], size: int, programs: ProgramLibrary
+) -> None:
+    group = Group(2, 2)
+    group.run(lambda mine: leave(programs, mine))
+    right = next(message for to, message in group.carried if to == 0 and isinstance(message, Rows))
+    group.meetings[0].take_rows(right, memoryview(bytes(2 * right.row_bytes)))
+    right = msgspec.structs.replace(right, row_bytes=16, stride=16)
+    with pytest.raises(Senseless, match="leaves rows"):
+        group.meetings[0].take_rows(msgspec.structs.replace(right, **changes), memoryview(bytes(size)))
+
+
+def test_no_meeting_is_left_out() -> None:
+    group = Group(2, 2)
+    group.meetings[0].take_met(Met(1, 0, 1))
+    for meetings in (1, 3, -1):
+        with pytest.raises(Senseless, match=f"have come to meeting {meetings}, behind 1"):
+            group.meetings[0].take_met(Met(1, 0, meetings))
