@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ import pytest
 from tests.processes.test_apart import free_port
 
 from quintet.deploy import embedded
+from quintet.deploy.resolve.build import resolve
+from quintet.deploy.resolve.flags import Options
 from quintet.executor.hosts.member import OwnPlace
 from quintet.executor.worker import make_torch_worker
 from quintet.process.runtime import error_file
@@ -106,6 +109,26 @@ def test_bits_of_no_layout_are_those_of_one_process_on_two_hosts_too(
 
     alone = make_torch_worker(invariant(1)).begin(prompt()).result()
     with member(place(hosts, tmp_path / "there")), ranks_of(on(hosts, invariant(2))) as (_, together):
+        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
+
+
+@pytest.mark.whole
+def test_what_is_normed_over_all_ranks_is_put_together_over_hosts(tmp_path: Path, hosts: HostsConfig) -> None:
+    card = {
+        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 211,
+        "max_position_embeddings": 256,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(card))
+    options = Options(
+        model=str(tmp_path), device="cpu", load_format="dummy", tensor_parallel_size=2, threads=1,
+        max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
+    )  # fmt: skip
+    config = resolve(options, tmp_path, http=False).config
+    with ranks_of(config) as (_, alone):
+        pass
+    other = place(hosts, tmp_path / "there", model_path=str(tmp_path))
+    with member(other), ranks_of(on(hosts, config)) as (_, together):
         assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
 
 
