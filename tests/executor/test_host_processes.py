@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+from tests.deploy.model_folder import write_model
 from tests.processes.test_apart import free_port
 
 from quintet.deploy import embedded
@@ -114,12 +114,10 @@ def test_bits_of_no_layout_are_those_of_one_process_on_two_hosts_too(
 
 @pytest.mark.whole
 def test_what_is_normed_over_all_ranks_is_put_together_over_hosts(tmp_path: Path, hosts: HostsConfig) -> None:
-    card = {
-        "architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "hidden_size": 64, "intermediate_size": 128,
-        "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 211,
-        "max_position_embeddings": 256,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(card))
+    write_model(
+        tmp_path, architectures=["Olmo2ForCausalLM"], model_type="olmo2", hidden_size=64, intermediate_size=128, head_dim=None,
+        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, vocab_size=211, max_position_embeddings=256,
+    )  # fmt: skip
     options = Options(
         model=str(tmp_path), device="cpu", load_format="dummy", tensor_parallel_size=2, threads=1,
         max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
