@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from quintet.executor.cards.share import Share
+from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
 from quintet.executor.hosts.meetings import Meetings
-from quintet.executor.hosts.talk import Met, Rows, Senseless
+from quintet.executor.hosts.talk import Met, Rows, Senseless, Told
 from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.parallel.library import CRanksShape, open_ranks_library
+from quintet.executor.parallel.library import CRanksShape, OrderKind, open_ranks_library
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.step import Step
@@ -169,6 +170,61 @@ def test_rows_that_cannot_be_are_put_nowhere(
     right = msgspec.structs.replace(right, row_bytes=16, stride=16)
     with pytest.raises(Senseless, match="leaves rows"):
         group.meetings[0].take_rows(msgspec.structs.replace(right, **changes), memoryview(bytes(size)))
+
+
+def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
+    """Two of four ranks are on another host; what they are told is no part of a stage's orders."""
+    shape, library = shape_of(4), open_ranks_library()
+    here, there = os.memfd_create("here"), os.memfd_create("there")
+    rung = threading.Event()
+    ear = Ear(LinkEnd(library, here, shape, 1, [2, 3], is_last=False, is_within=True), rung.set)
+    mouth = Mouth(LinkEnd(library, there, shape, 1, [0, 1], is_last=False, is_within=True), rung.set)
+    first, *others = (Ranks(here if rank < 2 else there, Share(rank, 4), shape, spins=0) for rank in range(4))
+    orders = [
+        (OrderKind.EMBEDS, b"twelve bytes"),
+        (OrderKind.COPY_BLOCKS, b"a pair's"),
+        (OrderKind.CHORE, b""),
+    ] * 2
+    heard: list[list[tuple[int, bytes]]] = [[], [], []]
+    carried_out: list[list[int]] = []
+
+    def tell() -> None:
+        first.wait_for_all()
+        for kind, mail in orders:
+            if mail:
+                first.tell_mail(kind, mail, len(mail))
+            else:
+                first.tell_chore()
+            first.wait_for_all()
+            carried_out.append([len(each) for each in heard])
+
+    def hear(rank: int) -> None:
+        mine, step = others[rank], ctypes.create_string_buffer(4096)
+        mine.done()
+        for kind, _ in orders:
+            order = mine.hear(step)
+            heard[rank].append((order.kind, mine.mail(order) if kind is not OrderKind.CHORE else b""))
+            mine.done()
+
+    threads = [threading.Thread(target=tell, daemon=True)]
+    threads += [threading.Thread(target=hear, args=(rank,), daemon=True) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        rung.wait(0.05)
+        rung.clear()
+        done = mouth.newly_done()
+        if done is not None:
+            ear.done(done)
+        taken = ear.take()
+        if taken is not None:
+            told, content, payload = taken
+            mouth.tell(told, memoryview(content), memoryview(bytes(payload)))
+    assert heard == [orders] * 3
+    assert carried_out == [[count + 1] * 3 for count in range(len(orders))]
+    unknown = Told(1, (OrderKind.MOVE_EXPERT, 0, 8, 0, 0, 0, 0))
+    with pytest.raises(Senseless, match="tells an order on link 1 that cannot be"):
+        mouth.tell(unknown, memoryview(bytes(8)), memoryview(b""))
 
 
 def test_no_meeting_is_left_out() -> None:
