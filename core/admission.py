@@ -145,9 +145,10 @@ def meet(
     max_model_len: int,
     prefix_caching: bool,
     swap_bytes_per_s: int,
+    num_parts: int = 1,
 ) -> Limits:
     """Return the limits on which the configuration and the executor's capacity agree."""
-    step_tokens, block_bytes = config.max_num_batched_tokens, kv.bytes_per_block
+    step_tokens, part_bytes = config.max_num_batched_tokens, kv.bytes_per_block
     return Limits(
         num_blocks=num_blocks,
         block_size=kv.block_size,
@@ -159,8 +160,8 @@ def meet(
         max_prompt=None if config.enable_chunked_prefill else config.max_num_batched_tokens,
         prefix_caching=prefix_caching,
         audit=config.audit,
-        block_bytes=block_bytes,
-        block_copy_ns=block_bytes * 1_000_000_000 // swap_bytes_per_s if swap_bytes_per_s else 0,
+        block_bytes=part_bytes * num_parts,
+        block_copy_ns=part_bytes * 1_000_000_000 // swap_bytes_per_s if swap_bytes_per_s else 0,
         groups=Groups(kv, step_tokens),
         stages=config.stages,
         max_request_len=kv.longest(num_blocks, max_model_len, step_tokens),

@@ -15,6 +15,7 @@ from quintet.core.kv.store_pool import StorePool
 from quintet.core.kv.tiers import Tiers
 from quintet.core.state import Limits, State
 from quintet.wire.codec import unpack_i32
+from quintet.wire.config import CacheConfig
 from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
 from quintet.wire.step import Capacity
 
@@ -31,18 +32,17 @@ class DiskTalk:
         self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables) == about]
         self._kept.append(message)
 
-    def tiers(self, capacity: Capacity, limits: Limits, waiting_bytes: int) -> Tiers:
-        """Return the tiers of an executor's tables, with what is on disk already. waiting_bytes: that may be on their way to a
-        store at once."""
+    def tiers(self, capacity: Capacity, limits: Limits, cache: CacheConfig) -> Tiers:
+        """Return the tiers of an executor's tables, with what is on disk already."""
         peers = None
         if capacity.num_peer_blocks is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks
             peers = PeerPool(first, capacity.num_peer_blocks)
         store = None
-        if capacity.num_store_blocks:
+        if capacity.num_store_blocks and cache.store is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
             runs = Runs.of(limits.groups, limits.block_size, states.KEEP_EVERY)
-            most_putting = waiting_bytes // limits.block_bytes
+            most_putting = cache.store.waiting_bytes * cache.num_parts // limits.block_bytes
             store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
         if not capacity.num_disk_blocks:
             return Tiers(capacity.num_host_blocks, None, peers, store)

@@ -102,7 +102,7 @@ class Engine:
 
         Who was in a step that was not finished is suspected of having caused that; see `quintet.core.suspects`.
         """
-        known = self.executor_epoch
+        known, cache = self.executor_epoch, self._cache
         if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):
             return Effects()
         self.executor_epoch, self._tables = message.executor_epoch, message.tables
@@ -112,8 +112,9 @@ class Engine:
             num_blocks=message.num_blocks,
             max_num_seqs=message.max_num_seqs,
             max_model_len=min(message.max_model_len, self._model.max_model_len),
-            prefix_caching=self._cache.enable_prefix_caching,
+            prefix_caching=cache.enable_prefix_caching,
             swap_bytes_per_s=message.swap_bytes_per_s,
+            num_parts=cache.num_parts,
         )
         before, convicted = self.state, None
         if before is not None:
@@ -124,12 +125,11 @@ class Engine:
             for request in list(before.running):
                 before.preempt(request)
             self._keep_departed(before, now_ns)
-        waiting_bytes = 0 if self._cache.store is None else self._cache.store.waiting_bytes
-        tiers = self.disk.tiers(message, limits, waiting_bytes)
+        tiers = self.disk.tiers(message, limits, cache)
         pool = BlockPool(limits.num_blocks, tiers, self.kv_desk.pins)
         self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
         self.kv_desk.begin(state)
-        if self._cache.events is not None:
+        if cache.events is not None:
             state.tell_of_blocks()
         if before is None:
             effects = Effects()

@@ -46,9 +46,9 @@ class Limits:
     audit: bool
     """Ship a checksum of the tables with each plan."""
     block_bytes: int
-    """Of a block's keys and values, in all layers."""
+    """Of a block's keys and values, in all layers of all ranks."""
     block_copy_ns: int
-    """How long copying a block between device and host takes."""
+    """How long copying a block between device and host takes, all ranks at the same time."""
     groups: Groups
     stages: int
     """See `quintet.wire.config.SchedulerConfig.stages`."""

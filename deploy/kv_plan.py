@@ -32,13 +32,13 @@ def disk_plan(config: EngineConfig) -> KvDiskPlan | None:
         return None
     num_blocks = config.model.kv.num_blocks(disk.size_bytes)
     free = free_bytes(Path(disk.folder))
-    parts = config.executor.num_kv_memories
+    parts = config.cache.num_parts
     return KvDiskPlan(disk.folder, disk.size_bytes * parts, num_blocks, disk.staging_bytes * parts, free)
 
 
 def store_plan(config: EngineConfig) -> KvStoreConfig | None:
     """Return what servers share, with the memory of all ranks together."""
-    store, parts = config.cache.store, config.executor.num_kv_memories
+    store, parts = config.cache.store, config.cache.num_parts
     if store is None:
         return None
     staging_bytes, waiting_bytes = store.staging_bytes * parts, store.waiting_bytes * parts
@@ -47,7 +47,7 @@ def store_plan(config: EngineConfig) -> KvStoreConfig | None:
 
 def peers_plan(config: EngineConfig) -> KvPeersConfig | None:
     """Return what goes from server to server, likewise."""
-    peers, parts = config.cache.peers, config.executor.num_kv_memories
+    peers, parts = config.cache.peers, config.cache.num_parts
     if peers is None:
         return None
     staging_bytes, offered_bytes = peers.staging_bytes * parts, peers.offered_bytes * parts

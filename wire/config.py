@@ -188,6 +188,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number format of keys and values."""
     swap_bytes: int = 0
     """Host memory for KV of preempted requests, likewise; 0: they are computed again."""
+    num_parts: int = 1
+    """KV memories of an executor that each have a part of every block; see `ExecutorConfig.num_kv_memories`."""
     disk: KvDiskConfig | None = None
     """Where KV outlives the server; None: nowhere."""
     store: KvStoreConfig | None = None

@@ -14,6 +14,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.implementation import check_transformers_flags, note_of
 from quintet.deploy.resolve.kv_disk import kv_disk_config
 from quintet.deploy.resolve.kv_events import kv_events_config
+from quintet.deploy.resolve.kv_leaving import num_parts
 from quintet.deploy.resolve.kv_peers import kv_peers_config
 from quintet.deploy.resolve.kv_store import kv_store_config
 from quintet.deploy.resolve.memory import (
@@ -212,6 +213,7 @@ def _cache_config(
         )
         * options.decode_context_parallel_size
         // options.tensor_parallel_size,
+        num_parts=num_parts(options),
         events=kv_events_config(options, kv, shares_beginnings=shares_beginnings),
         peers=kv_peers_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
         disk=kv_disk_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),

@@ -38,10 +38,24 @@ def answer(
         house.admit(1, PROMPT, GREEDY)
         house.run()
         house.order_all()
+        check_bytes(house, loaded.config)
         for place in (loaded.worker.kv_disk, loaded.worker.kv_store):
             if place is not None:
                 place.close()
     return house.outputs[1], house.cached[1]
+
+
+def check_bytes(house: House, config: EngineConfig) -> None:
+    """What is counted are whole blocks."""
+    assert house.engine.state is not None
+    counters, block_bytes = house.engine.state.counters, whole_bytes(config)
+    assert counters.disk_stored_bytes == counters.disk_stored_blocks * block_bytes
+    assert counters.disk_fetched_bytes == counters.disk_fetched_blocks * block_bytes
+
+
+def whole_bytes(config: EngineConfig) -> int:
+    """Return what a block takes, of all ranks."""
+    return config.model.kv.bytes_per_block * config.executor.num_kv_memories
 
 
 def in_blocks(config: EngineConfig, tokens: int = len(PROMPT) - 1) -> int:
@@ -65,7 +79,7 @@ def test_ranks_begin_behind_what_the_last_ones_left(layout: Layout, tmp_path: Pa
     assert answer(model, layout, kept) == (without, 0)
     config = told[0]
     assert answer(model, layout, kept) == (without, in_blocks(config))
-    block_bytes = config.model.kv.bytes_per_block * config.executor.num_kv_memories
+    block_bytes = whole_bytes(config)
     content = bytearray((disk / "blocks.kv").read_bytes())
     content[2 * block_bytes - 5] ^= 1  # of the last part
     (disk / "blocks.kv").write_bytes(content)
