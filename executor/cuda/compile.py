@@ -185,9 +185,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         parser.error(f"no module is called {', '.join(unknown)}; there are {', '.join(known)}")
     try:
-        kept = find_nvcc() if options.only == "nvcc" else find_nvrtc()
-        compilers: list[tuple[Compiler, Path, Sequence[int]]] = [(kept, BUILT, options.targets)]
-        if options.only is None:
+        first = find_nvcc() if options.only == "nvcc" else find_nvrtc(quick=options.check)
+        kept = None if options.check else first
+        folder = BUILT / "checked" if options.check else BUILT
+        compilers: list[tuple[Compiler, Path, Sequence[int]]] = [(first, folder, options.targets)]
+        if options.only is None and not options.check:
             compilers.append((find_nvcc(), BUILT / "nvcc", options.nvcc_targets or options.targets))
     except MissingCompilerError as error:
         print(error, file=sys.stderr)
@@ -206,7 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for job in jobs
             if job.compiler is compiler and is_current(job)
         }
-        lines = [compiler.version, *(table(logs) if compiler is kept else ()), *warnings(logs)]
+        lines = [compiler.version, *(table(logs) if compiler is kept else ())]
+        lines += [] if options.check else warnings(logs)
         print("\n".join(lines))
     print("\n\n".join(failures), file=sys.stderr, end="\n" if failures else "")
     print(f"{len(jobs) - len(failures)} of {len(jobs)} compiled: {len(known)} modules, output in {BUILT}")
@@ -216,8 +219,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m quintet.executor.cuda.compile", description=__doc__)
     parser.add_argument("modules", nargs="*", help="compile these alone (default: all)")
-    parser.add_argument(
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
         "--only", choices=("nvcc", "nvrtc"), help="use, and keep the output of, this compiler alone"
+    )
+    which.add_argument(
+        "--check", action="store_true", help="only see that NVRTC compiles them, quickly; keep nothing to run"
     )
     parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=TARGETS, metavar="90")
     parser.add_argument(

@@ -217,6 +217,7 @@ for module in sys.argv[1:]:
 """
 
 
+@pytest.mark.whole  # it imports all of them anew
 def test_rows_without_a_server_need_no_sockets(tmp_path: Path) -> None:
     """A machine with torch and CuPy alone can run them."""
     commands = [row.command for row in ROWS if "zmq" not in row.needs]

@@ -13,6 +13,7 @@ from quintet.executor.cuda.compile import (
     is_current,
     main,
     prune,
+    run,
     table,
     usages,
     warnings,
@@ -127,9 +128,9 @@ extern "C" __global__ void __launch_bounds__(64) scale(float* x, float factor) {
 """
 
 
-def nvrtc() -> Nvrtc:
+def nvrtc(*, quick: bool = False) -> Nvrtc:
     try:
-        return find_nvrtc()
+        return find_nvrtc(quick=quick)
     except MissingCompilerError:
         pytest.skip("no NVRTC: `make cubins` installs it")
 
@@ -141,6 +142,14 @@ def test_nvrtc_compiles_and_gives_its_account() -> None:
     assert [usage.kernel for usage in usages(output.log)] == ["scale"]
 
 
-def test_nvrtcs_words_name_the_line() -> None:
+@pytest.mark.parametrize("quick", [False, True])
+def test_nvrtcs_words_name_the_line(quick: bool) -> None:
     with pytest.raises(CompileError, match=r"scale\.cuh\(7\): error"):
-        nvrtc().compile("scale", KERNEL, 90)
+        nvrtc(quick=quick).compile("scale", KERNEL, 90)
+
+
+def test_what_is_compiled_quickly_is_not_taken_for_what_is_kept(tmp_path: Path) -> None:
+    """Another version, so another record."""
+    text = KERNEL.replace("WRONG", "")
+    run(Compilation("scale", text, 90, nvrtc(quick=True), tmp_path, True))
+    assert not is_current(Compilation("scale", text, 90, nvrtc(), tmp_path, True))

@@ -166,6 +166,7 @@ def test_tokens_of_other_kinds_of_layers(family: str, tmp_path: Path, device: De
     assert [house.outputs[i + 1] for i in range(len(expected))] == [each.outputs for each in expected]
 
 
+@pytest.mark.whole  # `test_worker_bits.py` shows it of bits
 @BLOCKS_OF_16
 def test_tokens_do_not_depend_on_scheduling_nor_on_graphs(serve: Callable[..., Any], device: Device) -> None:
     served = serve(FAMILIES["llama-gqa-biases"](), max_model_len=96)

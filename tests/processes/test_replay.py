@@ -47,7 +47,7 @@ def ask_everything(server: Server) -> None:
     assert server.post("/tokenize", {"prompt": "how many"})[0] == 200
 
 
-@pytest.mark.parametrize("executor", ["torch", "mock"])
+@pytest.mark.parametrize("executor", [pytest.param("torch", marks=pytest.mark.whole), "mock"])
 def test_every_process_does_the_same_again(
     executor: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
