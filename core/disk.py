@@ -42,7 +42,7 @@ class DiskTalk:
         if capacity.num_store_blocks and cache.store is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
             runs = Runs.of(limits.groups, limits.block_size, states.KEEP_EVERY)
-            most_putting = cache.store.waiting_bytes * cache.num_parts // limits.block_bytes
+            most_putting = cache.store.waiting_bytes // limits.block_bytes
             store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
         if not capacity.num_disk_blocks:
             return Tiers(capacity.num_host_blocks, None, peers, store)

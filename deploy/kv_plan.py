@@ -41,8 +41,7 @@ def store_plan(config: EngineConfig) -> KvStoreConfig | None:
     store, parts = config.cache.store, config.cache.num_parts
     if store is None:
         return None
-    staging_bytes, waiting_bytes = store.staging_bytes * parts, store.waiting_bytes * parts
-    return msgspec.structs.replace(store, staging_bytes=staging_bytes, waiting_bytes=waiting_bytes)
+    return msgspec.structs.replace(store, staging_bytes=store.staging_bytes * parts)
 
 
 def peers_plan(config: EngineConfig) -> KvPeersConfig | None:

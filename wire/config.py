@@ -130,16 +130,16 @@ class KvDiskConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KvStoreConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A store of blocks of KV memory that several servers share. Sizes but that of the store are as of `KvDiskConfig`."""
+    """A store of blocks of KV memory that several servers share."""
 
     url: str
     """Who keeps it, and where: its scheme names a connector."""
     size_bytes: int = 0
     """Of all that is kept there, of whatever model; 0 where its owner bounds it."""
     waiting_bytes: int
-    """Host memory for copies of blocks that wait to be kept, of each engine."""
+    """Host memory for copies of blocks that wait to be kept, of each engine; copies are of whole blocks."""
     staging_bytes: int
-    """Host memory that blocks are fetched into, of each engine."""
+    """Host memory that blocks are fetched into, of each engine; of what each KV memory has of them, as in `KvDiskConfig`."""
 
 
 Role = Literal["prefill", "decode", "both"]

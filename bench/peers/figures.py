@@ -120,9 +120,9 @@ def _multiply_rate(precision: Precision, limits: Limits) -> float:
 
 def fastest(precision: Precision, limits: Limits) -> tuple[str, float]:
     """Return what multiplies fastest for these weights, and its rate: shares of a multiply limit are of that."""
-    if precision == "w8a8":
-        rates = {"8-bit dot products": limits.int8_gop_s, "the 8-bit matrix unit": limits.int8_matrix_gop_s}
-    else:
+    rates = {"8-bit dot products": limits.int8_gop_s, "the 8-bit matrix unit": limits.int8_matrix_gop_s}
+    rounds_inputs = precision == "w8a8" or precision in GGUF_FILES  # of a file's weights llama.cpp does
+    if not rounds_inputs:
         rates = {
             "bf16 dot products": limits.bf16_gflop_s,
             "fp32 multiply-adds": limits.fp32_gflop_s,

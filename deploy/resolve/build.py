@@ -131,9 +131,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes // hosts, room_bytes, options.data_parallel_size, num_ranks)
     shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype])
-    shared_here = shared_bytes // (
-        hosts if stages > 1 else 1
-    )  # each host has all of it that ranks of one stage share
+    # stages divide what ranks share among hosts; ranks of one stage have all of it on each
+    shared_here = shared_bytes // (hosts if stages > 1 else 1)
     held_bytes = weight_bytes // hosts + shared_here // num_ranks
     cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, held_bytes, notes)
     facts, more_notes = rules.fit_facts(facts, fitted)

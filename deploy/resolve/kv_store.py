@@ -49,7 +49,7 @@ def kv_store_config(
     return KvStoreConfig(
         url=url,
         size_bytes=_size_bytes(options, url, request_bytes * parts, max_model_len),
-        waiting_bytes=MAX_WAITING_BYTES // parts,
+        waiting_bytes=MAX_WAITING_BYTES,
         staging_bytes=max(kv.bytes_per_block, min(MAX_STAGING_BYTES // parts, request_bytes)),
     )
 

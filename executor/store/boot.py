@@ -30,5 +30,5 @@ def open_kv_store(
         whose,
         config.model.kv.num_blocks(store.staging_bytes),
         first_host_block,
-        store.waiting_bytes * config.cache.num_parts,
+        store.waiting_bytes,
     )

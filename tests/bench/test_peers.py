@@ -74,6 +74,9 @@ def test_a_matrix_unit_is_the_limit_where_there_is_one() -> None:
     assert with_unit == without / 2
     assert fastest("bf16", matrices)[0] == "the bf16 matrix unit"
     assert fastest("w8a8", matrices) == ("the 8-bit matrix unit", 7000.0)
+    assert fastest("q4_k_m", matrices) == ("the 8-bit matrix unit", 7000.0), (
+        "llama.cpp rounds a file's inputs"
+    )
     assert Limits.of(asdict(LIMITS)) == LIMITS
 
 
