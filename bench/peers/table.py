@@ -61,7 +61,7 @@ def _heading(report: Report) -> list[str]:
         lines += [
             "",
             f"Limits measured in turn with the engines, median (range): {words}. Shares: of read bandwidth for one stream; "
-            f"otherwise of {bf16}, for w8a8 of {eight}.",
+            f"otherwise of {bf16}, for w8a8 and GGUF files of {eight}.",
         ]
     return lines
 
