@@ -49,7 +49,7 @@ def main() -> int:
     rows = [row for row in ROWS if _is_chosen(row, arguments.rows, arguments.models)]
     if arguments.command == "rows":
         for row in rows:
-            print(f"{row.id:<20} {row.words}")
+            print(f"{row.id:<24} {row.words}")
         return 0
     if arguments.command == "install":
         install(home, [engine.name for engine in engines])

@@ -61,6 +61,8 @@ class Row:
     shared_len: int = 0
     engines: int = 1
     """Replicas of the model behind one port, which share the threads."""
+    step_target_ms: int | None = None
+    """What Quintet is told of how long a step may take; None: nothing."""
 
 
 _WORDS: dict[Precision, str] = {
@@ -121,6 +123,11 @@ ROWS: tuple[Row, ...] = (
             replace(_TTFT, goal=""),
             replace(_GAP, goal="≤ 0.4"),
         ),
+    ),
+    Row(
+        "clients32-S-bf16-450ms", "S, bf16, 32 clients, 256 in / 64 out, Quintet with --step-target-ms 450", "S", "bf16",
+        "serve", "clients", (replace(_OUTPUT, goal=""), replace(_TTFT, goal="no later than the earliest"), _GAP), 64, 32,
+        (256, 256), (64, 64), step_target_ms=450,
     ),
     Row(
         "prefix-S-bf16", "S, bf16, 32 at once sharing a 1 024-token prefix, 16 out", "S", "bf16", "serve", "prefix",

@@ -65,6 +65,7 @@ class Quintet:
             *("--data-parallel-size", str(setup.engines), "--threads", str(home.threads // setup.engines)),
             *("--max-model-len", str(home.max_len), "--kv-cache-memory", str(home.kv_bytes)),
             *("--log-level", "WARNING", *quantization),
+            *(() if setup.step_target_ms is None else ("--step-target-ms", str(setup.step_target_ms))),
         ]
         root = processes.repository_root()
         return start_server(command, port, "/readyz", {"PYTHONPATH": f"{root}:{root / 'src'}"}, log)
