@@ -10,7 +10,6 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintet.deploy.resolve.gguf.endings import generation_of_gguf
 from quintet.deploy.resolve.implementation import check_transformers_card, choose_implementation
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
@@ -18,8 +17,6 @@ from quintet.executor.cards.families.unknown import unknown
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.cards.state_specs import StateNeed
-from quintet.executor.gguf.card import card_of_gguf
-from quintet.executor.gguf.parts import read_parts
 from quintet.executor.quant.formats.kv_cache import KvWish, wish_of
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.formats.scheme import Format
@@ -88,7 +85,7 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     another folder; so is ``model_impl``. Raises `ConfigError` naming the file and the missing or senseless key.
     """
     path = card_path(folder)
-    text = card_of_gguf(read_parts(folder)) if is_gguf(folder) else with_quantization(folder, read_text(path))
+    text = _card_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
     config = parse_json(text, path)
     generation = _read_generation_config(folder, "auto")
     defaults = (
@@ -188,10 +185,21 @@ def _eos_of_tokenizer(folder: Path) -> list[int]:
     return [token_id for token_id in ids if type(token_id) is int][:1]
 
 
+def _card_of_gguf(path: Path) -> str:
+    # Only of a file: what reads it imports numpy, whose threads would keep the supervisor from forking its processes.
+    from quintet.executor.gguf.card import card_of_gguf
+    from quintet.executor.gguf.parts import read_parts
+
+    return card_of_gguf(read_parts(path))
+
+
 def _read_generation_config(folder: Path, where: str) -> Json:
     if where in ("none", "vllm"):
         return {}
     if where == "auto" and is_gguf(folder):
+        from quintet.deploy.resolve.gguf.endings import generation_of_gguf
+        from quintet.executor.gguf.parts import read_parts
+
         return generation_of_gguf(read_parts(folder))
     if where == "auto":
         path = folder / "generation_config.json"

@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 from quintet.deploy.resolve.caches import user_cache
-from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
-from quintet.executor.gguf.parts import read_parts
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
 
@@ -34,7 +32,10 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, way_out: str = NAM
     A folder that only has a slow tokenizer is converted by transformers, in a process of its own, into ``cache``
     (default: ``$XDG_CACHE_HOME/quintet/tokenizers``), where the next start finds it; so is the one of a GGUF file, by us.
     """
-    if is_gguf(folder):
+    if is_gguf(folder):  # imported only then: numpy has threads, and who forks may have none
+        from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
+        from quintet.executor.gguf.parts import read_parts
+
         return tokenizer_of_gguf(read_parts(folder), cache or _default_cache())
     if (folder / "tokenizer.json").is_file():
         return folder

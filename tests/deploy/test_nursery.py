@@ -38,6 +38,15 @@ def test_forked_children_take_the_seats(server: World) -> None:
     wait_gone(list(pids.values()))
 
 
+@pytest.mark.parametrize("program", ["quintet.deploy.commands.serve", "quintet.deploy.supervisor.__main__"])
+def test_what_the_programs_import_before_they_fork_has_no_threads(program: str) -> None:
+    code = f"import os, {program}; print(len(os.listdir('/proc/self/task')))"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, check=True, text=True
+    ).stdout
+    assert printed == "1\n", "numpy was imported, or who else starts threads: nobody will be forked"
+
+
 def test_only_a_frontend_holds_the_port(server: World) -> None:
     server.start(options=FORKS)
     port = server.expect("listening")["port"]
