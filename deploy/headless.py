@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -44,8 +45,35 @@ LIVED_S = 5.0
 log = logging.getLogger("quintet")
 
 
-def serve_headless(options: Options) -> int:
-    """Be a host that is not the first until told to stop; return the exit status. Raises `ConfigError`."""
+class Leave:
+    """Whether it is time to: there was a signal, or whoever started this host has ended."""
+
+    def __init__(self, parent_fd: int | None) -> None:
+        """Listen to signals. Belongs to the main thread."""
+        self._parent_fd = parent_fd
+        self._is_told = False
+        for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(each, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        self._is_told = True
+
+    def is_due(self) -> bool:
+        """Look, without waiting."""
+        if (
+            not self._is_told
+            and self._parent_fd is not None
+            and select.select([self._parent_fd], [], [], 0)[0]
+        ):
+            self._is_told = os.read(self._parent_fd, 4096) == b""
+        return self._is_told
+
+
+def serve_headless(options: Options, parent_fd: int | None = None) -> int:
+    """Be a host that is not the first until told to stop; return the exit status. Raises `ConfigError`.
+
+    The end of file at ``parent_fd`` tells it too.
+    """
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
     check_ranges(options)
@@ -67,17 +95,11 @@ def serve_headless(options: Options) -> int:
         log_level=options.log_level,
         available_bytes=available_ram_bytes(),
     )
-    told: list[int] = []
-
-    def enqueue(number: int, frame: FrameType | None) -> None:
-        told.append(number)
-
-    for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(each, enqueue)
+    leave = Leave(parent_fd)
     manager = ServiceManager(os.environ)
     manager.ready(f"{hosts.address} as host {own.host}")
     try:
-        _keep_place(own, run_dir, told, manager)
+        _keep_place(own, run_dir, leave, manager)
     finally:
         manager.close()
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -85,14 +107,14 @@ def serve_headless(options: Options) -> int:
     return 0
 
 
-def _keep_place(own: OwnPlace, run_dir: Path, told: list[int], manager: ServiceManager) -> None:
-    """Have one member after another until there is a signal. Raises `ConfigError` where the last one could not be another."""
+def _keep_place(own: OwnPlace, run_dir: Path, leave: Leave, manager: ServiceManager) -> None:
+    """Have one member after another until it is time to leave. Raises `ConfigError` where the last one could not be another."""
     pause_s, said = 0.0, ""
-    while not told:
+    while not leave.is_due():
         begun = time.monotonic()
-        status = _be_member(own, told, manager)
+        status = _be_member(own, leave, manager)
         words = _last_words(run_dir) or f"host {own.host} {ending(status)}"
-        if told:
+        if leave.is_due():
             return
         if status == EXIT_CONFIG:
             raise ConfigError(words)
@@ -101,19 +123,19 @@ def _keep_place(own: OwnPlace, run_dir: Path, told: list[int], manager: ServiceM
             log.warning("%s; asking again", words)
         pause_s = 0.0 if has_lived else min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * pause_s))
         said, until = words, time.monotonic() + pause_s
-        while not told and time.monotonic() < until:
+        while not leave.is_due() and time.monotonic() < until:
             time.sleep(min(TICK_S, pause_s))
 
 
-def _be_member(own: OwnPlace, told: list[int], manager: ServiceManager) -> int:
-    """Start one and return its exit status; end it when there is a signal."""
+def _be_member(own: OwnPlace, leave: Leave, manager: ServiceManager) -> int:
+    """Start one and return its exit status; end it when it is time to leave."""
     with tempfile.TemporaryFile() as written:
         written.write(msgspec.json.encode(own))
         written.seek(0)
         command = [sys.executable, "-P", "-m", MODULE, "--parent", str(os.getpid())]
         process = subprocess.Popen(command, stdin=written, process_group=0)
     try:
-        while not told:
+        while not leave.is_due():
             manager.alive(time.monotonic())
             try:
                 return process.wait(TICK_S)

@@ -99,7 +99,7 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
     if options.headless:
         from quintet.deploy.headless import serve_headless
 
-        return serve_headless(options)
+        return serve_headless(options, parent_fd)
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)

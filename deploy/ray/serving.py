@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import weakref
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from starlette.responses import StreamingResponse
 
 from quintet.deploy.ray.actor import with_its_processors
 from quintet.deploy.resolve.flag_table import make_options
+from quintet.process.sockets import make_run_dir
 
 _HOP_BY_HOP = frozenset(
     {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-connection"}
@@ -41,7 +41,7 @@ class Replica:
     """One server, and the way to it."""
 
     def __init__(self, flags: Mapping[str, object]) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="qray-"))
+        self._folder = make_run_dir()
         self._socket = self._folder / "door"
         config = self._folder / "server.yaml"
         config.write_text(yaml.safe_dump(with_its_processors(flags)))
