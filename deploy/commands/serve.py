@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
@@ -18,6 +20,7 @@ from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.config_file import merged_options
 from quintet.deploy.resolve.flag_table import add_flags, flag_table
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.hosts import of_first
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
@@ -29,6 +32,8 @@ from quintet.process.sockets import make_run_dir
 from quintet.wire.config import EngineConfig
 
 if TYPE_CHECKING:
+    from quintet.deploy.supervisor.boot_story import Failure
+
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _EXAMPLES = """\
@@ -42,6 +47,7 @@ examples:
   quintet serve MODEL --executor mock --step-ms 5 everything but the model, to measure the rest
   quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
   quintet serve MODEL --nnodes 2 --pipeline-parallel-size 2 --node-rank 1 --headless --master-addr 10.0.0.5 --group-key FILE
+  quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --distributed-executor-backend ray
   quintet serve MODEL --tensor-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
   quintet serve --config server.yaml              flags from a file: `max-model-len: 8192`; flags given here win
 
@@ -116,7 +122,7 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
         from quintet.deploy.supervisor.service_manager import ServiceManager
         from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 
-        resolution = resolve(options, run_dir)
+        resolution = resolve(of_first(options, run_dir), run_dir)
         resolution.notes.extend(notes)
         config = resolution.config
         if not options.uds:
@@ -125,11 +131,12 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
                 config, frontend=msgspec.structs.replace(config.frontend, port=port)
             )
         check_peer_ports(config)
-        with alone(config):
+        with alone(config), _with_others(options, config) as (config, look_around):
             story = PrintedStory(config, opening_lines(resolution))
             surroundings = Surroundings(
-                listener=listener, parent_fd=parent_fd, nursery=nursery, manager=ServiceManager(os.environ)
-            )
+                listener=listener, parent_fd=parent_fd, nursery=nursery, manager=ServiceManager(os.environ),
+                look_around=look_around,
+            )  # fmt: skip
             return Supervisor(config, story, surroundings).run()
     except PortInUse as error:
         print(f"quintet: {error}", file=sys.stderr)
@@ -140,6 +147,20 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
             if options.uds:
                 Path(options.uds).unlink(missing_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _with_others(
+    options: Options, config: EngineConfig
+) -> Iterator[tuple[EngineConfig, Callable[[float], Failure | None]]]:
+    """Have the other hosts of a model placed, where that is Ray's; yield the configuration, and who sees to them."""
+    if options.distributed_executor_backend == "mp":
+        yield config, lambda now: None
+        return
+    from quintet.deploy.ray.placed import placed_hosts
+
+    with placed_hosts(options, config) as (placed, hosts):
+        yield placed, hosts.look
 
 
 def check_peer_ports(config: EngineConfig) -> None:

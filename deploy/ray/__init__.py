@@ -1,1 +1,1 @@
-"""Quintet inside Ray: an engine in each actor, for batches of Ray Data and for applications of Ray Serve."""
+"""Quintet and Ray: an engine in each actor, for Ray Data and Ray Serve, and the hosts of a model as actors on several nodes."""

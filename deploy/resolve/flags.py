@@ -536,9 +536,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "--packed-cache and --log-level count here",
         ),
     ] = False
+    distributed_executor_backend: Annotated[
+        Literal["mp", "ray"],
+        Flag(
+            PROCESSES,
+            "who starts the other hosts: mp, you; ray, this one, on other nodes of the Ray cluster that it runs in, with a group "
+            "key of its own",
+        ),
+    ] = "mp"
     master_addr: Annotated[
-        str, Flag(PROCESSES, "where the first host listens for the others: by name or address", "ADDRESS")
-    ] = "127.0.0.1"
+        str | None,
+        Flag(
+            PROCESSES,
+            "where the first host listens for the others: by name or address",
+            "ADDRESS",
+            "127.0.0.1; with ray, this node's in Ray",
+        ),
+    ] = None
     master_port: Annotated[int, Flag(PROCESSES, "its port for that", "PORT")] = 29501
     group_key: Annotated[
         str | None,

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import secrets
+from pathlib import Path
+
+import msgspec
 
 from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.key_files import key_file_of
+from quintet.deploy.resolve.key_files import LEAST_BYTES, key_file_of
 from quintet.wire.config import HostsConfig
 from quintet.wire.errors import ConfigError
 
 KEY_ADVICE = "the same secret on every host (head -c 32 /dev/urandom > FILE)"
+BY_RAY = "--distributed-executor-backend ray"
+OWN_ADDRESS = "127.0.0.1"
 
 
 def hosts_config(options: Options) -> HostsConfig | None:
     """Return the section, or None where there is one host; reject what cannot be."""
     count = options.nnodes
+    _check_backend(options)
     if count == 1:
         _check_nothing_is_said(options)
         return None
@@ -25,7 +33,39 @@ def hosts_config(options: Options) -> HostsConfig | None:
             f"--nnodes {count} with --data-parallel-size {options.data_parallel_size}: one engine is on several hosts so far;"
             " start a group of hosts for each, behind quintet route"
         )
-    return HostsConfig(count=count, address=_address(options), key_file=_key_file(options))
+    given = OWN_ADDRESS if options.master_addr is None else options.master_addr
+    address = address_of(given, options.master_port)
+    return HostsConfig(count=count, address=address, key_file=_key_file(options))
+
+
+def of_first(options: Options, run_dir: Path) -> Options:
+    """Return what the first host resolves: where Ray starts the others, what it would with a key of this run's own."""
+    _check_backend(options)
+    if options.distributed_executor_backend == "mp":
+        return options
+    path = run_dir / "group.key"
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(LEAST_BYTES))
+    return msgspec.structs.replace(options, distributed_executor_backend="mp", group_key=str(path))
+
+
+def _check_backend(options: Options) -> None:
+    """Reject what cannot go with hosts that Ray places."""
+    if options.distributed_executor_backend == "mp":
+        return
+    if options.nnodes < 2:
+        raise ConfigError(
+            f"{BY_RAY} starts the other hosts of a model on several: give --nnodes, and --pipeline-parallel-size or"
+            " --tensor-parallel-size, or drop it"
+        )
+    for flag, value, reason in (
+        ("--headless", options.headless, "the other hosts are started by the first"),
+        ("--node-rank", options.node_rank, "the first host is this one, and the others are numbered as Ray places them"),
+        ("--group-key", options.group_key, "each run has a key of its own, which the others are handed"),
+    ):  # fmt: skip
+        if value:
+            raise ConfigError(f"{flag} with {BY_RAY}: {reason}; drop {flag}")
 
 
 def _check_division(options: Options) -> None:
@@ -65,6 +105,11 @@ def _check_division(options: Options) -> None:
 
 def check_first(options: Options) -> None:
     """Reject what cannot be of a host that resolves everything for the others."""
+    if options.distributed_executor_backend == "ray":
+        _check_backend(options)
+        raise ConfigError(
+            f"{BY_RAY} is of quintet serve, which makes the key of the hosts and places them; drop it here, and give --group-key"
+        )
     hosts_config(options)
     if options.headless:
         raise ConfigError(
@@ -96,8 +141,9 @@ def _check_nothing_is_said(options: Options) -> None:
             raise ConfigError(f"{flag} is of a model on several hosts: give --nnodes too, or drop it")
 
 
-def _address(options: Options) -> str:
-    given, port = options.master_addr.strip("[]"), options.master_port
+def address_of(given: str, port: int) -> str:
+    """Return the address of the first host as it is dialled; reject what nobody can dial."""
+    given = given.strip("[]")
     if not 0 < port < 1 << 16:
         raise ConfigError(f"--master-port {port}: ports are 1 to 65535")
     try:

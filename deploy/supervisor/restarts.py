@@ -24,12 +24,15 @@ class RestartPolicy:
 
         ``deaths`` are the times of the seat's earlier deaths; those that left the window are dropped.
         """
+        pause_s = self.pause_s(deaths, now)
+        return None if len(deaths) > self.max_deaths else pause_s
+
+    def pause_s(self, deaths: deque[float], now: float) -> float:
+        """Do the same for whoever never gives up."""
         while deaths and now - deaths[0] > self.window_s:
             deaths.popleft()
         deaths.append(now)
         earlier = len(deaths) - 1
-        if len(deaths) > self.max_deaths:
-            return None
         return 0.0 if earlier == 0 else min(self.max_backoff_s, self.first_backoff_s * 2 ** (earlier - 1))
 
 

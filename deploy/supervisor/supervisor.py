@@ -79,6 +79,8 @@ class Surroundings:
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     restart_policy: Callable[[Role, int | None], RestartPolicy] = policy_of
     manager: ServiceManager = field(default_factory=lambda: ServiceManager({}))
+    look_around: Callable[[float], Failure | None] = lambda now: None
+    """Sees to what stands beside the server, at every turn; a failure there ends one that still boots."""
 
 
 class Supervisor:
@@ -292,7 +294,12 @@ class Supervisor:
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
-        if self._phase is Phase.BOOTING and now > self._deadline:
+        failure = self._surroundings.look_around(now)
+        if failure is not None and self._phase is not Phase.BOOTING:
+            self._log.warning("%s", failure)
+        elif failure is not None:
+            self._fail(failure)
+        elif self._phase is Phase.BOOTING and now > self._deadline:
             self._boot_too_slow()
         elif self._phase is Phase.DRAINING and (not self._undrained() or now > self._deadline):
             if self._undrained():

@@ -58,6 +58,7 @@ def main() -> int:
         restart_policy=lambda _role, _max_deaths: RestartPolicy(
             max_deaths=options.get("max_deaths", 5), first_backoff_s=0.01
         ),
+        look_around=lambda now: Failure("beside", options["beside"], "", 78) if "beside" in options else None,
     )
     story = (
         ReportedStory(options["report_fd"]) if "report_fd" in options else ToldStory(config, ["Fake model"])

@@ -323,3 +323,10 @@ def test_the_parent_is_told_why_the_boot_failed(server: World) -> None:
     with os.fdopen(report) as pipe:
         assert json.loads(pipe.readline())["error"].startswith("executor 0: ValueError: boom")
     assert server.end()[0] == 1
+
+
+def test_what_stands_beside_the_server_can_end_its_boot(server: World) -> None:
+    server.start(options={"beside": "no room"})
+    assert server.expect("failed")["cause"] == "no room"
+    status, _, log = server.end()
+    assert status == 78 and "beside: no room" in log

@@ -1,0 +1,246 @@
+"""A model on two nodes of a real Ray cluster here: whoever is killed under a stream, it goes on, and nobody is left over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="qr-")  # of the nodes too, so that what they leave is seen
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
+import psutil
+import ray
+from ray.cluster_utils import Cluster
+from ray.util import placement_group_table
+
+from quintet.deploy import embedded
+from quintet.deploy.supervisor import run_dirs
+
+FOLDER = Path(os.environ["TMPDIR"])
+PROMPT = "def fibonacci(n):"
+ASKED: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+READY = re.compile(r"Quintet is ready: (\S+)")
+NODE = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
+
+
+def open_stream(url: str, asked: dict[str, Any]) -> Any:
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    return urllib.request.urlopen(request, timeout=120)
+
+
+def text_of(url: str) -> str:
+    with open_stream(url, ASKED) as answer:
+        return str(json.load(answer)["choices"][0]["text"])
+
+
+def streamed(url: str, disturb: Callable[[], None]) -> str:
+    """Return what a stream says, of which the beginning has come when it is disturbed."""
+    pieces: list[str] = []
+    with open_stream(url, {**ASKED, "stream": True}) as events:
+        for line in events:
+            if not line.startswith(b"data: {"):
+                continue
+            told = json.loads(line[6:])
+            assert "error" not in told, told
+            pieces += [choice["text"] for choice in told["choices"]]
+            if len(pieces) == 5:
+                disturb()
+    return "".join(pieces)
+
+
+def until(happened: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + 90
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen within 90 s"
+        time.sleep(0.1)
+
+
+def named(title: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE and "".join(process.cmdline()[:1]).startswith(title):
+                found.append(process)
+    return found
+
+
+class Server:
+    """`quintet serve` on this node of the cluster."""
+
+    def __init__(self, *flags: str, cwd: Path | None = None) -> None:
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "quintet.deploy.cli", "serve", "--port", "0", "--nnodes", "2"),
+                *("--pipeline-parallel-size", "2", "--distributed-executor-backend", "ray"),
+                *("--kv-cache-memory", "8MiB", "--master-port", str(free_port()), *flags),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=cwd,
+        )
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+
+    def printed(self) -> str:
+        return "\n".join(self.lines)
+
+    def url(self) -> str:
+        """Return where it listens, once it does."""
+        until(lambda: self.process.poll() is not None or READY.search(self.printed()) is not None, "the boot")
+        found = READY.search(self.printed())
+        assert found, self.printed()
+        return found[1]
+
+    def refused(self) -> str:
+        """Return what it says before it ends by itself."""
+        status = self.process.wait(90)
+        self.reader.join(10)
+        assert status == 78, self.printed()
+        return self.printed()
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port: int = held.getsockname()[1]
+        return port
+
+
+def keys() -> list[Path]:
+    return list(FOLDER.glob("*/group.key"))
+
+
+def num_groups() -> int:
+    return sum(1 for group in placement_group_table().values() if group["state"] != "REMOVED")
+
+
+def is_left_alone() -> bool:
+    """Whether no actor, no host and no placement group is there, and no server but the one that is compared with."""
+    titles = ("ray::Host", "quintet-host", "quintet-ray")
+    return not any(map(named, titles)) and not run_dirs.claimed(FOLDER) and num_groups() == 0
+
+
+def check_refusals(cluster: Cluster, model: Path) -> None:
+    assert re.search(r"--nnodes 2: .* there are 1: .* start more", Server().refused())
+    cluster.add_node(**NODE)
+    cluster.wait_for_nodes()
+    assert re.search(r"takes 3 CPUs of its node.*; lower --threads", Server("--threads", "3").refused())
+    # It is where the server is, and not where the actor is.
+    words = Server("/proc/self/cwd/model", cwd=model.parent).refused()
+    assert re.search(r"ray: host 1, on \S+: MODEL '/proc/self/cwd/model': there is no such", words), words
+    until(is_left_alone, "the end of what was refused")
+    assert keys() == []
+    print("ok: refusals")
+
+
+def check_key(server: Server) -> None:
+    """It is on both hosts, for their user alone, and nowhere else."""
+    found = keys()
+    assert len(found) == 2 and len({path.read_bytes() for path in found}) == 1, found
+    assert {stat.S_IMODE(path.stat().st_mode) for path in found} == {0o600}
+    secret = found[0].read_bytes()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            assert secret.hex() not in " ".join(process.cmdline())
+    assert secret.hex() not in server.printed()
+
+
+def check_disturbances(server: Server, expected: str, cluster: Cluster) -> None:
+    url = server.url()
+    assert text_of(url) == expected
+    check_key(server)
+
+    def kill(title: str) -> Callable[[], None]:
+        def do() -> None:
+            [process] = named(title)
+            process.kill()
+
+        return do
+
+    def lose_node() -> None:
+        [node] = cluster.worker_nodes
+        cluster.remove_node(node, allow_graceful=False)
+        cluster.add_node(**NODE)
+
+    for what, disturb in {
+        "actor": kill("ray::Host"),
+        "driver": kill("quintet-ray"),
+        "member": kill("quintet-host-1"),
+        "node": lose_node,
+    }.items():
+        began = time.monotonic()
+        assert streamed(url, disturb) == expected, what
+        print(f"ok: {what} killed, {time.monotonic() - began:.1f} s")
+        until(lambda: len(named("quintet-host-1")) == 1, "the host that follows")
+
+
+@contextlib.contextmanager
+def nodes() -> Iterator[Cluster]:
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    os.environ["RAY_ADDRESS"] = cluster.address
+    ray.init(address=cluster.address, logging_level="WARNING", log_to_driver=False)
+    try:
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def main(server: str, _model: str) -> None:
+    expected = text_of(server)
+    os.environ["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"
+    assert "no Ray cluster is there" in Server().refused()
+    model = FOLDER / "there" / "model"
+    shutil.copytree(embedded.default_model_path(), model)
+    with nodes() as cluster:
+        check_refusals(cluster, model)
+        servers = [first := Server()]
+        try:
+            check_disturbances(first, expected, cluster)
+            first.process.send_signal(signal.SIGTERM)
+            assert first.process.wait(60) == 0, first.printed()
+            until(is_left_alone, "the end of what a server had placed")
+            assert keys() == []
+            servers.append(second := Server())
+            assert text_of(second.url()) == expected
+            second.process.kill()
+            second.process.wait()
+            until(is_left_alone, "the end of what a killed server had placed")
+            assert len(keys()) == 1, "its own, which the next server sweeps"
+        except BaseException:
+            print(servers[-1].printed())
+            raise
+        finally:
+            for each in servers:
+                each.process.kill()
+    print("ok: the end")
+
+
+try:
+    main(*sys.argv[1:3])
+finally:
+    shutil.rmtree(FOLDER, ignore_errors=True)
