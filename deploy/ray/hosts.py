@@ -20,7 +20,7 @@ from collections import deque
 import msgspec
 import ray
 import setproctitle
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -34,6 +34,7 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 ROOM_S = 30.0
 """So long the nodes may still have other things to do."""
+LOOK_S = 1.0
 LEAVE_S = 4.0
 """So long hosts may take to end with the server."""
 NODE_ID = "ray.io/node-id"
@@ -122,6 +123,11 @@ class Keeper:
         """Wait until it has ended, but no longer."""
         self._thread.join(timeout_s)
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether Ray itself failed it: a driver made anew may fare better."""
+        return not self._thread.is_alive()
+
     def _keep(self) -> None:
         deaths: deque[float] = deque()
         while not self._is_leaving.is_set():
@@ -136,11 +142,16 @@ class Keeper:
         try:
             log.info("host %d is placed on %s", host, ray.get(self._actor.address.remote()))
             ended = ray.get(self._actor.run.remote(self._flags, self._key))
-        except RayActorError as error:
-            log.warning("host %d: its actor ended (%s); placing it again", host, type(error).__name__)
-        except RayError as error:
-            words = " ".join(str(error).split())[-500:]
-            self._reports.tell(Refused(f"host {host} cannot be placed: {words}"))
+        except (RayActorError, RayTaskError) as error:
+            if isinstance(error, RayActorError) and not error.actor_init_failed:
+                log.warning("host %d: its actor ended (%s); placing it again", host, type(error).__name__)
+                return
+            words = str(error).strip().splitlines()[-1][:500]
+            self._reports.tell(
+                Refused(
+                    f"host {host}: its node cannot run it ({words}); every node needs the same: pip install 'quintet[ray]'"
+                )
+            )
         else:
             if not self._is_leaving.is_set():
                 _say(host, ended, self._reports)
@@ -158,10 +169,12 @@ def _say(host: int, ended: Ended, reports: Reports) -> None:
 
 def _listen(orders: queue.SimpleQueue[Order], is_alone: threading.Event) -> None:
     """Hand on the order that comes, and see to this process's end, whatever else it waits for, once nothing can come any more."""
-    line = sys.stdin.buffer.readline()
-    if line:
-        orders.put(msgspec.json.decode(line, type=Order))
-        sys.stdin.buffer.read()
+    with open(
+        sys.stdin.fileno(), "rb", buffering=0
+    ) as pipe:  # a buffer's lock would be held when this process ends otherwise
+        if line := pipe.readline():
+            orders.put(msgspec.json.decode(line, type=Order))
+            pipe.read()
     is_alone.set()
     time.sleep(LEAVE_S)
     os._exit(0)
@@ -191,7 +204,13 @@ def main() -> int:
         reports.tell(Refused(str(error)))
         return EXIT_CONFIG
     keepers = [Keeper(host, cpus[host], group, order, reports) for host in range(1, order.count)]
-    is_alone.wait()
+    own = ray.get_runtime_context().get_node_id()
+    while not is_alone.wait(LOOK_S):
+        if own not in {node.node_id for node in nodes()}:
+            log.warning("this node is not of the Ray cluster any more")
+            return 1
+        if any(keeper.has_failed for keeper in keepers):
+            return 1
     for keeper in keepers:
         keeper.leave()
     for keeper in keepers:

@@ -146,8 +146,15 @@ def is_left_alone() -> bool:
 
 def check_refusals(cluster: Cluster, model: Path) -> None:
     assert re.search(r"--nnodes 2: .* there are 1: .* start more", Server().refused())
+    (FOLDER / "other").mkdir()
+    (FOLDER / "other" / "quintet.py").write_text("")
+    other = cluster.add_node(**NODE, env_vars={"PYTHONPATH": str(FOLDER / "other")})
+    words = Server().refused()
+    assert re.search(
+        r"ray: host 1: its node cannot run it \(ModuleNotFoundError: No module named 'quintet", words
+    ), words
+    cluster.remove_node(other)
     cluster.add_node(**NODE)
-    cluster.wait_for_nodes()
     assert re.search(r"takes 3 CPUs of its node.*; lower --threads", Server("--threads", "3").refused())
     # It is where the server is, and not where the actor is.
     words = Server("/proc/self/cwd/model", cwd=model.parent).refused()
