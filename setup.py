@@ -78,11 +78,20 @@ FLAGS = (
 )
 
 
-def best_of_here(sets: dict[str, tuple[tuple[str, ...], tuple[str, ...]]]) -> set[tuple[str, Path]]:
-    """Return the instruction set of each kernel source that is the best one for this processor, as the compiler knows it."""
+Sets = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+
+
+def best_of_here(sets: Sets) -> set[tuple[str, Path]] | None:
+    """Return the instruction set of each kernel source that is the best one for this processor, as the compiler knows it.
+
+    None where it does not say: where it is not GCC for x86, or there is none.
+    """
     compiler = shlex.split(os.environ.get("CXX", "g++"))
     asked = [*compiler, "-march=native", "-Q", "--help=target"]
-    said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    try:
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
     native = {line.split()[0] for line in said.splitlines() if line.strip().endswith("[enabled]")}
     best = {
         path: name
@@ -108,8 +117,9 @@ class BuildKernels(build_ext):
             (path, Path(self.build_temp) / "once", named if path.name == NAMED else FLAGS)
             for path in sorted(SOURCES.glob("*.cpp"))
         ]
-        sets = BASELINE | INSTRUCTION_SETS.get(MACHINES.get(platform.machine(), platform.machine()), {})
-        best = best_of_here(sets) if os.environ.get(QUICK_BUILD) else None
+        machine = MACHINES.get(platform.machine(), platform.machine())
+        sets = BASELINE | INSTRUCTION_SETS.get(machine, {})
+        best = best_of_here(sets) if machine == "x86_64" and os.environ.get(QUICK_BUILD) else None
         for name, (flags, sources) in sets.items():
             for pattern in sources:
                 for path in sorted((SOURCES / "kernels").glob(f"{pattern}.cpp")):

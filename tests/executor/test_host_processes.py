@@ -23,6 +23,7 @@ from quintet.executor.hosts.member import OwnPlace
 from quintet.executor.worker import make_torch_worker
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig, HostsConfig
+from quintet.wire.step import StepResult
 
 from .test_rank_processes import ME, config_of, prompt, ranks_of
 
@@ -63,12 +64,12 @@ def member(own: OwnPlace) -> Iterator[subprocess.Popen[bytes]]:
             process.kill()
 
 
-def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, hosts: HostsConfig) -> None:
-    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+def check_two_hosts(tmp_path: Path, hosts: HostsConfig, config: EngineConfig, alone: StepResult) -> None:
+    """Two hosts draw what was drawn alone, and a rank that is killed ends both."""
     there = tmp_path / "there"
     with (
         member(place(hosts, there)) as second,
-        ranks_of(on(hosts, config_of(tmp_path, 1, stages=2))) as (first, together),
+        ranks_of(on(hosts, config)) as (first, together),
     ):
         assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
         assert len(psutil.Process(first.pid).children()) == 1, "the hub alone: no rank"
@@ -77,6 +78,11 @@ def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, h
         assert second.wait(60) == 1 and first.wait(60) == 1
     assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
     assert error_file(tmp_path, ME).read_text() == "hub: host 1 has closed the connection"
+
+
+def test_two_hosts_draw_what_one_process_does_and_end_together(tmp_path: Path, hosts: HostsConfig) -> None:
+    alone = make_torch_worker(config_of(tmp_path, 1)).begin(prompt()).result()
+    check_two_hosts(tmp_path, hosts, config_of(tmp_path, 1, stages=2), alone)
 
 
 def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_together(
@@ -84,18 +90,7 @@ def test_ranks_of_one_stage_on_two_hosts_draw_what_they_draw_on_one_and_end_toge
 ) -> None:
     with ranks_of(config_of(tmp_path, 2)) as (_, alone):
         pass
-    there = tmp_path / "there"
-    with (
-        member(place(hosts, there)) as second,
-        ranks_of(on(hosts, config_of(tmp_path, 2))) as (first, together),
-    ):
-        assert (together.token_ids, together.logprobs) == (alone.token_ids, alone.logprobs)
-        assert len(psutil.Process(first.pid).children()) == 1, "the hub alone: no rank"
-        [rank] = psutil.Process(second.pid).children()
-        rank.kill()
-        assert second.wait(60) == 1 and first.wait(60) == 1
-    assert error_file(there, ME).read_text() == "rank 1 was killed by SIGKILL; all ranks end with it"
-    assert error_file(tmp_path, ME).read_text() == "hub: host 1 has closed the connection"
+    check_two_hosts(tmp_path, hosts, config_of(tmp_path, 2), alone)
 
 
 @pytest.mark.whole
