@@ -23,7 +23,6 @@ from quintet.deploy.resolve.hosts import of_first
 from quintet.deploy.supervisor.boot_story import Failure
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from tests.processes.server import wait_until
-from tests.processes.test_apart import free_port
 
 
 def options_of(**changed: object) -> Options:
@@ -75,7 +74,7 @@ def test_each_run_has_a_key_that_its_user_alone_can_read(tmp_path: Path) -> None
     [
         (None, "there is no package ray here; pip install"),
         ("ray://head:10001", "the first host is a node of the cluster"),
-        (f"127.0.0.1:{free_port()}", "no Ray cluster is there .*Connection refused"),
+        ("127.0.0.1:1", "no Ray cluster is there .*Connection refused"),
     ],
 )  # fmt: skip
 def test_where_there_is_no_ray_one_line_says_so(
