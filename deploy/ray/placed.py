@@ -32,7 +32,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 COMMAND = (sys.executable, "-P", "-m", "quintet.deploy.ray.hosts")
-KNOCK_S, JOIN_S, END_S = 5.0, 60.0, 10.0
+KNOCK_S, JOIN_S, END_S = 5.0, 120.0, 10.0
 _IN_COMMON = (
     "nnodes", "pipeline_parallel_size", "tensor_parallel_size", "master_port", "load_format", "trust_remote_code", "log_level",
 )  # fmt: skip

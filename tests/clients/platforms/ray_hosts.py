@@ -34,6 +34,7 @@ from quintet.deploy.supervisor import run_dirs
 FOLDER = Path(os.environ["TMPDIR"])
 PROMPT = "def fibonacci(n):"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+DEADLINE_S = 150.0
 READY = re.compile(r"Quintet is ready: (\S+)")
 NODE = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
 
@@ -42,7 +43,7 @@ def open_stream(url: str, asked: dict[str, Any]) -> Any:
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
     )
-    return urllib.request.urlopen(request, timeout=120)
+    return urllib.request.urlopen(request, timeout=DEADLINE_S)
 
 
 def text_of(url: str) -> str:
@@ -66,9 +67,9 @@ def streamed(url: str, disturb: Callable[[], None]) -> str:
 
 
 def until(happened: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + DEADLINE_S
     while not happened():
-        assert time.monotonic() < deadline, f"{what} did not happen within 90 s"
+        assert time.monotonic() < deadline, f"{what} did not happen within {DEADLINE_S:g} s"
         time.sleep(0.1)
 
 
@@ -117,7 +118,7 @@ class Server:
 
     def refused(self) -> str:
         """Return what it says before it ends by itself."""
-        status = self.process.wait(90)
+        status = self.process.wait(DEADLINE_S)
         self.reader.join(10)
         assert status == 78, self.printed()
         return self.printed()
