@@ -123,7 +123,7 @@ class BuildKernels(build_ext):
         for name, (flags, sources) in sets.items():
             for pattern in sources:
                 for path in sorted((SOURCES / "kernels").glob(f"{pattern}.cpp")):
-                    less = () if best is None or name == EMULATED or (name, path) in best else ("-O1",)
+                    less = () if best is None or name == EMULATED or (name, path) in best else ("-Og",)
                     jobs += [
                         (path, Path(self.build_temp) / name, (*FLAGS, *less, *flags, f"-DQT_ISA={name}"))
                     ]
