@@ -90,13 +90,17 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
 
 
 def _layout_of(config: EngineConfig) -> dict[str, object]:
-    """Return how many ranks add up, and how their parts lie in a block: stages of a model in one group lie as one process's."""
+    """Return how many ranks add up, and how their parts lie in a block: each memory's of a stage, then those of the next.
+
+    Where a stage has one memory, stages lie as one process's do.
+    """
     executor = config.executor
+    memories = range(executor.num_kv_memories)
     return {
         "ranks": executor.tensor_parallel_size,
         "kv_memories": executor.num_kv_memories,
         "expert_parallel": executor.expert_parallel,
-        "places": [place for places in places_of_stages(config) for place in places],
+        "places": [place for places in places_of_stages(config) for _ in memories for place in places],
     }
 
 

@@ -177,3 +177,16 @@ def test_one_process_reads_what_stages_have_left(tmp_path: Path) -> None:
     one_process = msgspec.structs.replace(told[0], executor=executor)
     assert answer_of_one(one_process) == (tokens, in_blocks(one_process))
     assert answer(model, (2, 1, 1), kept)[1] == 0
+
+
+def test_ranks_of_stages_leave_nothing_to_those_of_one_stage(tmp_path: Path) -> None:
+    """As many ranks add up, and their parts of the same layers are a block, but in another order."""
+    model, disk = tmp_path / "model", tmp_path / "disk"
+    model.mkdir()
+    made(ROWS["llama"], model)
+
+    def kept(config: EngineConfig) -> EngineConfig:
+        return with_disk(config, disk, NUM_PLACES)
+
+    tokens, _ = answer(model, (2, 2, 1), kept)
+    assert answer(model, (2, 1, 1), kept) == (tokens, 0)
