@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import logging
 import os
 import re
@@ -189,6 +190,7 @@ def loaded() -> ctypes.CDLL:
 
 def last_words(act: Callable[[], None]) -> str:
     """Return what a child that does this, and aborts, writes to its standard error."""
+    gc.collect()  # who holds more memory than there is, be it unused KV of tests before, cannot be forked
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
