@@ -11,7 +11,7 @@ from bench.chaos.streams import crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
 from tests.chaos.test_ranks import RANK
-from tests.processes.server import serve, wait_until
+from tests.processes.server import Server, serve, wait_until
 from tests.processes.test_kv_disk import blocks
 
 NUM_STREAMS = 24
@@ -44,10 +44,11 @@ def test_killed_while_the_disk_is_written_and_read(size: int, stages: int, tmp_p
     for roles in LAST_RANKS if last else ROLES:
         with serve(*flags) as server:
 
+            def is_used(server: Server = server) -> bool:
+                return blocks(server, "stored") + blocks(server, "fetched") > 0
+
             async def disturb(roles: list[str] = roles) -> None:
-                await asyncio.to_thread(
-                    wait_until, lambda: blocks(server, "stored") > 0, "blocks are written"
-                )
+                await asyncio.to_thread(wait_until, is_used, "blocks are written or read")
                 for role in roles:
                     kill(server, role, index=last if role == RANK else 0)
                     await asyncio.sleep(rng.choice([0.05, 0.3]))

@@ -60,8 +60,11 @@ def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path)
     for roles in (["executor"], ["core"], ["core", "executor", "executor"]):
         with serve(*store) as one, serve(*store) as other:
 
+            def is_used(server: Server = one) -> bool:
+                return runs(server, "kept") + fetched(server) > 0
+
             async def disturb(roles: list[str] = roles) -> None:
-                await asyncio.to_thread(wait_until, lambda: runs(one, "kept") > 0, "runs are kept")
+                await asyncio.to_thread(wait_until, is_used, "runs are kept or found")
                 for role in roles:
                     kill(one, role)
                     kill(other, role)
