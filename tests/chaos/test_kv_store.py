@@ -50,6 +50,7 @@ def damage(folder: Path, rng: random.Random) -> None:
 def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path) -> None:
     if scheme == "local":
         pytest.importorskip("fsspec")
+        (tmp_path / "kv").mkdir()  # as a bucket, it is made by whoever owns it
     rng = random.Random(1)
     asked = long_crowd()
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
