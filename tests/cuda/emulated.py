@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,19 @@ class NothingWaits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
+@cache
+def _name_operations() -> None:
+    """Have torch make its objects of all operations, before several threads are in a mode.
+
+    What two threads first dispatch at once torch 2.13 makes twice: its dispatcher keeps a pointer to one object, its table
+    the other, so that the first is freed and then called.
+    """
+    for name in torch._C._dispatch_get_all_op_names():
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if name.startswith("aten::") and (found := getattr(aten, packet, None)) is not None:
+            getattr(found, overload or "default", None)
+
+
 class EmulatedDevice:
     """A small device of compute capability 9.0, on the CPU.
 
@@ -154,6 +168,8 @@ class EmulatedDevice:
         self.matrix_loads = (0, 0)
         """Of the last launch: matrices loaded by ``load_matrix_x4``, and accesses more for rows in the same banks."""
         self._shared: list[torch.Tensor] = []
+        if rank is not None:
+            _name_operations()
         self._modules = _Modules(sources, 0 if rank is None else rank + 1)
         self._held: list[EmulatedEvent] | None = None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from tests.cuda.emulated import EmulatedDevice, KernelError
@@ -255,3 +258,21 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
     ]:
         with pytest.raises(LaunchError, match=message):
             emulated.launch(kernel("race", "p"), grid, block, [out], shared_bytes)
+
+
+def test_ranks_that_replay_at_once_find_operations_that_torch_has_named() -> None:
+    """Two threads in a mode that first dispatch one at once would name it twice, and call an object that is gone."""
+    alone = """
+import torch
+from tests.cuda.emulated import EmulatedDevice
+
+def is_named():
+    return "int" in vars(torch.ops.aten.unflatten)
+
+assert not is_named()
+EmulatedDevice()
+assert not is_named()
+EmulatedDevice(rank=0)
+assert is_named()
+"""
+    subprocess.run([sys.executable, "-c", alone], check=True)
