@@ -87,6 +87,18 @@ QT_INLINE f32v flushed(f32v value) {
   return as_float((bits & 0x7F800000) == 0 ? bits & all(std::int32_t(0x80000000)) : bits);
 }
 
+// a * b + c, rounded once. simd.hpp's is not where the processor has no such instruction; the C library's is everywhere.
+QT_INLINE f32v fused(f32v a, f32v b, f32v c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return fma(a, b, c);
+#else
+  for (int i = 0; i < kLanes; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#endif
+}
+
+static_assert(kDotBias == 0, "multiply_bytes takes dot_bytes as it is");
+
 class Amx {
  public:
   void configure(const AmxShapes& shapes) {
@@ -134,8 +146,8 @@ class Amx {
         const f32v first = flushed(as_float(both << 16));
         const f32v second = flushed(as_float(both & all(std::int32_t(0xFFFF0000))));
         for (index_t v = 0; v < vectors; ++v) {
-          even[v] = flushed(fma(first, low[p][v], even[v]));
-          odd[v] = flushed(fma(second, high[p][v], odd[v]));
+          even[v] = flushed(fused(first, low[p][v], even[v]));
+          odd[v] = flushed(fused(second, high[p][v], odd[v]));
         }
       }
       for (index_t v = 0; v < vectors; ++v) {

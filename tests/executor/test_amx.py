@@ -1,7 +1,7 @@
 """The matrix unit (csrc/cpu/amx.hpp): its arithmetic in plain C++ against sums written here, and the kernels that use it.
 
-What the processor does is compared with the plain C++ wherever there is such a processor: operation by operation, and linear
-layers whole.
+The plain C++ is compared with the sums on every processor, compiled for what each of its kind has. What the unit does is compared
+with it wherever there is such a processor: operation by operation, and linear layers whole.
 """
 
 from __future__ import annotations
@@ -33,7 +33,13 @@ AVX512 = (
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
     *("-mavx512vnni", "-mavx512bf16"),
 )
-UNITS = {"amx_emulated": ("-DQT_AMX_EMULATED",), "amx": ("-mamx-tile", "-mamx-bf16", "-mamx-int8")}
+UNITS = ("amx_emulated", "amx")
+FLAGS = {
+    "plain": ("-DQT_AMX_EMULATED",),
+    "amx_emulated": (*AVX512, "-DQT_AMX_EMULATED"),
+    "amx": (*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+}
+"""Plain: the body that is C++ alone, by what every processor of its kind has."""
 LEAST = np.float32(2.0**-126)
 """The smallest normal number."""
 
@@ -46,6 +52,7 @@ def flags_of_processor() -> set[str]:
 
 
 HAS = {
+    "plain": True,
     "amx_emulated": platform.machine() == "x86_64" and {"avx512_bf16", "avx512_vnni"} <= flags_of_processor(),
     "amx": {"amx_bf16", "amx_int8"} <= flags_of_processor(),
 }
@@ -53,14 +60,14 @@ HAS = {
 
 def compiled(built: Path, name: str, *sources: Path) -> Path:
     """Compile sources for a unit into a library."""
-    flags = ("-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *AVX512, *UNITS[name])
+    flags = ("-std=c++20", "-O1", "-ffp-contract=off", "-shared", "-fPIC", *FLAGS[name])
     warnings = ("-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe-uninitialized")
     command = ["g++", *flags, *warnings, f"-DQT_ISA={name}", f"-I{ROOT / 'csrc/cpu'}"]
     subprocess.run([*command, *map(str, sources), "-o", str(built)], check=True)
     return built
 
 
-@pytest.fixture(scope="module", params=list(UNITS))
+@pytest.fixture(scope="module", params=list(FLAGS))
 def unit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The operations of a unit, compiled; skipped where the processor cannot run them."""
     name: str = request.param
@@ -245,8 +252,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(built, "amx_emulated", SOURCE.with_name("faulty.cpp"), ROOT / "csrc/cpu/dispatch.cpp")
 
 
-def test_wrong_products_are_told_from_right_ones(faulty: Path) -> None:
-    library = ctypes.CDLL(str(faulty))
+def test_wrong_products_are_told_from_right_ones(tmp_path: Path) -> None:
+    library = ctypes.CDLL(str(compiled(tmp_path / "faulty.so", "plain", SOURCE.with_name("faulty.cpp"))))
     for function in library.digest, library.right:
         function.restype = ctypes.c_uint64
     digests = [library.digest(fault) for fault in range(library.num_faults())]
@@ -392,7 +399,7 @@ def test_integers_have_the_same_bits_without_the_unit(
     libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
 ) -> None:
     expected = outputs(libraries["avx512_bf16"], form, group, eight)
-    for name in libraries.keys() & UNITS.keys():
+    for name in libraries.keys() & set(UNITS):
         results = outputs(libraries[name], form, group, eight)
         assert all(torch.equal(*pair) for pair in zip(expected, results, strict=True)), name
 
@@ -434,7 +441,7 @@ def test_bf16_is_multiplied_step_by_step(libraries: dict[str, ctypes.CDLL], dept
         total = sums if total is None else total + sums
     assert total is not None
     expected = torch.from_numpy(total).to(torch.bfloat16)
-    for name in libraries.keys() & UNITS.keys():
+    for name in libraries.keys() & set(UNITS):
         got = pack(libraries[name], weight, WeightFormat.BF16).linear(x)
         assert torch.equal(got.view(torch.int16), expected.view(torch.int16)), name
 
@@ -444,7 +451,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
     libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
 ) -> None:
     """From 1 to 200, among others, in whole tiles and parts of them, on one to three threads and on more than there are tiles."""
-    for name in libraries.keys() & UNITS.keys():
+    for name in libraries.keys() & set(UNITS):
         library = libraries[name]
         packed = pack(library, noise(70, 288), form, group)
         x = noise(200, 288, seed=1)
@@ -459,7 +466,7 @@ def test_a_row_has_the_same_bits_at_every_number_of_rows(
 
 def test_rows_of_x_may_lie_anywhere(libraries: dict[str, ctypes.CDLL]) -> None:
     """Apart, and at odd addresses; what lies between and behind them is not read."""
-    for name in libraries.keys() & UNITS.keys():
+    for name in libraries.keys() & set(UNITS):
         packed = pack(libraries[name], noise(40, 70), WeightFormat.BF16)
         around = torch.full((40, 101), float("nan"), dtype=torch.bfloat16)
         around[:, 3:73] = noise(40, 70, seed=1)
