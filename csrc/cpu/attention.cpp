@@ -36,7 +36,7 @@ class KvWriteOp final : public Op {
     const KvWriteKernels& kernels = QT_CHOOSE(kv_write);
     const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.write_bytes
                             : call.kv.dtype == Dtype::int4 ? kernels.write_fours
-                            : call.kv.dtype == kFp8  ? kernels.write_eighths
+                            : call.kv.dtype == Dtype::fp8  ? kernels.write_eighths
                                                            : kernels.write;
     run_ = of_format[call.layer.dtype];
   }
@@ -80,10 +80,10 @@ void check(const AttentionLayer& layer) {
              (long long)layer.heads, (long long)layer.kv_heads);
   QT_REQUIRE(layer.dtype >= 0 && layer.dtype <= int(Dtype::fp32) &&
                  (layer.kv_dtype == layer.dtype || layer.kv_dtype == int(Dtype::int8) || layer.kv_dtype == int(Dtype::int4) ||
-                  layer.kv_dtype == int(kFp8)),
+                  layer.kv_dtype == int(Dtype::fp8)),
              "activations of format %d, a cache of %d", layer.dtype, layer.kv_dtype);
   QT_REQUIRE(layer.key_scale > 0.0f && layer.value_scale > 0.0f &&
-                 (layer.kv_dtype == int(kFp8) || (layer.key_scale == 1.0f && layer.value_scale == 1.0f)),
+                 (layer.kv_dtype == int(Dtype::fp8) || (layer.key_scale == 1.0f && layer.value_scale == 1.0f)),
              "scales of keys and values %g and %g for a cache of format %d", double(layer.key_scale), double(layer.value_scale),
              layer.kv_dtype);
   QT_REQUIRE(layer.window >= 0 && layer.chunk >= 0 && (layer.window == 0 || layer.chunk == 0), "window %lld, chunk %lld",

@@ -26,8 +26,6 @@
 
 namespace qt {
 
-inline constexpr Dtype kFp8{5};  // e4m3: a cache's alone
-
 inline constexpr index_t kTileKeys = 16;
 inline constexpr index_t kChunkKeys = 128;      // keys of one turn of the online softmax
 inline constexpr index_t kPartitionKeys = 512;  // keys that are reduced apart from others, then merged in order

@@ -81,7 +81,7 @@ AttentionKernel kernel_of(const AttentionCall& call) {
   return QT_CHOOSE_ONE(attention, [&](const AttentionKernels& kernels) -> const AttentionKernel& {
     const auto& of_format = call.kv.dtype == Dtype::int8   ? kernels.attend_bytes
                             : call.kv.dtype == Dtype::int4 ? kernels.attend_fours
-                            : call.kv.dtype == kFp8        ? kernels.attend_eighths
+                            : call.kv.dtype == Dtype::fp8  ? kernels.attend_eighths
                                                            : kernels.attend;
     return of_format[call.layer.dtype];
   });

@@ -311,6 +311,6 @@ QT_EXPORT void qt_program_experts_of_ranks(qt::Program* program, qt::Ranks* rank
   QT_REQUIRE(experts->row_bytes() <= ranks->shape().experts_row_bytes && max_tokens <= ranks->shape().max_tokens,
              "%lld bytes of each of %lld tokens", (long long)experts->row_bytes(), (long long)max_tokens);
   qt::append_parts(program, experts, max_tokens, 0, Experts::kCombine);
-  qt::append_meeting(program, ranks, false);
+  qt::append_meeting(program, ranks, qt::Extent::tokens);
   qt::append_parts(program, experts, max_tokens, Experts::kCombine, Experts::kParts);
 }

@@ -25,6 +25,7 @@
 #pragma once
 
 #include "dispatch.hpp"
+#include "weight_formats.hpp"
 #include "work.hpp"
 
 namespace qt {
@@ -35,28 +36,6 @@ inline constexpr index_t kWholeDepth = 0;  // a weight's `group`: one scale for 
 inline constexpr index_t kMostLeaves = 8;
 inline constexpr index_t kTreeHeight = 4;  // places for sums of leaves that are not added yet, at most: log2(kMostLeaves) + 1
 static_assert(1 << (kTreeHeight - 1) == kMostLeaves);
-
-// How integers are stored: so many bits each. table: 4, which choose one of 16 bytes.
-enum class Codes : int { eight, four, table, six, five, three, two };
-
-// What a block's head has for each of 64 columns, and so what a group's scale and minimum are.
-enum class Scales : int {
-  column,         // nothing: the weight has no groups
-  half,           // fp16 scale
-  half_zero,      // fp16 scale, then uint8 zero
-  half_minimum,   // fp16 scale, then fp16 minimum
-  bytes,          // fp16 d; int8 s of each group: d s
-  bytes_minimum,  // fp16 d, then fp16 e; of each group uint8 s, then uint8 m: d s, and minimum -e m
-  nibbles,        // the same, s in the low half of a byte and m in the high one
-  exponent,       // a power of two: uint8, 127 for 1
-  eighth,         // fp8, e4m3
-  single,         // fp32 scale
-  single_zero,    // fp32 scale, then fp32 zero, which need not be an integer
-  single_shift,   // no format's own: fp32 scale and shift of each group (linear_scales.hpp)
-};
-
-// What codes stand for. All but integers are multiplied as floating-point numbers, scaled first.
-enum class Values : int { integer, fp8, nf4, fp4 };
 
 // k that are unpacked together, and the bytes of a tile that they are.
 struct CodeStep {
@@ -188,9 +167,6 @@ struct PackCall {
   float* out;  // of `read`: [count][depth], rows `out_stride` apart
   index_t out_stride;
 };
-
-// What the numbers of a checkpoint are that the packed form does not hold; see qt_weight_fill_codes.
-enum class Problem : std::uint32_t { code = 1, scale = 2 };
 
 // The same columns from integers and what they are multiplied with. `codes.source` are bytes. Work over the weight's tiles.
 struct CodesCall {

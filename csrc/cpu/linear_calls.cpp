@@ -81,11 +81,11 @@ struct Linear {
 // One of a linear layer's two works: `prepare` rewrites x, `multiply` follows it.
 class LinearOp final : public Op {
  public:
-  LinearOp(std::shared_ptr<Linear> linear, const Program* program, index_t max_rows, bool outputs_only,
+  LinearOp(std::shared_ptr<Linear> linear, const Program* program, index_t max_rows, Extent extent,
            Work (Linear::*work)() const)
-      : linear_(std::move(linear)), program_(program), max_rows_(max_rows), outputs_only_(outputs_only), work_(work) {}
+      : linear_(std::move(linear)), program_(program), max_rows_(max_rows), extent_(extent), work_(work) {}
   Work prepare(const Step& step, index_t threads) override {
-    linear_->describe(outputs_only_ ? step.num_outputs : step.num_tokens, threads);
+    linear_->describe(rows_in(step, extent_), threads);
     linear_->place(program_->scratch(), program_->scratch() + linear_->prepared_bytes(max_rows_));
     return (linear_.get()->*work_)();
   }
@@ -94,7 +94,7 @@ class LinearOp final : public Op {
   std::shared_ptr<Linear> linear_;
   const Program* program_;
   index_t max_rows_;
-  bool outputs_only_;
+  Extent extent_;
   Work (Linear::*work_)() const;
 };
 
@@ -110,12 +110,12 @@ class PackedEmbeddingOp final : public Op {
   PackedEmbeddingCall call_;
 };
 
-void append_linear(Program* program, const LinearCall& call, index_t max_rows, int extent) {
+void append_linear(Program* program, const LinearCall& call, index_t max_rows, Extent extent) {
   auto linear = std::make_shared<Linear>(call);
   program->reserve(linear->prepared_bytes(max_rows) + linear->sliced_bytes(max_rows));
   for (const auto work : {&Linear::prepare, &Linear::multiply})
     if (work == &Linear::multiply || max_rows >= linear->preparation.from_rows)
-      program->append(std::make_unique<LinearOp>(linear, program, max_rows, extent != 0, work));
+      program->append(std::make_unique<LinearOp>(linear, program, max_rows, extent, work));
 }
 
 }  // namespace
@@ -139,7 +139,7 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
   std::free(scratch);
 }
 
-// Appends the same for the step's tokens (extent 0) or its output rows (extent 1), at most max_rows of them.
+// Appends the same for rows of the step (extent: an Extent), at most max_rows of them.
 QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                  index_t max_rows, int dtype, const void* bias, const void* residual, void* y,
                                  index_t y_stride, int activation, int int8_activations, int extent) {
@@ -148,7 +148,7 @@ QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight,
              (long long)weight->whole_depth, (long long)weight->columns);
   qt::append_linear(
       program, qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations),
-      max_rows, extent);
+      max_rows, qt::Extent(extent));
 }
 
 // Appends x · Wᵀ of the step's tokens as the fp32 sums that they are: a rank's part of them (ranks.hpp). The weight is not paired.
@@ -159,7 +159,7 @@ QT_EXPORT void qt_program_linear_sums(qt::Program* program, const qt::Weight* we
              (long long)weight->whole_depth, (long long)weight->columns);
   qt::LinearCall call = qt::linear_call(weight, x, x_stride, dtype, nullptr, nullptr, y, y_stride, 0, int8_activations);
   call.y_dtype = qt::Dtype::fp32;
-  qt::append_linear(program, call, max_rows, 0);
+  qt::append_linear(program, call, max_rows, qt::Extent::tokens);
 }
 
 // Appends y[token] = the weight's column token_ids[token]: what a model with tied embeddings starts with. The weight is

@@ -10,7 +10,7 @@ namespace qt {
 inline index_t plane_bytes(Dtype dtype, index_t dim) {
   if (dtype == Dtype::int4)
     return kTileKeys * dim / 2 + (dim + kFourGroup - 1) / kFourGroup * kTileKeys * 2 * index_t(sizeof(std::uint16_t));
-  return kTileKeys * dim * (dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 || dtype == kFp8 ? 1 : 2);
+  return kTileKeys * dim * (dtype == Dtype::fp32 ? 4 : dtype == Dtype::int8 || dtype == Dtype::fp8 ? 1 : 2);
 }
 
 inline bool takes(Dtype kv_dtype, index_t kv_heads, index_t key_width, index_t value_width, index_t block_size,

@@ -1,7 +1,7 @@
 // The C ABI of the pointwise operations: one call each, or as operations of a program. See pointwise.hpp for rows,
 // formats and strides (in elements), kernels/pointwise.cpp for what is rounded where.
 //
-// In a program `extent` says how many rows an operation has: 0 the step's tokens, 1 its outputs.
+// In a program `extent` says how many rows an operation has: an Extent.
 #include "pointwise.hpp"
 
 #include <cstring>
@@ -29,24 +29,26 @@ void run_once(const PointwiseCall& call, Run run, index_t rows) {
 
 class PointwiseOp final : public Op {
  public:
-  PointwiseOp(const PointwiseCall& call, Run run, int extent) : call_(call), run_(run), extent_(extent) {}
+  PointwiseOp(const PointwiseCall& call, Run run, Extent extent) : call_(call), run_(run), extent_(extent) {}
 
   Work prepare(const Step& step, index_t) override {
     call_.ids = step.token_ids;
     call_.positions = step.positions;
-    return work_of(call_, run_, extent_ ? step.num_outputs : step.num_tokens);
+    return work_of(call_, run_, rows_in(step, extent_));
   }
 
  private:
   PointwiseCall call_;
   Run run_;
-  int extent_;
+  Extent extent_;
 };
 
+bool is_extent(int extent) { return extent == int(Extent::tokens) || extent == int(Extent::outputs); }
+
 void append(Program* program, const PointwiseCall& call, Run run, int extent) {
-  QT_REQUIRE(run && call.width > 0 && call.groups > 0 && call.y_stride >= call.width * call.groups && (extent == 0 || extent == 1),
+  QT_REQUIRE(run && call.width > 0 && call.groups > 0 && call.y_stride >= call.width * call.groups && is_extent(extent),
              "rows of %lld, %lld apart, extent %d", (long long)call.width, (long long)call.y_stride, extent);
-  program->append(std::make_unique<PointwiseOp>(call, run, extent));
+  program->append(std::make_unique<PointwiseOp>(call, run, Extent(extent)));
 }
 
 // Rows of x by number, bytes copied as they are.
@@ -111,13 +113,13 @@ struct ColumnsCall {
 template <class Bits>
 class TakeColumns final : public Op {
  public:
-  TakeColumns(const ColumnsCall<Bits>& call, int extent) : call_(call), extent_(extent) {}
+  TakeColumns(const ColumnsCall<Bits>& call, Extent extent) : call_(call), extent_(extent) {}
 
-  Work prepare(const Step& step, index_t) override { return call_.work(extent_ ? step.num_outputs : step.num_tokens); }
+  Work prepare(const Step& step, index_t) override { return call_.work(rows_in(step, extent_)); }
 
  private:
   ColumnsCall<Bits> call_;
-  int extent_;
+  Extent extent_;
 };
 
 template <class Bits>
@@ -128,7 +130,7 @@ ColumnsCall<Bits> columns_call(const void* x, index_t x_stride, index_t width, c
 
 template <class Bits>
 void append_columns(Program* program, const ColumnsCall<Bits>& call, int extent) {
-  program->append(std::make_unique<TakeColumns<Bits>>(call, extent));
+  program->append(std::make_unique<TakeColumns<Bits>>(call, Extent(extent)));
 }
 
 template <class Bits>

@@ -58,6 +58,14 @@ struct Step {
   std::int64_t* marks;              // when the program's marks were passed, in ns of the monotonic clock; or null
 };
 
+// Which rows an operation of a program has: the step's tokens, or those of them whose logits are wanted.
+enum class Extent : int { tokens = 0, outputs = 1 };
+
+// How many these are. Inlined everywhere: kernels of several instruction sets include it.
+static inline __attribute__((always_inline)) index_t rows_in(const Step& step, Extent extent) {
+  return extent == Extent::outputs ? step.num_outputs : step.num_tokens;
+}
+
 class Op {
  public:
   virtual ~Op() = default;

@@ -13,9 +13,9 @@ constexpr index_t kAddCost = 4;  // of a number of one rank, in multiplications
 // One piece: a thread that waits for other processes holds up nobody of its own, for all wait for this work.
 class Meet final : public Op {
  public:
-  Meet(Ranks* ranks, bool of_outputs, const Left& left) : ranks_(ranks), of_outputs_(of_outputs), left_(left) {}
+  Meet(Ranks* ranks, Extent extent, const Left& left) : ranks_(ranks), extent_(extent), left_(left) {}
   Work prepare(const Step& step, index_t) override {
-    left_.rows = of_outputs_ ? step.num_outputs : step.num_tokens;
+    left_.rows = rows_in(step, extent_);
     return {.count = left_.rows > 0, .run = run, .call = this};
   }
 
@@ -26,7 +26,7 @@ class Meet final : public Op {
   }
 
   Ranks* ranks_;
-  bool of_outputs_;
+  Extent extent_;
   Left left_;
 };
 
@@ -48,8 +48,8 @@ class AddSums final : public Op {
 
 }  // namespace
 
-void append_meeting(Program* program, Ranks* ranks, bool of_outputs, const Left& left) {
-  program->append(std::make_unique<Meet>(ranks, of_outputs, left));
+void append_meeting(Program* program, Ranks* ranks, Extent extent, const Left& left) {
+  program->append(std::make_unique<Meet>(ranks, extent, left));
 }
 
 }  // namespace qt
@@ -74,7 +74,7 @@ QT_EXPORT void qt_program_meet(qt::Program* program, qt::Ranks* ranks, int exten
                                index_t stride, int for_first) {
   QT_REQUIRE(row_bytes >= 0 && stride >= row_bytes, "rows of %lld bytes, %lld apart", (long long)row_bytes, (long long)stride);
   const index_t offset = row_bytes > 0 ? ranks->offset_of(left) : 0;
-  qt::append_meeting(program, ranks, extent != 0,
+  qt::append_meeting(program, ranks, qt::Extent(extent),
                      {.offset = offset, .row_bytes = row_bytes, .stride = stride, .rows = 0, .for_first = for_first});
 }
 

@@ -174,7 +174,7 @@ class Ranks {
   float* partials_;
 };
 
-// Appends: wait until every rank is here. of_outputs: in steps that have some, or in all. left: but for how many rows.
-void append_meeting(Program* program, Ranks* ranks, bool of_outputs, const Left& left = {});
+// Appends: wait until every rank is here, in steps that have such rows. left: but for how many rows.
+void append_meeting(Program* program, Ranks* ranks, Extent extent, const Left& left = {});
 
 }  // namespace qt

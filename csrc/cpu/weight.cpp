@@ -11,43 +11,6 @@
 namespace qt {
 namespace {
 
-// The integers among the format codes of the C functions, from 3 on. group 0: as asked for, and blocks are groups.
-struct Form {
-  Codes codes;
-  Scales scales;
-  index_t group, block;
-  const std::int8_t* table = nullptr;
-  Values values = Values::integer;
-};
-// ggml's for IQ4; fp4 (OCP Microscaling Formats, 2023, section 5.3.3), doubled.
-constexpr std::int8_t kUneven[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-constexpr std::int8_t kE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
-constexpr int kFirstForm = int(Dtype::int8);
-constexpr Form kForms[] = {
-    {Codes::eight, Scales::half, 0, 0},               // int8
-    {Codes::four, Scales::half, 0, 0},                // int4
-    {Codes::four, Scales::half_zero, 0, 0},           // the same with zero points
-    {Codes::eight, Scales::half_zero, 0, 0},
-    {Codes::four, Scales::half_minimum, 32, 32},      // Q4_1
-    {Codes::five, Scales::half, 32, 32},              // Q5_0
-    {Codes::five, Scales::half_minimum, 32, 32},      // Q5_1
-    {Codes::two, Scales::nibbles, 16, 256},           // Q2_K
-    {Codes::three, Scales::bytes, 16, 256},           // Q3_K
-    {Codes::four, Scales::bytes_minimum, 32, 256},    // Q4_K
-    {Codes::five, Scales::bytes_minimum, 32, 256},    // Q5_K
-    {Codes::six, Scales::bytes, 16, 256},             // Q6_K
-    {Codes::table, Scales::half, 32, 32, kUneven},    // IQ4_NL
-    {Codes::table, Scales::bytes, 32, 256, kUneven},  // IQ4_XS
-    {Codes::table, Scales::exponent, 32, 32, kE2M1},  // MXFP4
-    {Codes::table, Scales::eighth, 16, 16, kE2M1},    // NVFP4
-    {Codes::eight, Scales::single, 0, 0, nullptr, Values::fp8},
-    {Codes::four, Scales::single, 0, 0, nullptr, Values::nf4},
-    {Codes::four, Scales::single, 0, 0, nullptr, Values::fp4},
-    {Codes::four, Scales::single, 0, 0},  // int4 and int8 again, with all of fp32
-    {Codes::eight, Scales::single, 0, 0},
-    {Codes::four, Scales::single_zero, 0, 0},
-    {Codes::eight, Scales::single_zero, 0, 0},
-};
 constexpr int kFormCount = int(sizeof kForms / sizeof kForms[0]);
 constexpr bool is_counted_by_shifts(const Form& form) {
   return std::has_single_bit(std::size_t(step_of(form.codes).k)) && (form.block == 0 || std::has_single_bit(std::size_t(form.block)));

@@ -9,8 +9,8 @@ using index_t = std::int64_t;
 
 namespace qt {
 
-// The number formats of activations, weights and KV.
-enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4 };
+// The number formats of activations, weights and KV. fp8 is e4m3, and a cache's alone.
+enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4, fp8 = 5 };
 
 // Named alike in `quintet.executor.ops.activation`. The result of a gated layer is the function of a gate times the up beside it.
 // relu2: the square of relu; quick_gelu: x sigmoid(1.702 x). Of gated layers alone: clamped_swiglu is g / (1 + e^-ag) (u + 1)

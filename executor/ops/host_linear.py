@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from enum import IntEnum
+from enum import IntEnum, IntFlag
 from functools import cache
 from typing import Any
 
@@ -21,7 +21,7 @@ _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class WeightFormat(IntEnum):
-    """How a packed weight stores its numbers; the codes of csrc/cpu/weight.cpp."""
+    """How a packed weight stores its numbers; the codes of csrc/cpu/weight_formats.hpp."""
 
     BF16 = 0
     FP16 = 1
@@ -129,6 +129,15 @@ _BLOCKS = {
     WeightFormat.MXFP4: (32, 17),
 }
 """Q8_0 is int8 and Q4_0 int4, in groups of 32."""
+
+
+class CodesProblem(IntFlag):
+    """What `LinearLibrary.weight_fill_codes` found; ``qt::Problem``."""
+
+    CODE = 1
+    """A code that the format does not have."""
+    SCALE = 2
+    """A scale or a zero point that the packed form does not hold."""
 
 
 class LinearLibrary:

@@ -18,6 +18,7 @@ MIRRORED = (
     "ranks.hpp",
     "sampling.hpp",
     "states.hpp",
+    "weight_formats.hpp",
     "work.hpp",
 )
 """Headers whose structs and enumerations Python lays out by hand, or passes by number."""

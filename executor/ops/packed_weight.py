@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat
+from quintet.executor.ops.host_dtypes import FLOAT_CODES, FLOAT_DTYPES
+from quintet.executor.ops.host_linear import CodesProblem, LinearLibrary, WeightFormat
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.linear import GatedActivation
 
@@ -160,13 +160,13 @@ class PackedWeight:
             *((None, 0) if zeros is None else (zeros.data_ptr(), zeros.stride(0))),
             *(first_column, count),
         )
-        if problems & 1:
+        if problems & CodesProblem.CODE:
             raise PackedWeightError(
                 "codes of a 4-bit weight are 0 to 15, or as int8 -8 to 7, and no fp8 is NaN; there are others"
             )
-        if problems & 2 and self.format.has_singles:
+        if problems & CodesProblem.SCALE and self.format.has_singles:
             raise PackedWeightError("some scales or zero points are not finite")
-        if problems & 2:
+        if problems & CodesProblem.SCALE:
             raise PackedWeightError(
                 f"scales are {scales.dtype}, and some are not finite, or not an fp16 number times a power of two of their "
                 "column: round them to float16 first"
@@ -209,9 +209,9 @@ class PackedWeight:
             *(scales.data_ptr(), int(WeightFormat.INT8), scales.stride(0), group),
             *(None if factors is None else factors.data_ptr(), None, 0, first_column, count),
         )
-        if problems & 1:
+        if problems & CodesProblem.CODE:
             raise PackedWeightError("codes of fp4 numbers are 0 to 15; there are others")
-        if problems & 2:
+        if problems & CodesProblem.SCALE:
             raise PackedWeightError("a scale or a factor of fp4 numbers is not a number")
 
     def fill_blocks(self, blocks: torch.Tensor, first_column: int = 0) -> None:
@@ -294,7 +294,7 @@ class PackedWeight:
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation, int8_activations: bool
     ) -> None:
         """Raise `PackedWeightError` unless this weight can be multiplied so."""
-        own = {0: torch.bfloat16, 1: torch.float16, 2: torch.float32}.get(int(self.format))
+        own = FLOAT_DTYPES.get(int(self.format))
         if x.dim() != 2 or x.shape[1] != self.depth or x.dtype not in ([own] if own else FLOAT_CODES):
             expected = own or "bfloat16, float16 or float32"
             raise PackedWeightError(f"x is {x.dtype}{list(x.shape)}; expected {expected}[rows, {self.depth}]")

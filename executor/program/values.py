@@ -10,7 +10,7 @@ import torch
 
 
 class Extent(IntEnum):
-    """What the rows of a value are."""
+    """What the rows of a value are; ``qt::Extent``."""
 
     TOKENS = 0
     """Every token of the step."""

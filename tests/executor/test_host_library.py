@@ -20,6 +20,7 @@ import pytest
 from quintet.executor.ops import host_library
 from quintet.executor.ops.host_attention import CAttention
 from quintet.executor.ops.host_library import SOURCES, check_layout, check_library, open_library
+from quintet.executor.ops.host_linear import WeightFormat
 from quintet.executor.program.library import program_library
 from quintet.executor.program.step import CRotation, CStep, KvPlace
 from quintet.executor.sampling.settings import RECORD
@@ -64,6 +65,10 @@ def test_headers_can_be_read_together(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+Q5_0 = "    {Codes::five, Scales::half, 32, 32},                         // Q5_0\n"
+Q5_1 = "    {Codes::five, Scales::half_minimum, 32, 32},                 // Q5_1\n"
+
+
 @pytest.fixture
 def sources(tmp_path: Path) -> Path:
     """A copy of the sources that the library was built from."""
@@ -86,6 +91,12 @@ def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.Lo
         ("sampling.hpp", "double top_p; ", "float top_p, more; "),
         ("states.hpp", "index_t stride = 0;", "std::int32_t stride = 0;"),
         ("work.hpp", "fp16 = 1, fp32 = 2", "fp32 = 1, fp16 = 2"),
+        ("work.hpp", "silu = 1, gelu_tanh = 2", "gelu_tanh = 1, silu = 2"),
+        ("experts.hpp", "softmax = 0, sigmoid = 1", "sigmoid = 0, softmax = 1"),
+        ("ranks.hpp", "progress = 0, chores = 1", "chores = 0, progress = 1"),
+        ("program.hpp", "tokens = 0, outputs = 1", "outputs = 0, tokens = 1"),
+        ("weight_formats.hpp", "code = 1, scale = 2", "scale = 1, code = 2"),
+        ("weight_formats.hpp", Q5_0 + Q5_1, Q5_1 + Q5_0),
         ("pool.cpp", "int qt_threads()", "int qt_num_threads()"),
     ],
 )
@@ -140,6 +151,13 @@ def test_a_steps_fields_are_laid_out_in_the_same_order() -> None:
     assert fields_of("program.hpp", "Rotation") == [name for name, _ in CRotation._fields_]
     assert fields_of("attention.hpp", "AttentionLayer") == [name for name, _ in CAttention._fields_]
     assert fields_of("sampling.hpp", "DrawSettings") == list(RECORD.names or ())
+
+
+def test_formats_of_weights_are_listed_in_the_same_order() -> None:
+    listed = re.findall(
+        r"^    \{Codes::.*\},? +// (\w+)$", (SOURCES / "weight_formats.hpp").read_text(), re.M
+    )
+    assert listed == [each.name for each in WeightFormat if not each.is_float]
 
 
 @pytest.mark.parametrize(
