@@ -23,7 +23,7 @@ from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.rope import Rope
 from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
 from quintet.executor.memory import lazy_zeros, to_device
-from quintet.executor.ops.activation import activate, xielu
+from quintet.executor.ops.activation import activate, clipped, xielu
 from quintet.executor.ops.causal_conv import causal_conv
 from quintet.executor.ops.delta_rule import delta_rule
 from quintet.executor.ops.head_scan import head_scan
@@ -154,7 +154,7 @@ class EagerPass:
     def clip(self, x: torch.Tensor, bound: float) -> torch.Tensor:
         """See `ForwardPass`."""
         self.num_done += 1
-        return x.clamp(-bound, bound)
+        return clipped(x, -bound, bound)
 
     def of_stage_before(self, width: int) -> torch.Tensor:
         """See `ForwardPass`."""

@@ -97,13 +97,21 @@ class TransformersModel:
         return logits[0]
 
     def whole_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits of one sequence by transformers' own attention, ``[num_tokens, vocab_size]``."""
+        """Return the logits of one sequence by transformers' own attention, ``[num_tokens, vocab_size]``.
+
+        Raises `NotServed` where transformers cannot compute them.
+        """
         try:
-            return self._whole_logits(token_ids, "eager")
-        except KeyError as error:
-            if "eager" not in str(error):
-                raise
-        return self._whole_logits(token_ids, "sdpa")  # whoever has no attention of its own but looks all up
+            try:
+                return self._whole_logits(token_ids, "eager")
+            except KeyError as error:
+                if "eager" not in str(error):
+                    raise
+            return self._whole_logits(
+                token_ids, "sdpa"
+            )  # whoever has no attention of its own but looks all up
+        except Exception as error:
+            raise NotServed(_said(error)) from error
 
     def _whole_logits(self, token_ids: torch.Tensor, attention: str) -> torch.Tensor:
         self._model.set_attn_implementation(attention)
@@ -126,7 +134,7 @@ class TransformersModel:
 
 
 def _said(error: Exception) -> str:
-    """Return what an error of the first pass means."""
+    """Return what an error of the model's own code means."""
     text = " ".join(str(error).split())
     if PREFIX in text:
         return NO_INTERFACE

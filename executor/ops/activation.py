@@ -42,6 +42,12 @@ def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
             assert_never(kind)
 
 
+def clipped(x: torch.Tensor, least: float, most: float) -> torch.Tensor:
+    """Return every number within these bounds, which ``x``'s dtype need not hold, as torch asks of its own."""
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return wide.clamp(least, most).to(x.dtype)
+
+
 def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """Return xIELU of every number, in fp32, rounded once to the dtype of ``x``.
 

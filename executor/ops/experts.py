@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from quintet.executor.cards.routing import Routing, Scoring
-from quintet.executor.ops.activation import activate
+from quintet.executor.ops.activation import activate, clipped
 from quintet.executor.ops.linear import GatedActivation
 
 
@@ -81,7 +82,7 @@ def gated(y: torch.Tensor, gate: Gate) -> torch.Tensor:
     """Return the gates' activation times the ups of ``y [..., 2 width]``: ``[..., width]``."""
     gates, ups = y.chunk(2, dim=-1)
     if gate.activation is GatedActivation.CLAMPED_SWIGLU:
-        gates, ups = gates.clamp(max=gate.limit), ups.clamp(-gate.limit, gate.limit)
+        gates, ups = clipped(gates, -math.inf, gate.limit), clipped(ups, -gate.limit, gate.limit)
         return gates * torch.sigmoid(gates * gate.factor) * (ups + 1)
     return activate(gates, gate.activation.kind) * ups
 

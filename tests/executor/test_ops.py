@@ -15,6 +15,8 @@ from quintet.executor.batch import BatchBuilder, Rows
 from quintet.executor.cards.spec import Temperature
 from quintet.executor.layers.attention import AttentionLayer, Sight
 from quintet.executor.memory import lazy_zeros
+from quintet.executor.ops.activation import clipped
+from quintet.executor.ops.experts import Gate, gated
 from quintet.executor.ops.linear import GatedActivation, linear
 from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
 from quintet.executor.ops.rms_norm import rms_norm
@@ -80,6 +82,18 @@ def test_rope_rotates_neighbours_where_they_are_pairs(first: int) -> None:
     torch.testing.assert_close(out[..., first : first + 6], torch.view_as_real(pairs).flatten(-2))
     assert torch.equal(out[..., :first], x[..., :first])
     assert torch.equal(out[..., first + 6 :], x[..., first + 6 :])
+
+
+def test_bounds_need_not_be_numbers_of_the_dtype() -> None:
+    """Torch alone refuses a bound that fp16 does not hold. What is infinite there is beyond it all the same."""
+    x = torch.tensor([-math.inf, -3.0, 5.0, math.inf]).half()
+    assert clipped(x, -1e6, 4.0).tolist() == [-math.inf, -3.0, 4.0, 4.0]
+
+
+def test_limits_of_gates_likewise() -> None:
+    gate = Gate(activation=GatedActivation.CLAMPED_SWIGLU, factor=1.0, limit=1e6)
+    found = gated(torch.tensor([[2.0, 3.0]]).half(), gate)
+    torch.testing.assert_close(found.float(), 8 * torch.sigmoid(torch.tensor([[2.0]])), atol=0.01, rtol=0)
 
 
 BLOCK = 4

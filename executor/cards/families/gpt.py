@@ -95,7 +95,11 @@ def starcoder2(card: ModelCard) -> DecoderSpec:
 def gpt_neo(card: ModelCard) -> DecoderSpec:
     """GPT-Neo: learned positions, scores that are not scaled; local layers have a window."""
     width, kinds = card.whole("window_size", 1, MAX_POSITIONS, 256), card.values.get("attention_layers")
-    if not isinstance(kinds, list) or len(kinds) != num_layers(card) or not set(kinds) <= {"global", "local"}:
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers(card)
+        or any(kind not in ("global", "local") for kind in kinds)
+    ):
         raise card.wrong("attention_layers", f"a list of {num_layers(card)} words, each global or local")
     mixer = attention(card, rotated=False, scale=1.0, output_bias=True)
     layer = pre_norm(layer_norm(card), mixer, plain(card, "gelu_new", biased=True))

@@ -44,6 +44,9 @@ from quintet.executor.cards.spec import (
 )
 from quintet.executor.cards.state_specs import Mamba2Spec, MambaSpec
 
+_MOST = 1e6
+"""Of a factor."""
+
 NAMES = Names(
     state_mixer="mamba",
     mlp_norm="pre_ff_layernorm",
@@ -147,9 +150,9 @@ def _reals(card: ModelCard, key: str, count: int) -> tuple[float, ...]:
     if (
         not isinstance(value, list)
         or len(value) != count
-        or not all(type(each) in (int, float) for each in value)
+        or not all(type(each) in (int, float) and abs(each) <= _MOST for each in value)
     ):
-        raise card.wrong(key, f"a list of {count} numbers")
+        raise card.wrong(key, f"a list of {count} numbers from {-_MOST:g} to {_MOST:g}")
     return tuple(map(float, value))
 
 

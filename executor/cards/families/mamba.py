@@ -15,6 +15,8 @@ from quintet.wire.errors import ConfigError
 MAX_STATE_SIZE = 256
 MAX_TAPS = 16
 """What kernels have room for: ``csrc/cpu/states.hpp``."""
+MOST_STEP = 3e38
+"""The largest bound of step widths: kernels have fp32."""
 REACH = 1 << 17
 """Of models without positions: a state has no end, tables of tokens have."""
 
@@ -69,9 +71,11 @@ def dt_limits(card: ModelCard) -> tuple[float, float]:
         return 0.0, float("inf")
     if isinstance(value, list) and len(value) == 2:
         least, most = (float("inf") if isinstance(each, dict) else each for each in value)
-        if all(isinstance(each, int | float) for each in (least, most)) and 0 <= least <= most:
-            return float(least), float(most)
-    raise card.wrong("time_step_limit", "two numbers, the smaller one first")
+        if all(isinstance(each, int | float) for each in (least, most)) and 0 <= least <= min(
+            most, MOST_STEP
+        ):
+            return float(least), float(most) if most <= MOST_STEP else float("inf")
+    raise card.wrong("time_step_limit", f"two numbers, the smaller one first and at most {MOST_STEP:g}")
 
 
 def _layers(card: ModelCard, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:

@@ -8,6 +8,7 @@ from quintet.executor.cards.families.routed import expert_width, routing
 from quintet.executor.cards.families.shape import (
     attention,
     decoder,
+    hidden_size,
     layer_types,
     num_layers,
     pre_norm,
@@ -19,6 +20,9 @@ from quintet.executor.cards.family import Family
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.routing import Scoring
 from quintet.executor.cards.spec import DecoderSpec
+
+MXFP4_GROUP = 32
+"""Numbers that share a scale."""
 
 
 def gpt_oss(card: ModelCard) -> DecoderSpec:
@@ -34,12 +38,17 @@ def gpt_oss(card: ModelCard) -> DecoderSpec:
         output_bias=biased,
         sinks=True,
     )
+    expert, hidden = expert_width(card, "intermediate_size", 2880), hidden_size(card)
+    packed = card.section("quantization_config").values.get("quant_method") == "mxfp4"
+    for key, size in (("intermediate_size", expert), ("hidden_size", hidden)):
+        if packed and size % MXFP4_GROUP:
+            raise card.wrong(
+                key, f"one of the multiples of {MXFP4_GROUP}: so many numbers of MXFP4 share a scale"
+            )
     experts = ExpertsSpec(
         routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),
-        width=expert_width(card, "intermediate_size", 2880),
-        layout=ExpertsLayout.MXFP4
-        if card.section("quantization_config").values.get("quant_method") == "mxfp4"
-        else ExpertsLayout.ALTERNATING,
+        width=expert,
+        layout=ExpertsLayout.MXFP4 if packed else ExpertsLayout.ALTERNATING,
         router_bias=True,
         biased=True,
         clamp=(card.real("swiglu_alpha", 1e-3, 1e3, 1.702), card.real("swiglu_limit", 1e-3, 1e6, 7.0)),
