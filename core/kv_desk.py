@@ -167,7 +167,7 @@ class KvDesk:
         pin, used_ns = self.pins.by_digest.get(digest), tree.used_ns(digest)
         device, host, disk = shown.counts(shown.keys(path) if pin is None else pin.keys)
         num_tokens = len(path) * shown.block_size if pin is None else pin.num_tokens
-        idle_ns = -1 if used_ns is None else max(0, now_ns - used_ns)
+        idle_ns = None if used_ns is None else max(0, now_ns - used_ns)
         return KvPrefix(digest, num_tokens, device, host, disk, pin is not None, idle_ns)
 
     def _path(self, state: State, tree: Tree, query: KvQuery) -> list[bytes]:

@@ -7,6 +7,8 @@ only where that is asked for.
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from quintet.frontend.dialects.openai import parse
@@ -58,7 +60,7 @@ async def listing(service: Service, exchange: Exchange) -> None:
     reports = await service.queries.of_kv("list", limit=limit, with_tokens=tells_text)
     _raise_if_all_failed(reports)
     found = [(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
-    found.sort(key=lambda each: (each[1].idle_ns < 0, each[1].idle_ns))
+    found.sort(key=lambda each: math.inf if each[1].idle_ns is None else each[1].idle_ns)
     shown = []
     for core, prefix, room in found[:limit]:
         shown.append(row := _prefix(core, prefix, room))
@@ -208,7 +210,7 @@ def _prefix(core: int, prefix: KvPrefix, room: KvRoom | None) -> dict[str, objec
         "blocks": blocks,
         "bytes": sum(blocks.values()) * (0 if room is None else room.block_bytes),
         "pinned": prefix.is_pinned,
-        "last_used_s": None if prefix.idle_ns < 0 else round(prefix.idle_ns * 1e-9, 1),
+        "last_used_s": None if prefix.idle_ns is None else round(prefix.idle_ns * 1e-9, 1),
     }
 
 

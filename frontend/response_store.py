@@ -315,15 +315,15 @@ class ResponseFile:
         with self._db:
             return self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
 
-    def news(self, response_id: str, after: int) -> tuple[str, list[Events]]:
-        """Return what became of a response ("" for one that is gone), and the next events behind the one of this number.
+    def news(self, response_id: str, first: int) -> tuple[str, list[Events]]:
+        """Return what became of a response ("" for one that is gone), and the next events from the one of this number on.
 
         The first of them are maybe before it: events that were written together are read together.
         """
         rows = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchall()
         events = self._db.execute(
-            f"SELECT number, position, frames FROM events WHERE id = ? AND number > ? ORDER BY number LIMIT {ROWS}",
-            (response_id, after),
+            f"SELECT number, position, frames FROM events WHERE id = ? AND number >= ? ORDER BY number LIMIT {ROWS}",
+            (response_id, first),
         )
         return rows[0][0] if rows else "", [Events(*row) for row in events]
 

@@ -10,12 +10,14 @@ from hashlib import sha256
 
 import msgspec
 
-ITEM_BYTES: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""Number formats, by their names in safetensors files."""
+from quintet.wire.number_formats import ITEM_BYTES
+
+FLOAT_BYTES: Mapping[str, int] = {name: ITEM_BYTES[name] for name in ("F64", "F32", "F16", "BF16")}
+"""Bytes of a number, by the formats that vectors may have."""
 
 DIGEST_BYTES = sha256().digest_size
 
-WIDEST_BYTES = max(ITEM_BYTES.values())
+WIDEST_BYTES = max(FLOAT_BYTES.values())
 
 
 class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
@@ -30,7 +32,7 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
     @property
     def row_bytes(self) -> int:
         """Of one vector."""
-        return self.width * ITEM_BYTES[self.dtype]
+        return self.width * FLOAT_BYTES[self.dtype]
 
     @property
     def num_tokens(self) -> int:
@@ -41,7 +43,7 @@ class EmbedsPrompt(msgspec.Struct, array_like=True, tag="embeds"):
     def is_whole(self) -> bool:
         """Whether the bytes are vectors of a known format, at least one, and nothing else."""
         return (
-            self.dtype in ITEM_BYTES
+            self.dtype in FLOAT_BYTES
             and self.width > 0
             and bool(self.values)
             and not len(self.values) % self.row_bytes
@@ -74,7 +76,7 @@ class RowEmbeds(msgspec.Struct, array_like=True, gc=False):
     @property
     def num_tokens(self) -> int:
         """How many vectors there are."""
-        return len(self.values) // (self.width * ITEM_BYTES[self.dtype])
+        return len(self.values) // (self.width * FLOAT_BYTES[self.dtype])
 
 
 def digest_of(prompt: EmbedsPrompt) -> bytes:
@@ -90,7 +92,7 @@ def first_not_finite(prompt: EmbedsPrompt) -> int | None:
     Such a number's exponent is all ones: it shows in its two highest bytes, of which long numbers are made that are compared at
     once. A gigabyte takes a second or two.
     """
-    size = ITEM_BYTES[prompt.dtype]
+    size = FLOAT_BYTES[prompt.dtype]
     high = prompt.values[size - 1 :: size].translate(_ONES_HIGH[prompt.dtype])
     low = prompt.values[size - 2 :: size].translate(_ONES_LOW[prompt.dtype])
     both = int.from_bytes(high, "little") & int.from_bytes(low, "little")

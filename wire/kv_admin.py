@@ -50,8 +50,8 @@ class KvPrefix(msgspec.Struct, array_like=True, gc=False):
     host: int
     disk: int
     is_pinned: bool
-    idle_ns: int
-    """Since it was last used; -1: not under this core."""
+    idle_ns: int | None
+    """Since it was last used; None: not under this core."""
     token_ids: bytes = b""
     """int32; empty where they were not asked for, or are not known."""
 

@@ -6,7 +6,7 @@ Names, defaults and ranges are those of vLLM's ``SamplingParams``, so that exist
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -156,7 +156,7 @@ class SamplingParams(msgspec.Struct, array_like=True, kw_only=True, omit_default
         return msgspec.structs.replace(self, **changes) if changes else self
 
 
-def first_unknown(ids: Sequence[int], vocab_size: int) -> int | None:
+def first_unknown(ids: Collection[int], vocab_size: int) -> int | None:
     """Return the first of these ids that is no token of a model with so many; None where all are."""
     if not ids or 0 <= min(ids) <= max(ids) < vocab_size:
         return None
@@ -264,10 +264,10 @@ def _check_lists(p: SamplingParams, max_logprobs: int | None, vocab_size: int | 
             continue
         if vocab_size is not None and len(ids) > vocab_size:
             raise _bad(field, f"{len(ids)} ids", f"at most {vocab_size} ids, as many as there are tokens")
-        for token in ids:
-            if token < 0 or (vocab_size is not None and token >= vocab_size):
-                limit = "a token id" if vocab_size is None else f"a token id between 0 and {vocab_size - 1}"
-                raise _bad(field, token, limit)
+        unknown = first_unknown(ids, MAX_COUNT if vocab_size is None else vocab_size)
+        if unknown is not None:
+            limit = "a token id" if vocab_size is None else f"a token id between 0 and {vocab_size - 1}"
+            raise _bad(field, unknown, limit)
 
 
 def _check_stop(p: SamplingParams) -> None:

@@ -6,7 +6,7 @@ to a question that nobody asked passes too, and its receiver drops it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ from quintet.wire.params import (
     MAX_REPETITION_PENALTY,
     MIN_REPETITION_PENALTY,
     SamplingParams,
+    first_unknown,
 )
 from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, Reading, RequestSpec
 from quintet.wire.thinking import ThinkingBound
@@ -119,8 +120,8 @@ class Sense:
     def _are_tokens(self, column: bytes) -> bool:
         return not len(column) % ID_BYTES and all_below(column, self._vocab_size)
 
-    def _in_vocabulary(self, ids: Iterable[int] | None) -> bool:
-        return not ids or all(0 <= token < self._vocab_size for token in ids)
+    def _in_vocabulary(self, ids: Collection[int] | None) -> bool:
+        return ids is None or first_unknown(ids, self._vocab_size) is None
 
     def _bound(self, bound: ThinkingBound) -> bool:
         return bound.makes_sense and self._in_vocabulary([*bound.ids()])

@@ -21,7 +21,7 @@ from types import FrameType
 from typing import NoReturn
 
 from bench.peers.dimensions import DIMENSIONS
-from bench.peers.engines.interface import Engine, Home
+from bench.peers.engines.interface import Contender, Home
 from bench.peers.engines.llamacpp import LlamaCpp
 from bench.peers.engines.openvino import OpenVino
 from bench.peers.engines.quintet import Quintet
@@ -34,7 +34,7 @@ from bench.peers.table import markdown
 from bench.peers.turns import Turns
 from bench.peers.workload import ROWS, Row
 
-ENGINES: tuple[Engine, ...] = (Quintet(), Vllm(), OpenVino(), LlamaCpp())
+ENGINES: tuple[Contender, ...] = (Quintet(), Vllm(), OpenVino(), LlamaCpp())
 DEFAULT_HOME = Path("~/.cache/quintet-peers")
 RESULTS = Path(__file__).parents[1] / "results"
 KV_BYTES = 2 << 30
@@ -81,7 +81,7 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def write_results(home: Home, engines: Sequence[Engine], raw: Path, name: str) -> None:
+def write_results(home: Home, engines: Sequence[Contender], raw: Path, name: str) -> None:
     """Write table and raw JSON of everything that a run has recorded so far, and print the table."""
     versions = {engine.name: engine.versions(home) for engine in engines}
     records = read_records(raw)

@@ -11,7 +11,7 @@ from typing import Self
 
 import psutil
 
-from bench.peers.engines.interface import Engine, Home, Running, Setup
+from bench.peers.engines.interface import Contender, Home, Running, Setup
 from bench.peers.workload import Row
 
 
@@ -26,14 +26,14 @@ class Fleet:
         self._warm: dict[str, str] = {}
         """The row that each running engine was last warmed up for."""
 
-    def existing(self, engine: Engine, setup: Setup) -> Running | None:
+    def existing(self, engine: Contender, setup: Setup) -> Running | None:
         """Return the engine if it runs with this setup."""
         running = self._running.pop(engine.name, None) if setup == self._setup else None
         if running is not None:
             self._running[engine.name] = running
         return running
 
-    def start(self, engine: Engine, setup: Setup) -> Running:
+    def start(self, engine: Contender, setup: Setup) -> Running:
         """Start an engine, making room first."""
         if setup != self._setup:
             self.stop_all()
@@ -44,7 +44,7 @@ class Fleet:
         self._running[engine.name] = running
         return running
 
-    def needs_warm_up(self, engine: Engine, row: Row) -> bool:
+    def needs_warm_up(self, engine: Contender, row: Row) -> bool:
         """Return whether the engine's last job was of another row; from now on it is of this one."""
         needs = self._warm.get(engine.name) != row.id
         self._warm[engine.name] = row.id

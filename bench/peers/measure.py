@@ -16,7 +16,7 @@ from pathlib import Path
 
 from bench.peers import quiet
 from bench.peers.engines import processes
-from bench.peers.engines.interface import Engine, EngineFailed, Home, Setup
+from bench.peers.engines.interface import Contender, EngineFailed, Home, Setup
 from bench.peers.figures import figures_of, impossible
 from bench.peers.fleet import Fleet
 from bench.peers.limits import Limits, build_probe, measure_limits
@@ -31,7 +31,7 @@ class Plan:
     """What to measure."""
 
     rows: Sequence[Row]
-    engines: Sequence[Engine]
+    engines: Sequence[Contender]
     repetitions: int
     home: Home
     raw: Path
@@ -111,7 +111,7 @@ def _limits(plan: Plan, row: Row) -> dict[str, float]:
 
 
 def _figures(
-    plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int, limits: Limits
+    plan: Plan, fleet: Fleet, engine: Contender, row: Row, repetition: int, limits: Limits
 ) -> dict[str, float]:
     """Return what an engine does. Raises `EngineFailed`, and `ValueError` for a result that cannot be."""
     setup = _setup(row)
@@ -142,7 +142,7 @@ def _figures(
 
 
 def _boot(
-    plan: Plan, fleet: Fleet, engine: Engine, row: Row, repetition: int, attempt: int
+    plan: Plan, fleet: Fleet, engine: Contender, row: Row, repetition: int, attempt: int
 ) -> dict[str, float]:
     """Time a start with nothing else running, from the spawn to the first token, then weigh it."""
     fleet.stop_all()

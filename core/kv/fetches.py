@@ -32,10 +32,10 @@ class Wish:
     pending: set[bytes] = field(default_factory=set)
     last: int = 0
     """The number of the newest fetch among these."""
-    deadline_ns: int = 0
-    """When it is given up; 0: soon known."""
-    last_deadline_ns: int = 0
-    """No deadline is later; 0: soon known."""
+    deadline_ns: int | None = None
+    """When it is given up; None: soon known."""
+    last_deadline_ns: int | None = None
+    """No deadline is later; None: soon known."""
 
 
 class Fetches:
@@ -103,7 +103,8 @@ class Fetches:
         """Let patience begin with orders that are made now, between two plans: what was left since the last one is free."""
         self.free_left()
         for wish in self._untimed:
-            wish.last_deadline_ns = wish.last_deadline_ns or now_ns + MOST_NS
+            if wish.last_deadline_ns is None:
+                wish.last_deadline_ns = now_ns + MOST_NS
             wish.deadline_ns = min(now_ns + PATIENCE_NS, wish.last_deadline_ns)
         self._untimed.clear()
 
@@ -111,7 +112,7 @@ class Fetches:
         """Give up what was fetched for too long: who waits for it computes. Return whether anything was."""
         is_late = False
         for request_id, wish in self.wishes.items():
-            if wish.pending and wish.deadline_ns and now_ns > wish.deadline_ns:
+            if wish.pending and wish.deadline_ns is not None and now_ns > wish.deadline_ns:
                 is_late = True
                 wish.pending.clear()
                 self.room.forget(request_id)
@@ -123,7 +124,7 @@ class Fetches:
         if newest:
             behind = [wish for wish in self.wishes.values() if wish.pending and wish.last >= newest]
             for wish in behind:
-                wish.deadline_ns = 0
+                wish.deadline_ns = None
             self._untimed += behind
         settled: list[bytes] = []
         known: list[bytes] = []

@@ -42,8 +42,8 @@ class Lookup:
     counts: list[int]
     """Of each chain, how many of the first are known to be there."""
     is_pending: bool
-    deadline_ns: int = 0
-    """When it is given up; 0 before it was ordered."""
+    deadline_ns: int | None = None
+    """When it is given up; None before it was ordered."""
 
 
 class StorePool:
@@ -186,7 +186,7 @@ class StorePool:
         """Give up what was looked for, or fetched, for too long; ask nothing more for a while."""
         is_late = self.fetches.expire(now_ns)
         for lookup in self.lookups.values():
-            if lookup.is_pending and 0 < lookup.deadline_ns < now_ns:
+            if lookup.is_pending and lookup.deadline_ns is not None and lookup.deadline_ns < now_ns:
                 lookup.is_pending, is_late = False, True
         if is_late:
             self._silent_until_ns = now_ns + SILENCE_NS

@@ -144,10 +144,15 @@ def _expert_depths(spec: ModelSpec) -> frozenset[int]:
     return frozenset(widths | {spec.hidden_size} if widths else ())
 
 
+_MOST_CHARS = 100
+"""Of an architecture's name, which errors repeat."""
+
+
 def _architecture(config: Json, path: Path) -> str:
     names = config.get("architectures")
-    if isinstance(names, list) and names and isinstance(names[0], str) and names[0].isprintable():
-        return names[0]
+    name = names[0] if isinstance(names, list) and names else None
+    if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MOST_CHARS:
+        return name
     raise ConfigError(f"{path} names no `architectures`; this is needed to know how to run the model")
 
 

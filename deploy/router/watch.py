@@ -118,7 +118,7 @@ class Watch:
 
     async def _look_after(self, server: Server) -> None:
         last_s = moved_s = time.perf_counter()
-        num_tokens = -1.0
+        num_tokens: float | None = None  # not heard of yet
         while True:
             began_s = time.perf_counter()
             before = set(server.holds)
@@ -191,7 +191,7 @@ class Watch:
                 server.lines.give_back(flow)
 
 
-def _moves(reading: Reading, num_tokens: float) -> bool:
+def _moves(reading: Reading, num_tokens: float | None) -> bool:
     """Whether a server computed something since it had these tokens, or has nothing to compute."""
     return reading.num_tokens != num_tokens or not reading.num_running + reading.num_waiting
 

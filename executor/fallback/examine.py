@@ -17,9 +17,6 @@ from quintet.executor.fallback.checkpoint import Checkpoint
 from quintet.executor.fallback.model import TransformersModel
 from quintet.wire.errors import ConfigError
 
-_SHOWN = 60
-"""Characters of an architecture's name that an error repeats."""
-
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
 """Kinds of layers that keep keys and values, and nothing else, as cards name them."""
 
@@ -44,8 +41,8 @@ def examine(checkpoint: Checkpoint, path: str, needs: Sequence[KvNeed], max_mode
 
 def refusal(path: str, config: PreTrainedConfig, why: NotServed) -> ConfigError:
     """Return the error that says why a model is not served."""
-    name = str((config.architectures or [type(config).__name__])[0])
-    return ConfigError(f"{path}: {name[:_SHOWN]} cannot run through transformers over paged KV memory: {why}")
+    name = (config.architectures or [type(config).__name__])[0]
+    return ConfigError(f"{path}: {name} cannot run through transformers over paged KV memory: {why}")
 
 
 def check_states(model: PreTrainedModel, config: PreTrainedConfig) -> None:

@@ -110,6 +110,8 @@ class TransformersModel:
             return self._whole_logits(
                 token_ids, "sdpa"
             )  # whoever has no attention of its own but looks all up
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:
             raise NotServed(_said(error)) from error
 

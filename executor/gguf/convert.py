@@ -17,9 +17,10 @@ from quintet.executor.cards.card import FILE_KEYS
 from quintet.executor.gguf.weights import GgufFile, ReadBlocks, open_gguf
 from quintet.executor.weights.convert import write_safetensors
 from quintet.executor.weights.files import INDEX_FILE, SINGLE_FILE
-from quintet.executor.weights.header import SIZES, Entry
+from quintet.executor.weights.header import Entry
 from quintet.executor.weights.mapped import DTYPES
 from quintet.wire.config import ModelConfig
+from quintet.wire.number_formats import ITEM_BYTES
 
 _KINDS = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 Told = Callable[[int], object]
@@ -36,7 +37,7 @@ class _Numbers:
         for name in file:
             if name in file.made:
                 kind, shape = file.kind(name) or usual, file.entries[name].shape
-                self.entries[name] = Entry(kind, shape, 0, math.prod(shape) * SIZES[kind])
+                self.entries[name] = Entry(kind, shape, 0, math.prod(shape) * ITEM_BYTES[kind])
 
     @property
     def num_bytes(self) -> int:

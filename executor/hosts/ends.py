@@ -16,6 +16,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable, Sequence
+from itertools import count
 
 from quintet.executor.hosts.talk import Senseless, Told
 from quintet.executor.parallel.library import (
@@ -95,7 +96,8 @@ class Ear:
         self._order = COrder()
         self._heard, self._taken = threading.Event(), threading.Semaphore(0)
         self._num_heard = 0
-        self._num_done = -1
+        self._least_done = 0
+        """What may be said to be done next: of no order, that who carries them out is there."""
         threading.Thread(target=self._hear, name=f"link {end.link}", daemon=True).start()
 
     def _hear(self) -> None:
@@ -129,11 +131,11 @@ class Ear:
 
     def done(self, orders: int) -> None:
         """Say to the stage here that so many orders were carried out there."""
-        if not self._num_done < orders <= self._num_heard:
+        if not self._least_done <= orders <= self._num_heard:
             raise Senseless(
                 f"says that {orders} orders of link {self._end.link} are done, of {self._num_heard}"
             )
-        self._num_done = orders
+        self._least_done = orders + 1
         self._end.all_done(orders)
 
     def note(self, progress: int, chores: int) -> None:
@@ -151,16 +153,16 @@ class Mouth:
         self._num_told = 0
         self._num_bytes = 0
         """Of the next order's payload that are there."""
-        self._num_done = -1
-        """Written by the thread that waits; -1: nobody is there yet."""
-        self._num_said = -1
+        self._num_done: int | None = None
+        """Written by the thread that waits; None: nobody is there yet."""
+        self._num_said: int | None = None
         end.others_done(0)
         threading.Thread(target=self._wait, name=f"link {end.link}", daemon=True).start()
 
     def _wait(self) -> None:
-        while True:
-            self._end.library.wait_for_done(self._end.handle, self._num_done + 1)
-            self._num_done += 1
+        for num_done in count():
+            self._end.library.wait_for_done(self._end.handle, num_done)
+            self._num_done = num_done
             self._ring()
 
     def take_piece(self, piece: memoryview) -> None:
@@ -177,7 +179,10 @@ class Mouth:
         end.at(end.library.payload(end.handle) + self._num_bytes, len(piece))[:] = piece
 
     def _check_room(self) -> None:
-        if self._num_told - self._num_said >= self._end.shape.depth:
+        most_told = (
+            self._end.shape.depth - 1 if self._num_said is None else self._num_said + self._end.shape.depth
+        )
+        if self._num_told >= most_told:
             raise Senseless(f"tells more on link {self._end.link} than there is room for")
 
     def tell(self, told: Told, content: memoryview, payload: memoryview) -> None:

@@ -28,11 +28,12 @@ from quintet.executor.quantizing.targets import Target
 from quintet.executor.weights.convert import write_safetensors
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.files import INDEX_FILE, SINGLE_FILE
-from quintet.executor.weights.header import SIZES, Entry
+from quintet.executor.weights.header import Entry
 from quintet.executor.weights.load import open_files
 from quintet.executor.weights.mapped import DTYPES
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
+from quintet.wire.number_formats import ITEM_BYTES
 
 Told = Callable[[int], object]
 """Hears of each so many numbers that were rounded."""
@@ -178,7 +179,7 @@ class _Output:
 
 def _entries_of(stem: str, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Entry]:
     return {
-        f"{stem}.{ending}": Entry(kind, shape, 0, math.prod(shape) * SIZES[kind])
+        f"{stem}.{ending}": Entry(kind, shape, 0, math.prod(shape) * ITEM_BYTES[kind])
         for ending, (kind, shape) in shapes.items()
     }
 

@@ -19,6 +19,8 @@ from quintet.wire.step import NewRow
 from quintet.wire.thinking import ThinkingBound
 
 NEVER = 1 << 62
+NONE = -1
+"""In columns of tokens, of places and of ways: there is none. All that there are count from 0."""
 
 
 class ThinkingBudgets:
@@ -53,7 +55,7 @@ class ThinkingBudgets:
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
         """Leave nothing but the forced token in the rows ``which`` of ``logits [S, vocab]`` that have one."""
         device = logits.device
-        forced = to_device(np.full(len(which), -1), device)
+        forced = to_device(np.full(len(which), NONE), device)
         alike: dict[bytes, list[int]] = {}
         for index, slot in enumerate(rows.slots[which].tolist()):
             bound = self._bounds[slot]
@@ -70,7 +72,7 @@ class ThinkingBudgets:
         logits[at] = torch.where(is_forced, only, own)
 
     def _forced(self, rows: DrawRows) -> torch.Tensor:
-        """Return the token that each row must draw, or -1. int64[n]. Their ways and closing marks are the same."""
+        """Return the token that each row must draw, or `NONE`. int64[n]. Their ways and closing marks are the same."""
         device, slots = rows.tables.device, rows.slots
         bound = self._bounds[int(slots[0])]
         num_outputs = to_device(rows.lengths - rows.num_prompt, device)  # [n]
@@ -90,15 +92,15 @@ class ThinkingBudgets:
         forced = to_device(_padded([way.forced for way in bound.ways]), device)  # [ways, longest]
         chosen = forced[way].gather(1, number.clamp(0, forced.shape[1] - 1).unsqueeze(1)).squeeze(1)
         is_due = ~is_over & (number >= 0) & (number < forced.shape[1])
-        return torch.where(is_due, chosen, -1)
+        return torch.where(is_due, chosen, NONE)
 
     def _beginnings(
         self, bound: ThinkingBound, rows: DrawRows, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return how many outputs come before the reasoning, -1 where there is none yet, and which way it is. int64[n] each."""
+        """Return how many outputs come before the reasoning, `NONE` where none has begun, and which way it is. int64[n]."""
         none = tokens.shape[1] + 1
         first = torch.full((len(tokens),), none, dtype=torch.int64, device=tokens.device)
-        begin, way = torch.full_like(first, -1), torch.zeros_like(first)
+        begin, way = torch.full_like(first, NONE), torch.zeros_like(first)
         for index, each in enumerate(bound.ways):
             found = _found(tokens, each.opens)
             if not found.shape[1]:
@@ -109,7 +111,7 @@ class ThinkingBudgets:
             begin = torch.where(is_first, place + len(each.opens), begin)
             way = torch.where(is_first, index, way)
         begun = [self._bounds[slot].begun for slot in rows.slots.tolist()]
-        inside = to_device(np.array([-1 if each is None else each for each in begun]), tokens.device)
+        inside = to_device(np.array([NONE if each is None else each for each in begun]), tokens.device)
         is_inside = inside >= 0
         begin = torch.where(is_inside & (first > 0), 0, begin)  # or it repeats the prompt's mark
         return begin, torch.where(is_inside, inside, way)
@@ -120,13 +122,13 @@ def _most_forced(bound: ThinkingBound) -> int:
 
 
 def _outputs(rows: DrawRows) -> torch.Tensor:
-    """Return the rows' outputs, int64[n, most], -1 behind their ends."""
+    """Return the rows' outputs, int64[n, most], `NONE` behind their ends."""
     device, most = rows.tables.device, int((rows.lengths - rows.num_prompt).max())
     at = rows.num_prompt[:, None] + np.arange(most)
     is_there = at < rows.lengths[:, None]
     at = np.where(is_there, at, 0)
     tokens = rows.tables.token_ids[to_device(rows.slots[:, None], device), to_device(at, device)].long()
-    return torch.where(to_device(is_there, device), tokens, -1)
+    return torch.where(to_device(is_there, device), tokens, NONE)
 
 
 def _found(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
@@ -139,8 +141,8 @@ def _found(tokens: torch.Tensor, mark: list[int]) -> torch.Tensor:
 
 
 def _padded(lists: list[list[int]]) -> Int:
-    """Return the lists as rows, -1 behind their ends."""
-    table = np.full((len(lists), max(map(len, lists))), -1, np.int64)
+    """Return the lists as rows, `NONE` behind their ends."""
+    table = np.full((len(lists), max(map(len, lists))), NONE, np.int64)
     for row, values in zip(table, lists, strict=True):
         row[: len(values)] = values
     return table

@@ -15,25 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from quintet.wire.errors import ConfigError
+from quintet.wire.number_formats import ITEM_BYTES
 
 MAX_HEADER_BYTES = 100 << 20
-
-SIZES = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
-    "F8_E8M0": 1,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-}
-"""Bytes of a number in each format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +25,7 @@ class Entry:
     """Where a tensor lies."""
 
     dtype: str
-    """A name of `SIZES`."""
+    """A name of `ITEM_BYTES`."""
     shape: tuple[int, ...]
     begin: int
     """Byte of the file."""
@@ -94,7 +78,7 @@ def _entry(name: str, value: object, data_begin: int, size: int) -> Entry:
     if not isinstance(value, dict):
         raise ValueError(f"tensor {name!r:.80} is described by {value!r:.80}")
     dtype = value.get("dtype")
-    if not isinstance(dtype, str) or dtype not in SIZES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise ValueError(f"tensor {name!r:.80} has the number format {dtype!r:.80}")
     shape = _whole_numbers(name, "shape", value.get("shape"))
     offsets = _whole_numbers(name, "data_offsets", value.get("data_offsets"))
@@ -103,7 +87,7 @@ def _entry(name: str, value: object, data_begin: int, size: int) -> Entry:
             f"tensor {name!r:.80} lies at {list(offsets)!s:.80} of {size - data_begin} bytes; the file may be cut off"
         )
     num_bytes = offsets[1] - offsets[0]
-    if num_bytes != math.prod(shape) * SIZES[dtype]:
+    if num_bytes != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"tensor {name!r:.80} of shape {list(shape)!s:.80} takes {num_bytes} bytes")
     return Entry(dtype, shape, data_begin + offsets[0], num_bytes)
 

@@ -50,7 +50,7 @@ def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
     file.begin(record("b"))
     assert file.find("a") is not None
     file.begin(record("c", items=b"[" + b" " * 100 + b"]"))
-    assert file.find("a") is None and file.news("a", -1) == ("", [])
+    assert file.find("a") is None and file.news("a", 0) == ("", [])
     assert file.find("b") is not None
 
 
@@ -112,7 +112,7 @@ def test_only_who_answers_is_heard(tmp_path: Path) -> None:
     assert (taken.owner, taken.num_owners) == ("run/1.1", 2)
     assert file.take_over("run/2.1", ["run/0.1"]) == []
     assert not file.tell("a", "run/0.1", "completed", Events(4, "q", b"two"), b"{}")
-    assert file.last_position("a") == "p" and file.news("a", 2) == ("in_progress", [Events(3, "p", b"one")])
+    assert file.last_position("a") == "p" and file.news("a", 3) == ("in_progress", [Events(3, "p", b"one")])
     assert file.finish("a", "cancelled", b"{1}", is_open=True)
     assert not file.tell("a", "run/1.1", "completed", None, b"{}")
     assert not file.finish("a", "cancelled", b"{2}", is_open=True)

@@ -64,7 +64,7 @@ class Running(Protocol):
         """End all its processes and wait for them."""
 
 
-class Engine(Protocol):
+class Contender(Protocol):
     """One of the engines that are compared."""
 
     @property

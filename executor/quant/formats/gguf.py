@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
-from quintet.executor.weights.header import SIZES, Entry
+from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
+from quintet.wire.number_formats import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class Gguf:
         """See `Format`."""
         return sum(
             entry.num_bytes
-            if entry.dtype not in SIZES
-            else entry.num_bytes // SIZES[entry.dtype] * dtype_bytes
+            if entry.dtype not in ITEM_BYTES
+            else entry.num_bytes // ITEM_BYTES[entry.dtype] * dtype_bytes
             for entry in contents.values()
         )
 

@@ -27,6 +27,7 @@ from quintet.executor.quant.formats.scheme import (
 from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
+from quintet.wire.number_formats import ITEM_BYTES
 
 STORED_BITS = {8: 8, 6: 8, 5: 8, 4: 4, 3: 3, 2: 2, 1: 1}
 """By the bits of a code: those that it takes in the file."""
@@ -35,7 +36,6 @@ IN_WORD = {8: 1, 4: 2, 3: 10, 2: 4, 1: 8}
 MOST_GROUP = 1 << 20
 LEAST_GROUP = 16
 """Groups that kernels know are multiples of it."""
-_SIZES = {"U8": 1, "I32": 4, "BF16": 2, "F16": 2, "F32": 4}
 BESIDE = (
     "axis",
     "channel_wise",
@@ -122,7 +122,7 @@ class Hqq:
             layer.refuse(f"HQQ's groups of {group} are whole parts of a weight")
         lines, width = (count // group, group) if numbers.axis else (group, count // group)
         kind = layer.kind(self.mark) or ("I32" if bits == 3 else "U8")
-        octets, size = width * (4 if bits == 3 else 1), _SIZES.get(kind, 1)  # of a view as floats, too
+        octets, size = width * (4 if bits == 3 else 1), ITEM_BYTES.get(kind, 1)  # of a view as floats, too
         if bits != 3 and lines % IN_WORD[bits]:
             layer.refuse(f"its {lines} lines of {bits} bits do not fill whole bytes, as HQQ's do")
         by_group = (lines, 1) if numbers.axis else (1, width)

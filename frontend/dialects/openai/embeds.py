@@ -14,7 +14,7 @@ import msgspec
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.wire.config import EngineConfig, ModelConfig
-from quintet.wire.embeds import ITEM_BYTES, WIDEST_BYTES, EmbedsPrompt
+from quintet.wire.embeds import FLOAT_BYTES, WIDEST_BYTES, EmbedsPrompt
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
@@ -83,7 +83,7 @@ async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
     header = _base64(text[: 4 * -(-begin // 3)])[8:begin]
     tensor = _tensor_of(header)
     _check_shape(tensor, model)
-    size = ITEM_BYTES[tensor.dtype]
+    size = FLOAT_BYTES[tensor.dtype]
     for count in tensor.shape:
         size *= count
     num_bytes = 3 * (len(text) // 4) - text[-2:].count("=")
@@ -111,9 +111,9 @@ def _tensor_of(header: bytes) -> Tensor:
 
 
 def _check_shape(tensor: Tensor, model: ModelConfig) -> None:
-    if tensor.dtype not in ITEM_BYTES:
+    if tensor.dtype not in FLOAT_BYTES:
         raise _bad(
-            f"holds numbers of the format {shown(tensor.dtype)}; it must be one of {', '.join(ITEM_BYTES)}"
+            f"holds numbers of the format {shown(tensor.dtype)}; it must be one of {', '.join(FLOAT_BYTES)}"
         )
     shape = tensor.shape[1:] if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor.shape
     if len(shape) != 2 or shape[0] < 1 or shape[1] != model.embedding_width:

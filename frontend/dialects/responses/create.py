@@ -96,7 +96,7 @@ async def responses(service: Service, exchange: Exchange) -> None:
         if not is_told:
             await _forget(service, exchange, asked)
     if body.background and body.stream:
-        await tell_events(service, exchange, record, -1)
+        await tell_events(service, exchange, record, 0)
     elif body.background:
         await exchange.respond(200, response_of(record))
 

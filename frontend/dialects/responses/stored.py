@@ -43,7 +43,8 @@ async def response(service: Service, exchange: Exchange) -> None:
         await stop(service, record)
         await exchange.respond_json({"id": record.id, "object": "response", "deleted": True})
     elif exchange.asks("stream"):
-        await tell_events(service, exchange, record, _number(exchange, "starting_after", -1, MAX_COUNT))
+        after = _number(exchange, "starting_after", MAX_COUNT)
+        await tell_events(service, exchange, record, 0 if after is None else after + 1)
     else:
         await exchange.respond(200, response_of(record))
 
@@ -82,7 +83,7 @@ def page_of(exchange: Exchange, items: list[dict[str, Any]]) -> dict[str, Any]:
         if after not in ids:
             raise parse.invalid(f"after is {shown(after)}, which is none of the items.", "after")
         items = items[ids.index(after) + 1 :]
-    page = items[: _number(exchange, "limit", DEFAULT_ITEMS, MAX_ITEMS, least=1)]
+    page = items[: _number(exchange, "limit", MAX_ITEMS, least=1) or DEFAULT_ITEMS]
     return {
         "object": "list",
         "data": page,
@@ -92,17 +93,17 @@ def page_of(exchange: Exchange, items: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _number(exchange: Exchange, name: str, default: int, most: int, least: int = 0) -> int:
+def _number(exchange: Exchange, name: str, most: int, least: int = 0) -> int | None:
     given = parse_qs(exchange.query).get(name, [""])[-1]
     if not given:
-        return default
+        return None
     if not given.isdecimal() or len(given) > 10 or not least <= int(given) <= most:
         raise parse.invalid(f"{name} is {shown(given)}; it must be a number from {least} to {most}.", name)
     return int(given)
 
 
-async def tell_events(service: Service, exchange: Exchange, record: Record, after: int) -> None:
-    """Write a response's events behind number ``after``: those that are kept, and those that come.
+async def tell_events(service: Service, exchange: Exchange, record: Record, first: int) -> None:
+    """Write a response's events from number ``first`` on: those that are kept, and those that come.
 
     Of a response whose events were not kept they are made of how it ended.
     """
@@ -115,11 +116,11 @@ async def tell_events(service: Service, exchange: Exchange, record: Record, afte
         await exchange.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
         wrote_s, pause_s = time.perf_counter(), POLL_S
         while not gone.is_set():
-            status, events = await _news(service, record.id, after)
+            status, events = await _news(service, record.id, first)
             has_ended = not events and status not in (QUEUED, IN_PROGRESS)
-            chunk = b"".join(_behind(each, after) for each in events)
+            chunk = b"".join(_from(each, first) for each in events)
             if has_ended and status and not record.streams:
-                chunk = _behind(_retold(await find(service, record.id)), after)
+                chunk = _from(_retold(await find(service, record.id)), first)
             elif not events and not has_ended and time.perf_counter() - wrote_s > keep_alive_s:
                 chunk = sse.KEEP_ALIVE
             if chunk or has_ended:
@@ -129,7 +130,7 @@ async def tell_events(service: Service, exchange: Exchange, record: Record, afte
             if has_ended:
                 return
             if events:
-                after, pause_s = events[-1].number, POLL_S
+                first, pause_s = events[-1].number + 1, POLL_S
             else:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(gone.wait(), pause_s)
@@ -144,8 +145,8 @@ async def tell_events(service: Service, exchange: Exchange, record: Record, afte
         watcher.cancel()
 
 
-async def _news(service: Service, response_id: str, after: int) -> tuple[str, list[Events]]:
-    return await service.responses.do(lambda file: file.news(response_id, after))
+async def _news(service: Service, response_id: str, first: int) -> tuple[str, list[Events]]:
+    return await service.responses.do(lambda file: file.news(response_id, first))
 
 
 def _retold(record: Record) -> Events:
@@ -154,8 +155,8 @@ def _retold(record: Record) -> Events:
     return Events(writer.last_number, "", frames)
 
 
-def _behind(events: Events, after: int) -> bytes:
-    """Return the events of these that come after the one of this number."""
+def _from(events: Events, first: int) -> bytes:
+    """Return the events of these from the one of this number on."""
     frames = events.frames.split(b"\n\n")[:-1]
-    first = events.number - len(frames) + 1
-    return b"".join(frame + b"\n\n" for frame in frames[max(0, after + 1 - first) :])
+    own = events.number - len(frames) + 1
+    return b"".join(frame + b"\n\n" for frame in frames[max(0, first - own) :])
