@@ -98,7 +98,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     available_memory_bytes: int
     attention_scratch_bytes: int
-    """What attention takes beside KV, at most; on a CPU."""
+    """What attention takes beside KV, at most, on a CPU: of all processes of an engine, each as much."""
     shared_bytes: int
     """What the ranks of an engine share, at most; 0 where there is one."""
     kv_disk: KvDiskPlan | None
@@ -184,7 +184,7 @@ def make_plan(resolution: Resolution) -> Plan:
         },
         address=f"{config.frontend.host}:{config.frontend.port}",
         available_memory_bytes=available_ram_bytes(),
-        attention_scratch_bytes=ATTENTION_SCRATCH_BYTES
+        attention_scratch_bytes=ATTENTION_SCRATCH_BYTES * config.executor.num_ranks
         if (config.executor.kind, config.executor.device) == ("torch", "cpu")
         else 0,
         shared_bytes=config.executor.shared_bytes,
@@ -281,11 +281,15 @@ def _spec_of(model: ModelConfig) -> DecoderSpec | None:
 
 def _beside_kv(plan: Plan) -> list[tuple[str, str]]:
     """Return a line for what else computing takes."""
+    processes = plan.num_ranks * plan.num_stages
+    each = format_size(plan.attention_scratch_bytes // processes)
+    divided = f": {each} in each of {processes} processes" if processes > 1 else ""
+    whose = ", for each engine" if plan.processes["executor"] > 1 else ""
     rows = (
-        ("attention scratch", plan.attention_scratch_bytes, "for all layers"),
+        ("attention scratch", plan.attention_scratch_bytes, f"for all layers{divided}"),
         ("shared by ranks", plan.shared_bytes, "for what they tell each other"),
     )
-    return [(name, f"{format_size(size)} at most, {purpose}") for name, size, purpose in rows if size]
+    return [(name, f"{format_size(size)} at most, {purpose}{whose}") for name, size, purpose in rows if size]
 
 
 def _processes(plan: Plan) -> str:

@@ -53,6 +53,32 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
     assert (plan["num_ranks"], plan["share"], plan["shared_bytes"]) == (1, None, 0)
 
 
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ((), "32.0 MiB at most, for all layers"),
+        (
+            ("--tensor-parallel-size", "2"),
+            "64.0 MiB at most, for all layers: 32.0 MiB in each of 2 processes",
+        ),
+        (
+            ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
+            "128.0 MiB at most, for all layers: 32.0 MiB in each of 4 processes",
+        ),
+        (
+            ("--tensor-parallel-size", "2", "--data-parallel-size", "2"),
+            "64.0 MiB at most, for all layers: 32.0 MiB in each of 2 processes, for each engine",
+        ),
+    ],
+)
+def test_plan_says_what_attention_takes_in_all_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], line: str
+) -> None:
+    words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy", *flags]
+    assert cli.main(words) == 0
+    assert f"attention scratch {line}\n" in capsys.readouterr().out
+
+
 def test_ranks_that_keep_kv_together_have_more_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four ranks of two KV heads: each pair keeps those of one, in the memory of both."""
     write_model(tmp_path)
