@@ -1,17 +1,17 @@
 // What this machine can do at most, to hold engines against: bytes read per second and multiply-adds per second.
 //
-// Each thread is pinned to a core, so that no scheduler must find out first that two of them share one, and the first run is
-// not counted: a processor that was idle takes its time to reach its speed. Each thread keeps twelve independent accumulators in registers, enough to cover the latency of the multiply units, and
+// Each thread is kept on one processor, one of each core first as engines have it (csrc/cpu/cores.hpp), so that no scheduler must
+// find out first that two of them share one, and the first run is not counted: a processor that was idle takes its time to reach
+// its speed. Each thread keeps twelve independent accumulators in registers, enough to cover the latency of the multiply units, and
 // touches no memory; the reader streams over a buffer far larger than any cache. Prints one line of JSON:
 //   {"threads": N, "read_gb_s": .., "bf16_gflop_s": .., "fp32_gflop_s": .., "int8_gop_s": .., "bf16_matrix_gflop_s": ..,
 //    "int8_matrix_gop_s": ..}
 // Rates an instruction set lacks are 0; without AVX-512, fp32 and int8 are those of AVX2.
 //
-//   g++ -O3 -std=c++20 -pthread limits.cpp -o limits && ./limits 2
+//   g++ -O3 -std=c++20 -pthread -I../../csrc/cpu limits.cpp ../../csrc/cpu/cores.cpp -o limits && ./limits 2
 
 #include <cpuid.h>
 #include <immintrin.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,6 +25,8 @@
 #include <functional>
 #include <thread>
 #include <vector>
+
+#include "cores.hpp"
 
 namespace {
 
@@ -166,34 +168,16 @@ __attribute__((target("avx2"))) void read_all_avx2(const char* begin, size_t byt
     sink += _mm256_extract_epi32(_mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d)), 0);
 }
 
-std::vector<int> allowed_cores() {
-    cpu_set_t allowed;
-    CPU_ZERO(&allowed);
-    sched_getaffinity(0, sizeof allowed, &allowed);
-    std::vector<int> cores;
-    for (int core = 0; core < CPU_SETSIZE; ++core) {
-        if (CPU_ISSET(core, &allowed)) cores.push_back(core);
-    }
-    return cores;
-}
-
-void pin_to(int core) {
-    cpu_set_t only;
-    CPU_ZERO(&only);
-    CPU_SET(core, &only);
-    sched_setaffinity(0, sizeof only, &only);
-}
-
 // Seconds of the fastest of a few runs of `work(thread)` on all threads at once.
 double best_seconds(int num_threads, const std::function<void(int)>& work) {
-    const std::vector<int> cores = allowed_cores();
+    const std::vector<int> processors = qt::in_order_of_cores(qt::usable_processors(), "/sys");
     double best = 1e30;
     for (int repetition = 0; repetition < kRepetitions; ++repetition) {
         const auto began = std::chrono::steady_clock::now();
         std::vector<std::thread> threads;
         for (int i = 0; i < num_threads; ++i) {
-            threads.emplace_back([&work, &cores, i] {
-                pin_to(cores[i % cores.size()]);
+            threads.emplace_back([&work, &processors, i] {
+                qt::stay_on(processors[i % processors.size()]);
                 work(i);
             });
         }

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-_SOURCE = Path(__file__).with_name("limits.cpp")
+_KERNELS = Path(__file__).resolve().parents[2] / "csrc" / "cpu"
+_SOURCES = (Path(__file__).with_name("limits.cpp"), _KERNELS / "cores.cpp")
+"""The probe, and which processors threads are kept on, as the kernels' own are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,12 @@ class Limits:
 
 
 def build_probe(home: Path) -> Path:
-    """Compile the probe into ``home`` unless it is there and newer than its source; return it."""
+    """Compile the probe into ``home`` unless it is there and newer than its sources; return it."""
     program = home / "limits"
-    if not program.exists() or program.stat().st_mtime < _SOURCE.stat().st_mtime:
+    if not program.exists() or program.stat().st_mtime < max(source.stat().st_mtime for source in _SOURCES):
         home.mkdir(parents=True, exist_ok=True)
-        subprocess.run(["g++", "-O3", "-std=c++20", "-pthread", str(_SOURCE), "-o", str(program)], check=True)
+        command = ["g++", "-O3", "-std=c++20", "-pthread", f"-I{_KERNELS}"]
+        subprocess.run([*command, *map(str, _SOURCES), "-o", str(program)], check=True)
     return program
 
 

@@ -10,7 +10,7 @@ import datetime
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -92,7 +92,7 @@ def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[],
     append_record(plan.raw, record)
     shown = {figure.key for figure in row.figures} | {"foreign_share"}
     if name == MACHINE:
-        shown |= {"read_gb_s", "bf16_gflop_s", "fp32_gflop_s", "int8_gop_s"}
+        shown |= {each.name for each in fields(Limits) if each.name.endswith("_s")}
     words = "  ".join(f"{key} {value:,.2f}" for key, value in record.figures.items() if key in shown)
     print(f"    {name:<10} {words or record.error}", flush=True)
     return record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from bench.peers import quiet
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.figures import impossible
 from bench.peers.jobs import Job, JobResult, Served
-from bench.peers.limits import Limits
+from bench.peers.limits import Limits, build_probe, measure_limits
 from bench.peers.measure import Plan, measure
 from bench.peers.records import MACHINE, Machine, Report, measured, read_records
 from bench.peers.table import markdown
@@ -102,6 +102,30 @@ def test_a_disturbed_prompt_is_repeated_with_ids_that_no_cache_knows(
     assert {len(job.prompts[0]) for job in tries} == {2048}
     records = measured(read_records(tmp_path / "raw.jsonl"))
     assert records["prompt-S-bf16", "Quintet", 0].figures["prompt_tok_s"] == 2048 / 4.0
+
+
+def test_a_machines_limits_are_printed_with_those_of_its_matrix_unit(
+    tmp_path: Path,
+    disturbed_by: Callable[[Sequence[float]], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    disturbed_by([0.0])
+    limits = replace(LIMITS, bf16_matrix_gflop_s=4070.0, int8_matrix_gop_s=7600.0)
+    monkeypatch.setattr(measuring, "measure_limits", lambda program, threads: limits)
+    assert measure(_plan(tmp_path, Caching(), "prompt-S-bf16")) == []
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if line.split()[0] == MACHINE]
+    rates = "read_gb_s 40.00  bf16_gflop_s 908.00  fp32_gflop_s 500.00  int8_gop_s 1,880.00"
+    assert f"{rates}  bf16_matrix_gflop_s 4,070.00  int8_matrix_gop_s 7,600.00" in said
+
+
+@pytest.mark.whole  # compiles, and takes seconds of every core
+def test_the_probe_is_compiled_once_and_measures(tmp_path: Path) -> None:
+    program = build_probe(tmp_path / "home")
+    found = measure_limits(program, 1)
+    assert found.threads == 1 and found.read_gb_s > 0 and found.fp32_gflop_s > 0
+    times = program.stat().st_mtime_ns
+    assert build_probe(tmp_path / "home").stat().st_mtime_ns == times
 
 
 def test_a_figure_beyond_its_limit_is_an_error_and_no_record(
