@@ -147,10 +147,8 @@ class Sense:
             and (p.structured_outputs is None or p.structured_outputs.is_one_form)
             and (p.repetition_detection is None or p.repetition_detection.makes_sense)
             and (p.thinking_bound is None or self._bound(p.thinking_bound))
-            and not (p.stop_token_ids and not self._in_vocabulary(p.stop_token_ids))
-            and not (p.allowed_token_ids and not self._in_vocabulary(p.allowed_token_ids))
-            and not (p.logprob_token_ids and not self._in_vocabulary(p.logprob_token_ids))
-            and not (p.logit_bias and not self._in_vocabulary(p.logit_bias))
+            and all(map(self._in_vocabulary, (p.stop_token_ids, p.allowed_token_ids, p.logprob_token_ids)))
+            and self._in_vocabulary(p.logit_bias)
             and not (p.logit_bias and not all(-100.0 <= bias <= 100.0 for bias in p.logit_bias.values()))
         )
 

@@ -107,9 +107,8 @@ class TransformersModel:
             except KeyError as error:
                 if "eager" not in str(error):
                     raise
-            return self._whole_logits(
-                token_ids, "sdpa"
-            )  # whoever has no attention of its own but looks all up
+            # whoever has no attention of its own looks all up
+            return self._whole_logits(token_ids, "sdpa")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:

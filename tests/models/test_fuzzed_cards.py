@@ -1,7 +1,6 @@
-"""Cards and checkpoints that make no sense: each is refused in one line, or is a model that computes.
+"""Cards that make no sense: each is refused in one line, or is a model that computes.
 
-What is drawn is a function of the seed. A card goes the whole way: it is resolved as `quintet serve` does, and what is not
-refused there is built with dummy weights and run. A number that kernels believed without looking would end this process.
+What is drawn is a function of the seed. See `tests.models.senseless` for how far a card goes.
 """
 
 from __future__ import annotations
@@ -9,47 +8,18 @@ from __future__ import annotations
 import copy
 import json
 import random
-import shutil
-import struct
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
-from tests.models.conftest import SmallCore
+from tests.models.senseless import SMALL, nonsense, try_out, without_card
 from tests.models.test_equal import ROWS
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.card import card_of
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import DecoderSpec
-from quintet.executor.layers.rope import Rope
-from quintet.executor.worker import make_torch_worker
-from quintet.wire.config import EngineConfig
-from quintet.wire.errors import ConfigError
-from quintet.wire.number_formats import ITEM_BYTES
 
-RUN_DIR = Path("/tmp/quintet-test")
-VOCAB = 61
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-    "rope_theta": 10000.0,
-}
 OPTIONAL: dict[str, Any] = {
     "attention_bias": True,
     "mlp_bias": True,
@@ -108,31 +78,6 @@ ROPES: list[dict[str, Any]] = [
     {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 32, "short_factor": [1.0] * 8,
      "long_factor": [1.5] * 8},
 ]  # fmt: skip
-NONSENSE: list[Any] = [
-    *(0, -1, 1, 2, 3, 4, 5, 6, 7, 8, 12, 15, 16, 17, 20, 24, 31, 32, 48, 64, 65, 96, 128, 200, 255, 256, 257),
-    *(320, 500, 512, 576, 577, 1000, 1024, 1025, 2048, 4096, 65_536, 100_000, 1_000_000),
-    *(
-        2**31 - 1,
-        2**31,
-        2**63,
-        2**64,
-        10**40,
-        10**400,
-        -(2**63),
-        0.0,
-        -0.0,
-        0.1,
-        0.3,
-        0.5,
-        0.999,
-        1.0,
-        1.5,
-        8.0,
-    ),
-    *(1e-30, 1e-300, 1e30, 1e308, -1.0, float("nan"), float("inf"), float("-inf")),
-    *(True, False, None, "", "2", "silu", "default", "yarn", "x" * 500, "\x00", "\ud800"),
-    *([], [1], [1.0] * 8, ["full_attention"] * 2, [None], {}, {"factor": 2.0}, {"quant_method": 7}),
-]
 SPELLED_LIKE = {
     "InternLM3ForCausalLM": ("LlamaForCausalLM", False),
     "Mistral3ForConditionalGeneration": ("MistralForCausalLM", True),
@@ -141,20 +86,6 @@ SPELLED_LIKE = {
 """Of architectures that have neither a row nor a reader in common with one that has: whose card is like theirs, and whether they
 have it as their text model's."""
 Cards = dict[str, list[dict[str, Any]]]
-RUNS_UP_TO = 3_000_000
-"""Parameters of a model that is run: the largest that take no time."""
-
-
-def nonsense(draw: random.Random, was: object) -> object:
-    """Return a value that may make no sense; often one near to what was there."""
-    if (
-        isinstance(was, int | float)
-        and not isinstance(was, bool)
-        and abs(was) < 1e300
-        and draw.random() < 0.3
-    ):
-        return draw.choice([was + 1, was - 1, was * 2, -was, was * 8, float(was), str(was)])
-    return draw.choice(NONSENSE)
 
 
 def a_card(draw: random.Random) -> dict[str, Any]:
@@ -218,53 +149,9 @@ def a_card_of(draw: random.Random, cards: Sequence[dict[str, Any]]) -> dict[str,
     return card
 
 
-def resolved(folder: Path, block_size: int, **options: Any) -> EngineConfig:
-    words = {"model": str(folder), "device": "cpu", "block_size": block_size, "threads": 1}
-    limits = {"kv_cache_memory": "1MiB", "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    return resolve(Options(**{**words, **limits, **options}), RUN_DIR).config
-
-
-def try_out(folder: Path, block_size: int, **options: Any) -> str | None:
-    """Resolve, build and run a folder's model. Returns the one line that refuses it; None where it computes."""
-    try:
-        config = resolved(folder, block_size, **options)
-        family = FAMILIES.get(config.model.architecture)
-        if family is not None:
-            spec = family.read(card_of(config.model))
-            assert isinstance(spec, DecoderSpec)
-            for rope in spec.ropes:
-                positions = torch.tensor([0, 1, rope.reach - 1])
-                rotations = Rope(rope, torch.device("cpu")).cos_sin(positions, positions + 1, torch.float32)
-                assert all(torch.isfinite(part).all() for part in rotations), rope
-            if spec.num_parameters > RUNS_UP_TO:
-                return None
-        worker = make_torch_worker(config)
-    except ConfigError as error:
-        assert "\n" not in str(error) and len(str(error)) < 600, str(error)
-        return str(error)
-    core = SmallCore(worker, block_size)
-    length = min(20, config.model.max_model_len - 5, worker.num_blocks * block_size - block_size - 5)
-    if length >= 1:
-        request = core.add([i % config.model.vocab_size for i in range(length)], max_tokens=3)
-        core.run(chunk=7)
-        assert all(0 <= token < config.model.vocab_size for token in request.outputs), request.outputs
-        assert len(request.outputs) == 3
-    return None
-
-
 @pytest.fixture
-def folder(tmp_path: Path, default_tokenizer: Path) -> Path:
-    """A model's folder but for its card and weights."""
-    shutil.copy(default_tokenizer, tmp_path / "tokenizer.json")
-    (tmp_path / "tokenizer_config.json").write_text("{}")
-    return tmp_path
-
-
-@pytest.fixture(scope="session")
-def default_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    path.write_text(json.dumps({"added_tokens": []}))
-    return path
+def folder(tmp_path: Path) -> Path:
+    return without_card(tmp_path)
 
 
 def fuzz_cards(
@@ -385,97 +272,6 @@ def test_a_long_value_is_not_repeated_whole(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(card))
     said = try_out(folder, 4, load_format="dummy")
     assert said is not None and "x" * 20 in said
-
-
-def checkpoint(folder: Path, dtype: torch.dtype) -> bytes:
-    """Write a card and its weights; return the weights' file."""
-    card = {**SMALL, "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
-    (folder / "config.json").write_text(json.dumps(card))
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**card)).to(dtype).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(card))
-    return (folder / "model.safetensors").read_bytes()
-
-
-def spoiled(draw: random.Random, whole: bytes) -> bytes:
-    """Return a safetensors file with something wrong in its header, its length, or nothing."""
-    (size,) = struct.unpack("<Q", whole[:8])
-    kind = draw.choice(["nothing", "entry", "entry", "entry", "names", "bytes", "cut", "length"])
-    if kind == "bytes":
-        changed = bytearray(whole)
-        for _ in range(draw.choice([1, 3, 20])):
-            changed[draw.randrange(8 + size)] = draw.randrange(256)
-        return bytes(changed)
-    if kind == "cut":
-        return whole[: draw.randrange(len(whole))]
-    if kind == "length":
-        return (
-            struct.pack("<Q", draw.choice([0, 1, 2, size - 1, size + 1, len(whole), 1 << 40, (1 << 64) - 1]))
-            + whole[8:]
-        )
-    header, tensors = json.loads(whole[8 : 8 + size]), whole[8 + size :]
-    name = draw.choice([name for name in header if name != "__metadata__"])
-    entry = header[name]
-    if kind == "names":
-        header.pop(name)
-        if draw.random() < 0.6:
-            header[draw.choice(["lm_head.weight", "x", "", "\ud800", name + ".1", "__metadata__"])] = entry
-    elif kind == "entry":
-        key = draw.choice(["dtype", "dtype", "shape", "shape", "data_offsets", "all"])
-        if key == "dtype":
-            entry[key] = draw.choice([*ITEM_BYTES, "F4", "bf16", *NONSENSE])
-        elif key == "all":
-            header[name] = draw.choice(NONSENSE)
-        elif draw.random() < 0.5:
-            entry[key] = draw.choice([entry[key][::-1], [*entry[key], 1], entry[key][:1], [0, 0], *NONSENSE])
-        else:
-            at = draw.randrange(len(entry[key]))
-            entry[key][at] = nonsense(draw, entry[key][at])
-    encoded = json.dumps(header).encode()
-    return struct.pack("<Q", len(encoded)) + encoded + tensors
-
-
-def fuzz_checkpoints(folder: Path, seeds: range) -> tuple[int, int]:
-    """Try a checkpoint of each seed; return how many were refused and how many computed."""
-    refused = computed = 0
-    wholes = [checkpoint(folder, dtype) for dtype in (torch.bfloat16, torch.float32)]
-    for seed in seeds:
-        draw = random.Random(seed)
-        path = folder / "model.safetensors"
-        path.write_bytes(spoiled(draw, draw.choice(wholes)))
-        index = folder / "model.safetensors.index.json"
-        index.unlink(missing_ok=True)
-        if draw.random() < 0.2:
-            names = draw.choice(
-                [
-                    {"x": path.name},
-                    {"x": "absent"},
-                    {"x": "../" + path.name},
-                    *({"x": one} for one in NONSENSE),
-                ]
-            )
-            index.write_text(
-                json.dumps(
-                    draw.choice([{"weight_map": names}, {"weight_map": names}, {}, draw.choice(NONSENSE)])
-                )
-            )
-        try:
-            said = try_out(folder, draw.choice([4, 16]), quantization=draw.choice(["none", "none", "int8"]))
-        except Exception as error:
-            error.add_note(f"seed {seed}")
-            raise
-        refused, computed = refused + (said is not None), computed + (said is None)
-    return refused, computed
-
-
-def test_a_senseless_checkpoint_is_refused_or_computes(folder: Path) -> None:
-    refused, computed = fuzz_checkpoints(folder, range(100))
-    assert refused > 40 and computed > 10
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize("part", range(4))
-def test_many_senseless_checkpoints(folder: Path, part: int) -> None:
-    fuzz_checkpoints(folder, range(1000 + 500 * part, 1500 + 500 * part))
 
 
 @pytest.mark.whole
