@@ -18,7 +18,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve chat test test-all collect lint types check bench-overhead model cubins clients fuzz gpu-check clean
+.PHONY: help install serve chat test test-all collect lint types check bench-overhead model cubins clients chart fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -67,6 +67,9 @@ cubins: install $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packag
 	$(BIN)/python -m quintet.executor.cuda.compile $(ARGS)
 
 clients: $(CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
+
+chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with the schemas of the newest Kubernetes
+	.venv/clients/kubernetes/bin/python tests/clients/platforms/kubernetes_chart.py --newest
 
 $(BIN)/uv: | $(STAMP)
 	$(PIP) uv==0.13.9

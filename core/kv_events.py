@@ -40,7 +40,9 @@ class KvEvents:
                 parent_block_hash=_hash_of(request.digests[first - 1]) if first else None,
                 token_ids=request.tokens[first * size : end * size],
                 block_size=size,
+                lora_id=None,
                 medium=MEDIUM,
+                lora_name=None,
                 extra_keys=None if start == _NO_SALT else [[start.hex()] for _ in digests],
             )
         )

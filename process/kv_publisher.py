@@ -2,7 +2,7 @@
 
     loop ── batch ──▶ thread ──▶ PUB: topic, sequence number, batch          to all who subscribe
                          ▲
-                         └────── ROUTER: a sequence number; answered with all kept batches from there on, then -1
+                         └────── ROUTER: a sequence number; answered with all kept batches, as published, from there on, then -1
 
 A thread has the sockets, so the loop waits for nobody, and it sleeps while there is nothing to say. Who is too slow loses
 batches, and sees it by the numbers.
@@ -109,5 +109,5 @@ class KvPublisher:
         who, *_, first = asked.recv_multipart()
         for numbered in self._kept:
             if numbered[0] >= first:
-                asked.send_multipart((who, b"", *numbered))
-        asked.send_multipart((who, b"", END, b""))
+                asked.send_multipart((who, b"", self._topic, *numbered))
+        asked.send_multipart((who, b"", b"", END, b""))

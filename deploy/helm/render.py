@@ -22,6 +22,7 @@ VARIANTS = {
     "quintet": None,
     "quintet-apart": "values-apart.yaml",
     "quintet-gpu": "values-gpu.yaml",
+    "quintet-hosts": "values-hosts.yaml",
     "quintet-replicas": "values-replicas.yaml",
 }
 """By manifest: the values beside the chart that it is made of."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -14,6 +16,7 @@ from quintet.deploy.cli import CommandParser
 from quintet.deploy.commands import route
 from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.flags import Options
+from quintet.deploy.resolve.hosts import hosts_config
 from quintet.frontend.app import ROUTES
 from quintet.frontend.guard import is_open
 from tests.deploy.queries import DASHBOARD
@@ -44,54 +47,90 @@ def route_options_from(words: list[str]) -> Any:
     return parser.parse_args(words)
 
 
+def started(path: Path) -> list[dict[str, Any]]:
+    """What the pods of a manifest are made of."""
+    pods = []
+    for thing in things(path):
+        if thing["kind"] == "Deployment":
+            pods.append(thing["spec"]["template"]["spec"])
+        elif thing["kind"] == "LeaderWorkerSet":
+            group = thing["spec"]["leaderWorkerTemplate"]
+            pods += [group["leaderTemplate"]["spec"], group["workerTemplate"]["spec"]]
+    return pods
+
+
+def words_of(pod: dict[str, Any], config: Path, told: Mapping[str, str]) -> list[str]:
+    """The words of a pod's container, as it is given them: by the controller that tells of itself, and by its own environment."""
+    [container] = pod["containers"]
+    own = {
+        each["name"]: "10.0.0.5"
+        for each in container.get("env", ())
+        if "fieldRef" in each.get("valueFrom", {})
+    }
+    known = {each["name"]: "key" for each in container.get("env", ())} | own | told
+    return [
+        re.sub(r"\$\((\w+)\)", lambda name: known[name[1]], word).replace(
+            "/etc/quintet/server.yaml", str(config)
+        )
+        for word in container["args"]
+    ]
+
+
+def config_of(path: Path, folder: Path) -> Path:
+    """Write the flags' file of a manifest."""
+    [text] = [thing["data"]["server.yaml"] for thing in things(path) if thing["kind"] == "ConfigMap"]
+    (folder / "server.yaml").write_text(text)
+    return folder / "server.yaml"
+
+
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
 def test_the_pods_flags_are_those_of_their_commands(path: Path, tmp_path: Path) -> None:
-    [text] = [thing["data"]["server.yaml"] for thing in things(path) if thing["kind"] == "ConfigMap"]
-    config = tmp_path / "server.yaml"
-    config.write_text(text)
-    read = {"quintet": options_from, "prefill": options_from, "router": route_options_from}
-    for deployment in (thing for thing in things(path) if thing["kind"] == "Deployment"):
-        pod = deployment["spec"]["template"]["spec"]
+    config = config_of(path, tmp_path)
+    read = {
+        "quintet": options_from,
+        "prefill": options_from,
+        "leader": options_from,
+        "router": route_options_from,
+    }
+    found = set()
+    for pod in started(path):
         [container] = pod["containers"]
-        words = [word.replace("/etc/quintet/server.yaml", str(config)) for word in container["args"]]
-        options = read.pop(container["name"])(words)
+        if container["name"] == "worker":
+            continue
+        options = read[container["name"]](words_of(pod, config, {}))
+        found.add(container["name"])
         [port] = [port["containerPort"] for port in container["ports"] if port["name"] == "http"]
         assert (options.host, options.port) == ("0.0.0.0", port)
         assert pod["terminationGracePeriodSeconds"] > options.drain_timeout
-    assert "quintet" not in read
+    assert found & {"quintet", "leader"}
 
 
-def test_the_pods_of_a_group_are_hosts_of_one_model() -> None:
+def test_the_pods_of_a_group_are_hosts_of_one_model(tmp_path: Path) -> None:
+    path = DEPLOY / "kubernetes" / "quintet-hosts.yaml"
     [group] = [
-        thing for thing in things(DEPLOY / "kubernetes" / "hosts.yaml") if thing["kind"] == "LeaderWorkerSet"
+        thing["spec"]["leaderWorkerTemplate"] for thing in things(path) if thing["kind"] == "LeaderWorkerSet"
     ]
-    template = group["spec"]["leaderWorkerTemplate"]
-    assert template["restartPolicy"] == "None", "or the leader's clients lose their connections with any pod"
-    told = {
-        "LWS_GROUP_SIZE": str(template["size"]),
-        "LWS_WORKER_INDEX": "1",
-        "LWS_LEADER_ADDRESS": "group-0.group",
-    }
-    found: list[Options] = []
-    for role in ("leaderTemplate", "workerTemplate"):
-        [container] = template[role]["spec"]["containers"]
-        words = " ".join(container["args"]).replace("$(POD_IP)", "10.0.0.5")
-        for name, value in told.items():
-            words = words.replace(f"$({name})", value)
-        found.append(options_from(words.split()))
-        [secret] = [each for each in template[role]["spec"]["volumes"] if "secret" in each]
+    assert group["restartPolicy"] == "None", "or the leader's clients lose their connections with any pod"
+    told = {"LWS_WORKER_INDEX": "1", "LWS_LEADER_ADDRESS": "group-0.group"}
+    (tmp_path / "key").write_bytes(bytes(32))
+    (tmp_path / "key").chmod(0o440)
+    found = []
+    for pod in started(path):
+        [container] = pod["containers"]
+        options = options_from(words_of(pod, config_of(path, tmp_path), told))
+        [secret] = [each for each in pod["volumes"] if "secret" in each]
         [mount] = [each for each in container["volumeMounts"] if each["name"] == secret["name"]]
-        assert found[-1].group_key == f"{mount['mountPath']}/group"
-    leader, worker = found
-    assert (leader.model, leader.nnodes, leader.pipeline_parallel_size, leader.master_port) == (
-        worker.model, worker.nnodes, worker.pipeline_parallel_size, worker.master_port,
-    )  # fmt: skip
-    assert leader.pipeline_parallel_size % leader.nnodes == 0
+        assert options.group_key == f"{mount['mountPath']}/{secret['secret']['items'][0]['path']}"
+        own_key = msgspec.structs.replace(options, group_key=str(tmp_path / "key"))
+        found.append((options, hosts_config(own_key)))
+    (leader, first), (worker, other) = found
+    assert leader.model == worker.model
+    assert first is not None and other is not None
+    assert first.count == other.count == group["size"]
+    assert (first.address, other.address) == ("10.0.0.5:29501", "group-0.group:29501")
     assert (leader.headless, worker.headless, worker.node_rank) == (False, True, 1)
-    pod = template["leaderTemplate"]["spec"]
-    ports = {each["name"]: each["containerPort"] for each in pod["containers"][0]["ports"]}
+    ports = {each["name"]: each["containerPort"] for each in started(path)[0]["containers"][0]["ports"]}
     assert ports == {"http": leader.port, "hosts": leader.master_port}
-    assert pod["terminationGracePeriodSeconds"] > leader.drain_timeout
 
 
 def test_the_runtime_of_kserve_has_flags_of_serve() -> None:
@@ -145,10 +184,3 @@ def test_the_units_words_are_those_of_serve(tmp_path: Path) -> None:
     assert words[0].endswith("/bin/quintet")
     options = options_from(words[1:])
     assert (options.model, options.port) == ("some/model", 8080)
-
-
-def test_the_image_is_built_from_every_folder_of_the_package() -> None:
-    """Each is a symlink under src, which would lead nowhere."""
-    let_in = (DEPLOY / "docker" / "Dockerfile.dockerignore").read_text().splitlines()
-    folders = [path.name for path in (DEPLOY.parent / "src" / "quintet").iterdir() if path.is_symlink()]
-    assert {f"!{name}" for name in folders} <= set(let_in)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 
 from quintet.process.kv_publisher import KvPublisher
@@ -17,6 +19,8 @@ from quintet.wire.config import KvEventsConfig
 from .server import Server, serve, wait_until
 
 BLOCK_SIZE = 16
+HERE = Path(__file__).parent
+VLLM = Path.home() / ".cache/quintet-peers/vllm/bin/python"
 
 
 @contextmanager
@@ -36,13 +40,21 @@ def ask(server: Server, prompt: list[int], **more: object) -> None:
     assert status == 200, answer
 
 
+def sent_again(missed: zmq.Socket[bytes]) -> list[list[bytes]]:
+    """Ask for all batches from the first on; return what comes, up to the end of it."""
+    missed.send_multipart((b"", (0).to_bytes(8, "big")))
+    frames = [missed.recv_multipart()]
+    while frames[-1][-1]:
+        frames.append(missed.recv_multipart())
+    return frames
+
+
 def heard_again(missed: zmq.Socket[bytes]) -> dict[int, list[Any]]:
     """Ask for all batches from the first on; return them by number."""
-    missed.send_multipart((b"", (0).to_bytes(8, "big")))
-    batches: dict[int, list[Any]] = {}
-    while (heard := missed.recv_multipart())[2]:
-        batches[int.from_bytes(heard[1], "big")] = msgspec.msgpack.decode(heard[2])
-    assert int.from_bytes(heard[1], "big", signed=True) == -1
+    *kept, end = sent_again(missed)
+    assert end == [b"", b"", (-1).to_bytes(8, "big", signed=True), b""]
+    assert {topic for _, topic, _, _ in kept} == {b"kv@"}
+    batches = {int.from_bytes(number, "big"): msgspec.msgpack.decode(batch) for _, _, number, batch in kept}
     assert sorted(batches) == list(range(len(batches)))
     return batches
 
@@ -65,7 +77,7 @@ def wait_for_batch(asks: zmq.Socket[bytes], number: int) -> None:
     is_kept = False
     while not is_kept:
         asks.send_multipart((b"", number.to_bytes(8, "big")))
-        while asks.recv_multipart()[2]:
+        while asks.recv_multipart()[3]:
             is_kept = True
 
 
@@ -86,8 +98,8 @@ def test_who_reads_slowly_is_sent_all_that_was_kept(tmp_path: Path) -> None:
         publisher.publish(b"one more")
         wait_for_batch(quick, num_batches)
         numbers = []
-        while (heard := slow.recv_multipart())[2]:
-            numbers.append(int.from_bytes(heard[1], "big"))
+        while (heard := slow.recv_multipart())[3]:
+            numbers.append(int.from_bytes(heard[2], "big"))
         assert numbers == list(range(num_batches))
     publisher.close()
 
@@ -97,17 +109,18 @@ def known_by(batches: list[list[Any]]) -> dict[int, list[int]]:
     known: dict[int, list[int]] = {}
     for _, events, engine in batches:
         assert engine == 0
-        for name, *fields in events:
-            if name == "AllBlocksCleared":
+        for event in events:
+            if event["type"] == "AllBlocksCleared":
                 known.clear()
-            elif name == "BlockRemoved":
-                for each in fields[0]:
+            elif event["type"] == "BlockRemoved":
+                for each in event["block_hashes"]:
                     del known[each]
             else:
-                hashes, parent, tokens, block_size, _, medium = (*fields, None)[:6]
-                assert name == "BlockStored" and block_size == BLOCK_SIZE and medium == "GPU"
+                assert event["type"] == "BlockStored"
+                assert (event["block_size"], event["medium"]) == (BLOCK_SIZE, "GPU")
+                parent, tokens = event["parent_block_hash"], event["token_ids"]
                 assert parent is None or parent in known
-                for index, each in enumerate(hashes):
+                for index, each in enumerate(event["block_hashes"]):
                     known[each] = tokens[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]
     return known
 
@@ -136,5 +149,45 @@ def test_a_subscriber_knows_what_the_engine_has(tmp_path: Path) -> None:
         server.children()["quintet-core-0"].kill()
         ask(server, first)
         again = heard_of(missed, [first[:16], first[16:32]])
-        assert again[0][1][0] == ["AllBlocksCleared"], "another core begins"
+        assert again[0][1][0] == {"type": "AllBlocksCleared"}, "another core begins"
         assert server.stop() == 0
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(not VLLM.exists(), reason="vLLM is not installed beside")
+def test_vllms_own_classes_read_it_and_would_have_told_the_same(tmp_path: Path) -> None:
+    published, asked = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
+    config = {"enable_kv_cache_events": True, "endpoint": published, "replay_endpoint": asked, "topic": "kv@"}
+    # Twelve blocks: what is found is given away for what comes.
+    flags = ("--executor", "mock", "--max-model-len", "96", "--max-num-seqs", "1")
+    with (
+        serve(*flags, "--kv-cache-memory", "384KiB", "--kv-events-config", json.dumps(config)) as server,
+        socket_to(zmq.DEALER, asked) as missed,
+    ):
+        for number in range(5):
+            salt = {"cache_salt": "mine"} if number == 1 else {}
+            ask(server, list(range(300 + number, 370 + number)), **salt)
+
+        def is_told() -> bool:
+            kinds = [event["type"] for batch in heard_again(missed).values() for event in batch[1]]
+            return kinds.count("BlockStored") >= 5 and "BlockRemoved" in kinds
+
+        wait_until(is_told, "events of the last prompt")
+        ours = sent_again(missed)
+    file, of_vllm = tmp_path / "batches", f"ipc://{tmp_path}/vllm"
+    file.write_bytes(msgspec.msgpack.encode([frames[-1] for frames in ours[:-1]]))
+    command = [VLLM, HERE / "vllm_publisher.py", file, of_vllm, f"{of_vllm}-asked"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE, cwd=tmp_path) as vllm,
+        socket_to(zmq.DEALER, f"{of_vllm}-asked") as missed,
+    ):
+        theirs: list[list[bytes]] = []
+
+        def is_all() -> bool:
+            assert vllm.poll() is None, "vLLM's classes did not read it"
+            theirs[:] = sent_again(missed)
+            return len(theirs) == len(ours)
+
+        wait_until(is_all, "vLLM's publisher")
+        vllm.communicate()
+    assert theirs == ours

@@ -10,6 +10,9 @@ app.kubernetes.io/name: quintet
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
+{{- define "quintet.serverSelector" -}}{{ include "quintet.selector" . }}{{- end -}}
+{{- define "quintet.leaderSelector" -}}{{ include "quintet.selector" . }}{{- end -}}
+
 {{- define "quintet.labels" -}}
 {{ include "quintet.selector" . }}
 {{ include "quintet.version" . }}
@@ -24,6 +27,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{/* What selects the pods that compute prompts for others. */}}
 {{- define "quintet.prefillSelector" -}}
 app.kubernetes.io/name: quintet-prefill
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end -}}
+
+{{/* What selects the pods that compute for the first of their group. */}}
+{{- define "quintet.workerSelector" -}}
+app.kubernetes.io/name: quintet-worker
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
@@ -67,16 +76,33 @@ capabilities:
 
 {{/* The most servers there may be at once. */}}
 {{- define "quintet.mostPods" -}}
-{{- add .Values.prefill.replicas (ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none")) -}}
+{{- $servers := ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none") -}}
+{{- add .Values.prefill.replicas (mul $servers .Values.hosts.size) -}}
 {{- end -}}
 
-{{/* Rules of a NetworkPolicy: where models are fetched, and where KV is, of up to 64 engines. */}}
-{{- define "quintet.toHub" -}}
+{{/* What an autoscaler scales: servers that are a pod each, or groups of pods. */}}
+{{- define "quintet.scaled" -}}
+{{- if gt (int .Values.hosts.size) 1 -}}
+apiVersion: leaderworkerset.x-k8s.io/v1
+kind: LeaderWorkerSet
+name: {{ include "quintet.name" . }}-hosts
+{{- else -}}
+apiVersion: apps/v1
+kind: Deployment
+name: {{ include "quintet.name" . }}
+{{- end -}}
+{{- end -}}
+
+{{/* Rules of a NetworkPolicy: where names are known, where models are fetched, and where KV is, of up to 64 engines. */}}
+{{- define "quintet.toNames" -}}
 - ports:
     - port: 53
       protocol: UDP
     - port: 53
       protocol: TCP
+{{- end -}}
+{{- define "quintet.toHub" -}}
+{{ include "quintet.toNames" . }}
     - port: 443
       protocol: TCP
 {{- end -}}
