@@ -18,7 +18,7 @@ from quintet.executor.quant.formats.gguf import Gguf
 from quintet.executor.weights.header import Entry
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
-from tests.gguf.random_blocks import SCALES, in_blocks, of_gpt_oss
+from tests.gguf.random_blocks import SCALES, WIDENED, in_blocks, of_gpt_oss
 from tests.models.equal import WAYS, alone, furthest, load
 from tests.models.random_checkpoints import of_transformers
 from tests.models.rows import routed
@@ -39,6 +39,17 @@ def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path)
     outcome = alone(loaded, [each.prompt for each in expected])
     assert furthest(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("kind", WIDENED)
+def test_blocks_without_a_packed_form_are_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
+    """In the model's format: fp32, so nothing is rounded."""
+    row = in_blocks(of_transformers("LlamaConfig", **WIDE), lambda name: kind, tmp_path / "model.gguf")
+    expected = made(row, tmp_path)
+    loaded = load(tmp_path / "model.gguf")
+    assert loaded.config.executor.quantization == "gguf"
+    assert alone(loaded, [each.prompt for each in expected]).outputs == [each.outputs for each in expected]
 
 
 @pytest.mark.parametrize("kind", [each for each in BY_NAME if each not in PLAIN])
