@@ -53,6 +53,8 @@ TYPES = {
     23: GgmlType("IQ4_XS", 256, 136, 138),
     29: GgmlType("IQ1_M", 256, 56),
     30: GgmlType("BF16", 1, 2),
+    34: GgmlType("TQ1_0", 256, 54),
+    35: GgmlType("TQ2_0", 256, 66),
     39: GgmlType("MXFP4", 32, 17, 17),
 }
 """By the number that a file has: those of weights that are read."""
@@ -71,8 +73,6 @@ UNREAD = {
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",
     33: "Q4_0_8_8",
-    34: "TQ1_0",
-    35: "TQ2_0",
     36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
