@@ -19,6 +19,7 @@ FILES = (
     *("README.md", "config.json", "m-Q4_0.gguf", "m-Q8_0.gguf", "mmproj.gguf"),
     *(f"m-F32-0000{part}-of-00003.gguf" for part in (1, 2, 3)),
 )
+IN_FOLDERS = ("Q4_0/m-00001-of-00002.gguf", "Q4_0/m-00002-of-00002.gguf", "Q8_0/m-00001-of-00002.gguf")
 
 
 @pytest.fixture
@@ -30,9 +31,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def fetch(name: str, allow_patterns: Any = None, ignore_patterns: Any = None) -> str:
         assert name == "owner/name"
         for file in filter_repo_objects(
-            FILES, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            [*FILES, *IN_FOLDERS], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         ):
             its, there = tmp_path / "hub" / file, tmp_path / "cache" / file
+            there.parent.mkdir(exist_ok=True)
             shutil.copy(its, there) if its.exists() else there.touch()
         return str(tmp_path / "cache")
 
@@ -50,6 +52,12 @@ def test_all_parts_are_fetched_whichever_is_named(named: int, cache: Path) -> No
     first = locate_model(f"owner/name:m-F32-0000{named}-of-00003.gguf", with_weights=True)
     assert first == cache / "m-F32-00001-of-00003.gguf"
     assert sorted(path.name for path in cache.iterdir()) == list(FILES[-3:])
+
+
+def test_files_lie_in_folders_of_the_repository_too(cache: Path) -> None:
+    first = locate_model("owner/name:Q4_0/m-00002-of-00002.gguf", with_weights=True)
+    assert first == cache / "Q4_0/m-00001-of-00002.gguf"
+    assert sorted(cache.rglob("*.gguf")) == [cache / file for file in IN_FOLDERS[:2]]
 
 
 def test_without_weights_the_part_that_describes_the_model_will_do(cache: Path) -> None:
