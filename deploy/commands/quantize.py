@@ -40,7 +40,8 @@ Write a model in fewer bits. MODEL is a folder or a hub name in bf16, fp16 or fp
 formats of GGUF, one file with tokenizer and chat template (OUT ends in .gguf), the largest first:
 {gguf}
 
-formats of folders, which vLLM, SGLang and transformers read too; of any family but for awq:
+formats of folders, which vLLM, SGLang and transformers read too, of any family of our own whose matrices lie [outputs, inputs]
+(GPT-2's do not); gptq and awq are for models without experts and states:
 {folders}
 
 examples:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
@@ -22,8 +23,8 @@ _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with_code: bool = False) -> Path:
     """Return the local folder of a model, or its GGUF file, fetching it from the hub when ``name`` is a hub name.
 
-    ``owner/name:file.gguf`` is one file of a hub name. None is the model that ships with Quintet. ``flag`` is named
-    in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
+    ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
+    Quintet. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
     """
     if name is None:
         from quintet.deploy.embedded import default_model_path
@@ -38,24 +39,26 @@ def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with
         raise ConfigError(
             f"{flag} {name!r} is a file; give the folder that holds config.json, or a .gguf file"
         )
-    if name.count("/") == 1 and is_gguf(Path(name)) and ":" in name:
-        repository, _, file = name.partition(":")
-        parts = [part.name for part in part_paths(Path(file))]
-        return _fetch(repository, parts if with_weights else parts[:1], flag) / parts[0]
+    repository, _, file = name.partition(":")
+    if repository.count("/") == 1 and not name.startswith(("/", ".", "~")) and is_gguf(Path(file)):
+        parts = [part.as_posix() for part in part_paths(Path(file))]
+        return _fetch(repository, parts if with_weights else parts[:1], flag, unwanted=()) / parts[0]
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{flag} {name!r}: there is no such {'file' if is_gguf(folder) else 'folder'}")
     patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
     return _fetch(name, patterns, flag)
 
 
-def _fetch(name: str, patterns: list[str], flag: str) -> Path:
+def _fetch(
+    name: str, patterns: list[str], flag: str, unwanted: Sequence[str] = tuple(_UNWANTED_FILES)
+) -> Path:
     """Download a hub repository, or find it in the cache."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         snapshot_download(name, allow_patterns=_NAMED_TEMPLATES)
-        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED_FILES))
+        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(unwanted)))
         if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
             snapshot_download(name, allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES)
         return folder

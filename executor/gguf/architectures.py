@@ -60,6 +60,7 @@ ARCHITECTURES = {
     "baichuan": Architecture("BaichuanForCausalLM", dense.baichuan, neighbours=True),
     "bailingmoe": Architecture("BailingMoeForCausalLM", routed.bailing, neighbours=True),
     "bailingmoe2": Architecture("BailingMoeV2ForCausalLM", routed.bailing),
+    "bitnet": Architecture("BitNetForCausalLM", dense.bitnet),
     "bloom": Architecture("BloomForCausalLM"),
     "chatglm": Architecture("ChatGLMModel", dense.chatglm),
     "cohere2": Architecture("Cohere2ForCausalLM", dense.cohere, neighbours=True),

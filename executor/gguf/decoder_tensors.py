@@ -22,7 +22,7 @@ from quintet.executor.gguf.expert_tensors import add_experts
 from quintet.executor.gguf.found import Found
 from quintet.executor.gguf.header import Tensor
 from quintet.executor.gguf.latent_tensors import add_latent
-from quintet.executor.gguf.recipes import Recipe, Rows, height, unpaired
+from quintet.executor.gguf.recipes import Recipe, Rows, height, scaled, unpaired
 from quintet.executor.gguf.state_tensors import add_state
 
 
@@ -37,7 +37,7 @@ def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architectu
     found.module(names.head, "output")
     for index, layer in enumerate(spec.layers):
         _add_layer(found.in_layer(index), layer, how)
-    return found.recipes
+    return {name: scaled(recipe, tensors) for name, recipe in found.recipes.items()}
 
 
 def _add_layer(found: Found, layer: LayerSpec, how: Architecture) -> None:
@@ -80,6 +80,7 @@ def _add_attention(found: Found, spec: AttentionSpec, paired: bool) -> None:
             for name, part in zip((names.q, names.k, names.v), rows, strict=True):
                 found.stacked(f"{name}.{leaf}", (part,))
     found.module(names.output, "attn_output")
+    found.norm(names.attended_norm, "attn_sub_norm", spec.attended_norm)
     found.whole(found.names.sinks, "attn_sinks.weight")
     norm = spec.qk_norm
     for ours, theirs in ((found.names.q_norm, "attn_q_norm"), (found.names.k_norm, "attn_k_norm")):
@@ -126,3 +127,4 @@ def _add_feed_forward(found: Found, spec: MlpSpec) -> None:
         if spec.gated:
             found.module(names.gate, "ffn_gate")
     found.module(names.down, "ffn_down")
+    found.norm(names.down_norm, "ffn_sub_norm", spec.down_norm)

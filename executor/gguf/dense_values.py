@@ -35,6 +35,14 @@ def phi3(said: Said) -> Values:
     return {"sliding_window": said.get("attention.sliding_window") or None}
 
 
+def bitnet(said: Said) -> Values:
+    """BitNet b1.58. Files do not say the activation: of the paper's first models, which llama.cpp computes, it is SiLU; 2B4T, the
+    one of another rotation, has squared ReLU.
+    """
+    is_2b4t = said.get("rope.freq_base") == 500000.0
+    return {"hidden_act": "relu2" if is_2b4t else "silu"}
+
+
 def gpt2(said: Said) -> Values:
     """GPT-2: positions are a table."""
     return {

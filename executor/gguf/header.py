@@ -56,6 +56,9 @@ class Strings:
     raw: bytes
     count: int
 
+    def __repr__(self) -> str:
+        return f"a list of {self.count} texts"
+
     def texts(self) -> list[str]:
         """Return the strings. Raises `UnicodeDecodeError`."""
         raw, begin, found = self.raw, 0, []

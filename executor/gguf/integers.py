@@ -15,6 +15,8 @@ from quintet.executor.gguf.blocks import bits_of, half_of
 
 NL4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """What the 4 bits of IQ4 stand for."""
+_POWERS_OF_3 = torch.tensor([1, 3, 9, 27, 81], dtype=torch.uint8)
+"""What brings a digit to base 3 to the front: what is before it is lost beyond 8 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,18 @@ def q3_k(blocks: torch.Tensor) -> Integers:
     return Integers(codes, 4, half_of(blocks, 108) * (scales.float() - 32))
 
 
+def tq1_0(blocks: torch.Tensor) -> Integers:
+    """Three values, five in a byte as a fraction whose digits they are, to base 3: the last bytes have four."""
+    runs = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
+    codes = [(run[:, None] * _POWERS_OF_3[:count, None]).int() * 3 >> 8 for run, count in runs]
+    return Integers(torch.cat([each.flatten(1) for each in codes], 1).to(torch.uint8), 1, half_of(blocks, 52))
+
+
+def tq2_0(blocks: torch.Tensor) -> Integers:
+    """Three values in 2 bits."""
+    return Integers(bits_of(blocks[:, :64], 32, 2), 1, half_of(blocks, 64))
+
+
 def q4_k(blocks: torch.Tensor) -> Integers:
     """4 bits in groups of 32, each with a scale and a minimum of 6 bits."""
     return _with_minima(blocks, bits_of(blocks[:, 16:], 32, 4))
@@ -130,6 +144,8 @@ def _chosen(places: torch.Tensor) -> torch.Tensor:
 
 
 INTEGERS: dict[str, Callable[[torch.Tensor], Integers]] = {
+    "TQ1_0": tq1_0,
+    "TQ2_0": tq2_0,
     "Q4_0": q4_0,
     "Q4_1": q4_1,
     "Q5_0": q5_0,

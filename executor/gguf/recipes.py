@@ -6,8 +6,8 @@ numbers themselves (a norm's offset, a transposition) is a `Finish`; a tensor wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -63,6 +63,19 @@ def height(shape: tuple[int, ...]) -> int:
     for size in shape[:-1] or shape:
         rows *= size
     return rows
+
+
+def scaled(recipe: Recipe, tensors: Mapping[str, Tensor]) -> Recipe:
+    """Return the recipe of what is multiplied by a number too, where the file has that in a tensor: early ones of BitNet."""
+    stem, _, leaf = recipe.rows[0].name.rpartition(".")
+    scale = tensors.get(f"{stem}.scale") if leaf == "weight" and len(recipe.rows) == 1 else None
+    if scale is None or scale.shape != (1,) or recipe.finish is not None:
+        return recipe
+    return replace(recipe, rows=(*recipe.rows, all_rows(f"{stem}.scale", scale)), finish=_product)
+
+
+def _product(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0].float() * parts[1]
 
 
 def unpaired(heads: int, dim: int) -> NDArray[np.int64]:

@@ -55,9 +55,6 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
     "images are part of what it reads, and its text alone is another model": (
         *("chameleon", "cogvlm", "deepseek2-ocr", "hunyuan_vl", "paddleocr"),
     ),
-    "a file has three values for a weight, with a scale in a tensor of its own: take the checkpoint": (
-        "bitnet",
-    ),
     "no program computes files of it: take the checkpoint": ("gptj",),
 }
 

@@ -16,37 +16,46 @@ class GgmlType:
     block: int
     """Numbers of a block: rows hold whole blocks."""
     block_bytes: int
+    packed_bytes: int | None = None
+    """Of a block that the host's kernels multiply as it is; None: its numbers are kept in the model's format."""
 
     def num_bytes(self, count: int) -> int:
         """Return the size of so many numbers, a multiple of a block's."""
         return count // self.block * self.block_bytes
 
+    def num_packed_bytes(self, num_bytes: int, dtype_bytes: int) -> int:
+        """Return the memory that so many bytes of a file take where the model's numbers have ``dtype_bytes``."""
+        kept = self.block * dtype_bytes if self.packed_bytes is None else self.packed_bytes
+        return num_bytes // self.block_bytes * kept
+
 
 TYPES = {
     0: GgmlType("F32", 1, 4),
     1: GgmlType("F16", 1, 2),
-    2: GgmlType("Q4_0", 32, 18),
-    3: GgmlType("Q4_1", 32, 20),
-    6: GgmlType("Q5_0", 32, 22),
-    7: GgmlType("Q5_1", 32, 24),
-    8: GgmlType("Q8_0", 32, 34),
-    10: GgmlType("Q2_K", 256, 84),
-    11: GgmlType("Q3_K", 256, 110),
-    12: GgmlType("Q4_K", 256, 144),
-    13: GgmlType("Q5_K", 256, 176),
-    14: GgmlType("Q6_K", 256, 210),
+    2: GgmlType("Q4_0", 32, 18, 18),
+    3: GgmlType("Q4_1", 32, 20, 20),
+    6: GgmlType("Q5_0", 32, 22, 22),
+    7: GgmlType("Q5_1", 32, 24, 24),
+    8: GgmlType("Q8_0", 32, 34, 34),
+    10: GgmlType("Q2_K", 256, 84, 84),
+    11: GgmlType("Q3_K", 256, 110, 114),
+    12: GgmlType("Q4_K", 256, 144, 148),
+    13: GgmlType("Q5_K", 256, 176, 180),
+    14: GgmlType("Q6_K", 256, 210, 210),
     15: GgmlType("Q8_K", 256, 292),
     16: GgmlType("IQ2_XXS", 256, 66),
     17: GgmlType("IQ2_XS", 256, 74),
     18: GgmlType("IQ3_XXS", 256, 98),
     19: GgmlType("IQ1_S", 256, 50),
-    20: GgmlType("IQ4_NL", 32, 18),
+    20: GgmlType("IQ4_NL", 32, 18, 18),
     21: GgmlType("IQ3_S", 256, 110),
     22: GgmlType("IQ2_S", 256, 82),
-    23: GgmlType("IQ4_XS", 256, 136),
+    23: GgmlType("IQ4_XS", 256, 136, 138),
     29: GgmlType("IQ1_M", 256, 56),
     30: GgmlType("BF16", 1, 2),
-    39: GgmlType("MXFP4", 32, 17),
+    34: GgmlType("TQ1_0", 256, 54),
+    35: GgmlType("TQ2_0", 256, 66),
+    39: GgmlType("MXFP4", 32, 17, 17),
 }
 """By the number that a file has: those of weights that are read."""
 
@@ -64,8 +73,6 @@ UNREAD = {
     31: "Q4_0_4_4",
     32: "Q4_0_4_8",
     33: "Q4_0_8_8",
-    34: "TQ1_0",
-    35: "TQ2_0",
     36: "IQ4_NL_4_4",
     37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",

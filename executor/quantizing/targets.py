@@ -37,7 +37,7 @@ TARGETS: Mapping[str, Target] = {
         4,
         128,
         False,
-        "AWQ: 4 bits with zero points, more steps for large inputs; Llama, Mistral, Qwen2, Qwen3; needs --calibration",
+        "AWQ: 4 bits with zero points, more steps for large inputs; needs --calibration",
         is_calibrated=True,
         is_awq=True,
     ),

@@ -77,7 +77,10 @@ INNER = {
         f"executor.{room}" for room in ("cards", "models", "layers", "platforms", "quant", "weights")
     }
     | {"wire"},
-    "executor/quant/formats": {"executor.quant.formats", "executor.cards", "executor.weights.header", "wire"},
+    "executor/quant/formats": {
+        f"executor.{room}" for room in ("quant.formats", "cards", "gguf.types", "weights.header")
+    }
+    | {"wire"},
     "executor/weights": {"executor.weights", "executor.ops", "wire"},
 }
 """Rooms within rooms, and all that they may import: a model knows no kernel, a load client no server."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pytest
@@ -360,6 +362,37 @@ def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
     whole = torch.cat([numbers["q"], numbers["k"]])
     # Sums of integers are exact; bf16 rounds the result to 8 bits.
     torch.testing.assert_close(layer(x).float(), rounded @ whole.t(), rtol=2**-7, atol=1e-2)
+
+
+def _with_zeros(written: Written, *path: str) -> Written:
+    """Return what is written, its activations with zero points: what says so lies at the path."""
+    section = copy.deepcopy(dict(written.section))
+    inner: Any = section
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = {"_type": "MappingType", "_data": "ASYMMETRIC"} if path[0] == "quant_type" else False
+    return Written(section, written.tensors)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["compressed-tensors", "torchao", "quark"])
+def test_activations_with_zero_points_keep_16_bits(name: str) -> None:
+    inputs = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}
+    written = {
+        "compressed-tensors": quantized.compressed(BY_ROW, "int-quantized", inputs),
+        "torchao": _with_zeros(
+            tools.torchao("Int8DynamicActivationInt8WeightConfig"),
+            *("quant_type", "default", "_data", "act_mapping_type"),
+        ),
+        "quark": _with_zeros(
+            tools.quark_integers("int8", activations=True),
+            *("global_quant_config", "input_tensors", "symmetric"),
+        ),
+    }[name]
+    layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
+    assert not layer.method.runs[0].int8_activations
+    assert layer.method.packed is not None and layer.method.packed.format is WeightFormat.INT8
+    assert torch.equal(layer.method.packed.read(), torch.cat([numbers["q"], numbers["k"]]))
 
 
 @needs_kernels

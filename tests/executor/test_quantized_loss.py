@@ -49,3 +49,11 @@ def exact(prompts: list[list[int]]) -> float:
 @pytest.mark.parametrize("quantization", ALLOWED)
 def test_quantization_costs_little_loss(prompts: list[list[int]], exact: float, quantization: str) -> None:
     assert abs(loss(prompts, quantization=quantization) - exact) <= ALLOWED[quantization]
+
+
+@pytest.mark.whole
+@pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
+def test_keys_and_values_of_4_bits_stay_within_two_hundredths_of_a_nat(
+    prompts: list[list[int]], exact: float
+) -> None:
+    assert abs(loss(prompts, kv_cache_dtype="int4") - exact) <= 0.02

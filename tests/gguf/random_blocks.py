@@ -36,6 +36,8 @@ SCALES: dict[str, tuple[int, int | None, float]] = {
     "IQ4_XS": (0, None, 0.0),
 }
 """Where the fp16 scale of a block is, where that of its minima, and the ratio of them that makes numbers zero on average."""
+WIDENED = ("IQ1_S", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "Q8_K")
+"""Types without a packed form, whose scale comes first: in fp16, that of Q8_K in fp32."""
 
 
 def random_rows(kind: str, rows: int, depth: int, seed: int) -> Array:
@@ -43,14 +45,15 @@ def random_rows(kind: str, rows: int, depth: int, seed: int) -> Array:
     draw = np.random.default_rng(seed)
     block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     raw = draw.integers(0, 256, (rows * depth // block, size), np.uint8)
-    at, at_least, ratio = SCALES[kind]
+    at, at_least, ratio = SCALES.get(kind, (0, None, 0.0))
     factor = 0.01
     for _ in range(2):  # the first time to see how large they are
         signs = draw.choice(
             [-1.0, 1.0], (len(raw), 1)
         )  # else the codes of some formats are not zero on average
         scales = (signs * draw.uniform(0.7, 1.3, (len(raw), 1)) * factor).astype(np.float16)
-        raw[:, at : at + 2] = scales.view(np.uint8)
+        its = scales.astype(np.float32 if kind == "Q8_K" else np.float16).view(np.uint8)
+        raw[:, at : at + its.shape[1]] = its
         if at_least is not None:
             raw[:, at_least : at_least + 2] = (scales * ratio).astype(np.float16).view(np.uint8)
         factor *= depth**-0.5 / float(numbers_of(kind, raw).std())
@@ -58,7 +61,12 @@ def random_rows(kind: str, rows: int, depth: int, seed: int) -> Array:
 
 
 def numbers_of(kind: str, raw: Array) -> Array:
-    """Return what the `gguf` package reads in blocks."""
+    """Return what the `gguf` package reads in blocks; of Q8_K, which it does not know, what ggml's ``block_q8_K`` means."""
+    if kind == "Q8_K":
+        blocks = raw.reshape(-1, 292)
+        codes = blocks[:, 4:260].view(np.int8).astype(np.float32)
+        products: Array = codes * blocks[:, :4].copy().view(np.float32)
+        return products.reshape(len(raw), -1)
     numbers: Array = gguf.dequantize(raw, gguf.GGMLQuantizationType[kind])
     return numbers
 

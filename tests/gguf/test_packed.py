@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from quintet.executor.gguf.dequantize import PLAIN
 from quintet.executor.gguf.parts import read_parts
-from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.gguf.types import BY_NAME
+from quintet.executor.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant import gguf as gguf_quantization
+from quintet.executor.quant.blocks import NUMBERS
+from quintet.executor.quant.formats.gguf import Gguf
+from quintet.executor.weights.header import Entry
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
-from tests.gguf.random_blocks import SCALES, in_blocks, of_gpt_oss
+from tests.gguf.random_blocks import SCALES, WIDENED, in_blocks, of_gpt_oss
 from tests.models.equal import WAYS, alone, furthest, load
 from tests.models.random_checkpoints import of_transformers
 from tests.models.rows import routed
@@ -34,6 +39,31 @@ def test_packed_blocks_are_the_numbers_they_stand_for(kind: str, tmp_path: Path)
     outcome = alone(loaded, [each.prompt for each in expected])
     assert furthest(outcome, expected) < CLOSE
     assert outcome.outputs == [each.outputs for each in expected]
+
+
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("kind", WIDENED)
+def test_blocks_without_a_packed_form_are_the_numbers_they_stand_for(kind: str, tmp_path: Path) -> None:
+    """In the model's format: fp32, so nothing is rounded."""
+    row = in_blocks(of_transformers("LlamaConfig", **WIDE), lambda name: kind, tmp_path / "model.gguf")
+    expected = made(row, tmp_path)
+    loaded = load(tmp_path / "model.gguf")
+    assert loaded.config.executor.quantization == "gguf"
+    assert alone(loaded, [each.prompt for each in expected]).outputs == [each.outputs for each in expected]
+
+
+@pytest.mark.parametrize("kind", [each for each in BY_NAME if each not in PLAIN])
+def test_what_is_estimated_before_loading_is_what_blocks_take(kind: str) -> None:
+    type_, (rows, depth) = BY_NAME[kind], (512, 2048)
+    entry = Entry(kind, (rows, depth), 0, type_.num_bytes(rows * depth))
+    estimated = Gguf((kind,)).memory_bytes({"q": entry}, 2)
+    library, numbers = linear_library(), NUMBERS.get(kind)
+    if numbers is None:
+        assert estimated == rows * depth * 2
+    elif library is not None:
+        group = 0 if numbers.weight_format.has_own_group else numbers.group
+        packed = PackedWeight(library, numbers.weight_format, rows, depth, group=group)
+        assert estimated == packed.memory.numel() - 4 * rows  # a scale of 1 for each output
 
 
 def as_q4_k_m(name: str) -> str:

@@ -137,7 +137,7 @@ print(json.dumps(told))
 """
 
 
-def _said_by_llama_cpp(file: Path, expected: list[Expectation]) -> list[list[int]]:
+def said_by_llama_cpp(file: Path, expected: list[Expectation]) -> list[list[int]]:
     asked = [str(file), [each.prompt for each in expected], NUM_TOKENS]
     done = subprocess.run(
         [LLAMA_CPP, "-c", _ASK], input=json.dumps(asked), capture_output=True, text=True, check=True
@@ -152,7 +152,7 @@ def _said_by_llama_cpp(file: Path, expected: list[Expectation]) -> list[list[int
 def test_llama_cpp_says_the_same(family: str, tmp_path: Path) -> None:
     expected = made(ROWS[family], tmp_path)
     write_model(tmp_path, tmp_path / "model.gguf", "f32")
-    assert _said_by_llama_cpp(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]
+    assert said_by_llama_cpp(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]
 
 
 @pytest.mark.whole
@@ -161,4 +161,4 @@ def test_llama_cpp_says_the_same(family: str, tmp_path: Path) -> None:
 def test_llama_cpp_says_the_same_of_what_sees(seeing: str, tmp_path: Path) -> None:
     expected = made(ROWS[_SEES[seeing]], tmp_path)
     _write_as(seeing, tmp_path)
-    assert _said_by_llama_cpp(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]
+    assert said_by_llama_cpp(tmp_path / "model.gguf", expected) == [each.outputs for each in expected]

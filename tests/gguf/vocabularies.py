@@ -126,6 +126,14 @@ def strings(count: int, seed: int) -> list[str]:
     return found
 
 
+def comparable_strings(kind: Kind, count: int, seed: int) -> list[str]:
+    """Return so many of `strings` that are comparable."""
+    drawn = count
+    while len(found := [text for text in strings(drawn, seed) if is_comparable(kind, text)]) < count:
+        drawn *= 2
+    return found[:count]
+
+
 def is_comparable(kind: Kind, text: str) -> bool:
     """Whether llama.cpp cuts a text as the models do that a pre-tokenizer is named after, as we do.
 

@@ -5,6 +5,7 @@ Everything that reads a tokenizer reads such a folder, so it is made once and ke
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
 import os
@@ -24,6 +25,11 @@ from quintet.executor.gguf.parts import Parts
 from quintet.wire.errors import ConfigError
 
 MAX_TOKENS = 1 << 21
+_MOST_LOOKED_AT, _MOST_MERGED, _ALWAYS_ALLOWED = 64, 8, 1 << 18
+"""Of a SentencePiece vocabulary: so many times its characters in splits that are looked at, in those that are merges, and
+characters that are allowed to any. Real ones have about two merges a token; tokens that are beginnings of each other would have
+as many as they have characters, and time and memory would go far beyond the file.
+"""
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 """Kinds of tokens: ``tokenizer.ggml.token_type``."""
 _SPACE = "▁"
@@ -80,6 +86,18 @@ def _texts(parts: Parts, key: str) -> list[str]:
 
 def _shown(value: object) -> str:
     return "missing" if value is None else f"{value!r:.40}"
+
+
+class _Added(msgspec.Struct, gc=False):
+    """A token that is found in a text before it is cut up."""
+
+    id: int
+    content: str
+    special: bool
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
 
 
 class _Vocabulary:
@@ -179,31 +197,36 @@ class _Vocabulary:
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
         """Return every way to make a token of two others, those of the tokens with the highest scores first."""
-        scores, ids = self._numbers("scores", 0.0), self._ids
+        scores, ids, tokens = self._numbers("scores", 0.0), self._ids, self._tokens
         order = np.argsort(-np.asarray(scores, np.float64), kind="stable")
+        there = {len(token) for token in tokens}
+        lengths = sorted(there)
+        num_characters = sum(map(len, tokens))
+        room = [_ALWAYS_ALLOWED + most * num_characters for most in (_MOST_LOOKED_AT, _MOST_MERGED)]
         pairs: list[tuple[str, str]] = []
         for index in order.tolist():
-            token = self._tokens[index]
+            token, length = tokens[index], len(tokens[index])
             if self._kinds[index] in (_UNKNOWN, _CONTROL, _BYTE):
                 continue
-            pairs += [
-                (token[:cut], token[cut:])
-                for cut in range(1, len(token))
-                if token[:cut] in ids and token[cut:] in ids
-            ]
+            for cut in lengths[: bisect.bisect_left(lengths, length)]:
+                if length - cut not in there:
+                    continue
+                left = ids.get(token[:cut])
+                right = None if left is None else ids.get(token[cut:])
+                room[0] -= length
+                if left is not None and right is not None:
+                    room[1] -= length
+                    pairs.append((tokens[left], tokens[right]))
+                if min(room) < 0:
+                    raise ConfigError(
+                        f"{self._parts.path}: {_KEY}tokens has tokens of up to {lengths[-1]} characters that are made of each"
+                        " other in more ways than a SentencePiece vocabulary has"
+                    )
         return pairs
 
-    def _added(self) -> list[dict[str, Any]]:
+    def _added(self) -> list[_Added]:
         return [
-            {
-                "id": index,
-                "content": token,
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": kind != _USER_DEFINED,
-            }
+            _Added(index, token, kind != _USER_DEFINED)
             for index, (token, kind) in enumerate(zip(self._tokens, self._kinds, strict=True))
             if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
         ]

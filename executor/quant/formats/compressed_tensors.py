@@ -301,6 +301,7 @@ def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_fl
     if strategy == "block":
         block = block_size(weights, "block_structure")
     activations = section.section("input_activations")
+    has_zeros = not activations.flag("symmetric", True)
     return Numbers(
         kind,
         bits,
@@ -310,6 +311,8 @@ def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_fl
         block,
         weights.flag("symmetric", True),
         weights.values.get("actorder") in ("group", "dynamic", True),
-        activations.values.get("num_bits") == 8 and activations.values.get("type", "int") == "int",
+        activations.values.get("num_bits") == 8
+        and activations.values.get("type", "int") == "int"
+        and not has_zeros,
         activations.values.get("num_bits") == 8 and activations.values.get("type", "int") == "float",
     )

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.gguf.types import BY_NAME
 from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.weights.header import Entry
 from quintet.wire.config import Quantization
-from quintet.wire.number_formats import ITEM_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,7 @@ class Gguf:
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
         return sum(
-            entry.num_bytes
-            if entry.dtype not in ITEM_BYTES
-            else entry.num_bytes // ITEM_BYTES[entry.dtype] * dtype_bytes
-            for entry in contents.values()
+            BY_NAME[entry.dtype].num_packed_bytes(entry.num_bytes, dtype_bytes) for entry in contents.values()
         )
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:

@@ -197,5 +197,5 @@ def _numbers(section: ModelCard) -> Numbers | None:
         str(by),
         group,
         weight.flag("symmetric", dtype != "uint4") or dtype in ("fp8_e4m3", "fp4"),
-        isinstance(inputs, dict) and inputs.get("dtype") == "int8",
+        isinstance(inputs, dict) and inputs.get("dtype") == "int8" and inputs.get("symmetric") is not False,
     )

@@ -277,7 +277,8 @@ def _numbers(section: ModelCard) -> Numbers:
             if isinstance(inner.values.get(key), dict):
                 group = inner.section(key).section("_data").whole("group_size", 0, MOST_GROUP, 0)
     mappings = [_mapping(inner, key) for key in ("mapping_type", "weight_mapping_type")]
-    return Numbers(KNOWN[kind], group, "ASYMMETRIC" not in mappings, kind in WITH_INT8_ACTIVATIONS)
+    int8_activations = kind in WITH_INT8_ACTIVATIONS and _mapping(inner, "act_mapping_type") != "ASYMMETRIC"
+    return Numbers(KNOWN[kind], group, "ASYMMETRIC" not in mappings, int8_activations)
 
 
 def _mapping(inner: ModelCard, key: str) -> str:

@@ -1,12 +1,14 @@
 // Packs what a file might contain, which is anything, into weights of every format and size, and reads them back: for the address
 // and undefined-behaviour sanitizers. Every array is an allocation of its own that ends with its last byte.
 //
-//   fuzz SEED SECONDS          prints how many weights were packed
+//   fuzz SEED SECONDS          prints how many weights were packed, and how many of the format that had the fewest
+#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <random>
 
 #include "linear.hpp"
@@ -29,33 +31,41 @@ namespace {
 // By a format's code: what a block of a GGUF file holds, and its bytes; and what else may fill it.
 struct Format {
   index_t numbers, bytes;
-  bool floats, codes, zeros, scale_bytes;
+  bool floats, codes;
+  index_t zero_bytes;  // of a group; 0: there are no zeros
+  bool scale_bytes;
 };
 constexpr Format kFormats[] = {
-    {0, 0, true, false, false, false},      // bf16
-    {0, 0, true, false, false, false},      // fp16
-    {0, 0, true, false, false, false},      // fp32
-    {32, 34, true, true, false, false},     // int8, Q8_0
-    {32, 18, true, true, false, false},     // int4, Q4_0
-    {0, 0, false, true, true, false},       // int4 with zeros
-    {0, 0, false, true, true, false},       // int8 with zeros
-    {32, 20, false, false, false, false},   // Q4_1
-    {32, 22, false, false, false, false},   // Q5_0
-    {32, 24, false, false, false, false},   // Q5_1
-    {256, 84, false, false, false, false},  // Q2_K
-    {256, 110, false, false, false, false}, // Q3_K
-    {256, 144, false, false, false, false}, // Q4_K
-    {256, 176, false, false, false, false}, // Q5_K
-    {256, 210, false, false, false, false}, // Q6_K
-    {32, 18, false, false, false, false},   // IQ4_NL
-    {256, 136, false, false, false, false}, // IQ4_XS
-    {32, 17, false, true, false, true},     // MXFP4
-    {0, 0, false, true, false, true},       // NVFP4
-    {0, 0, false, true, false, false},      // fp8
-    {0, 0, false, true, false, false},      // nf4
-    {0, 0, false, true, false, false},      // fp4
+    {0, 0, true, false, 0, false},      // bf16
+    {0, 0, true, false, 0, false},      // fp16
+    {0, 0, true, false, 0, false},      // fp32
+    {32, 34, true, true, 0, false},     // int8, Q8_0
+    {32, 18, true, true, 0, false},     // int4, Q4_0
+    {0, 0, false, true, 1, false},      // int4 with zeros
+    {0, 0, false, true, 1, false},      // int8 with zeros
+    {32, 20, false, false, 0, false},   // Q4_1
+    {32, 22, false, false, 0, false},   // Q5_0
+    {32, 24, false, false, 0, false},   // Q5_1
+    {256, 84, false, false, 0, false},  // Q2_K
+    {256, 110, false, false, 0, false}, // Q3_K
+    {256, 144, false, false, 0, false}, // Q4_K
+    {256, 176, false, false, 0, false}, // Q5_K
+    {256, 210, false, false, 0, false}, // Q6_K
+    {32, 18, false, false, 0, false},   // IQ4_NL
+    {256, 136, false, false, 0, false}, // IQ4_XS
+    {32, 17, false, true, 0, true},     // MXFP4
+    {0, 0, false, true, 0, true},       // NVFP4
+    {0, 0, false, true, 0, false},      // fp8
+    {0, 0, false, true, 0, false},      // nf4
+    {0, 0, false, true, 0, false},      // fp4
+    {0, 0, false, true, 0, false},      // int4 again, scales in fp32
+    {0, 0, false, true, 0, false},      // int8 again
+    {0, 0, false, true, 4, false},      // int4, zeros in fp32 too
+    {0, 0, false, true, 4, false},      // int8, likewise
 };
-constexpr index_t kInt8 = 3, kSizes[] = {2, 2, 4};  // of floats
+constexpr int kFormatCount = int(std::size(kFormats));
+static_assert(kFormatCount == QT_NUM_FORMATS, "a format of WeightFormat has no row here");
+constexpr index_t kInt8 = 3, kInt4Single = 22, kSizes[] = {2, 2, 4};  // of floats
 
 class Fuzzer {
  public:
@@ -63,7 +73,7 @@ class Fuzzer {
 
   // False: the arguments describe no weight.
   bool once() {
-    const int format = int(below(sizeof kFormats / sizeof kFormats[0]));
+    const int format = int(below(kFormatCount));
     const Format& of = kFormats[format];
     constexpr index_t kGroups[] = {0, 0, 0, 16, 32, 64, 128};
     const index_t group = kGroups[below(7)], columns = 1 + below(below(3) ? 150 : 20);
@@ -91,8 +101,11 @@ class Fuzzer {
     std::free(out);
     qt_weight_delete(weight);
     std::free(memory);
+    counts_[format] += filled;
     return filled;
   }
+
+  long fewest() const { return *std::min_element(std::begin(counts_), std::end(counts_)); }
 
  private:
   index_t below(index_t end) { return index_t(random_() % std::uint64_t(end)); }
@@ -125,9 +138,10 @@ class Fuzzer {
     if (below(2))  // most of them as they should be
       for (index_t i = 0; i < count * depth; ++i) codes[i] &= 15;
     char* scales = bytes(count * groups * (of.scale_bytes ? 1 : kSizes[dtype]));
-    char* zeros = of.zeros ? bytes(count * groups) : nullptr;
+    char* zeros = of.zero_bytes && below(4) ? bytes(count * groups * of.zero_bytes) : nullptr;
     char* factors = of.scale_bytes && below(2) ? bytes(count * 4) : nullptr;
-    const bool is_signed = !of.zeros && !of.scale_bytes && format <= kInt8 + 1 && below(2);
+    const bool is_integer = !of.scale_bytes && (format <= kInt8 + 1 || format >= kInt4Single);
+    const bool is_signed = is_integer && !of.zero_bytes && below(2);
     qt_weight_fill_codes(weight, codes, is_signed, depth, scales, dtype, groups, scale_group, (const float*)factors, zeros,
                          zeros ? groups : 0, first, count);
     for (char* each : {codes, scales, zeros, factors}) std::free(each);
@@ -142,6 +156,7 @@ class Fuzzer {
   }
 
   std::mt19937_64 random_;
+  long counts_[kFormatCount] = {};
 };
 
 }  // namespace
@@ -152,5 +167,5 @@ int main(int argc, char** argv) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(index_t(std::atof(argv[2]) * 1000));
   long packed = 0;
   while (std::chrono::steady_clock::now() < end) packed += fuzzer.once();
-  std::printf("%ld\n", packed);
+  std::printf("%ld %ld\n", packed, fuzzer.fewest());
 }

@@ -1,0 +1,80 @@
+"""``OWNER/NAME:file.gguf``: one file of a hub name, or all parts of a model that is split."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.utils import filter_repo_objects
+
+from quintet.deploy.cli import main
+from quintet.deploy.resolve.source import locate_model
+from tests.gguf.files import write_model
+from tests.models.random_checkpoints import of_transformers, write_checkpoint
+
+FILES = (
+    *("README.md", "config.json", "m-Q4_0.gguf", "m-Q8_0.gguf", "mmproj.gguf"),
+    *(f"m-F32-0000{part}-of-00003.gguf" for part in (1, 2, 3)),
+)
+IN_FOLDERS = ("Q4_0/m-00001-of-00002.gguf", "Q4_0/m-00002-of-00002.gguf", "Q8_0/m-00001-of-00002.gguf")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where files of the hub come to lie, of a repository that has `FILES`: empty, unless there is a content in ``hub``."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "hub").mkdir()
+
+    def fetch(name: str, allow_patterns: Any = None, ignore_patterns: Any = None) -> str:
+        assert name == "owner/name"
+        for file in filter_repo_objects(
+            [*FILES, *IN_FOLDERS], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        ):
+            its, there = tmp_path / "hub" / file, tmp_path / "cache" / file
+            there.parent.mkdir(exist_ok=True)
+            shutil.copy(its, there) if its.exists() else there.touch()
+        return str(tmp_path / "cache")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    return tmp_path / "cache"
+
+
+def test_a_file_is_fetched_alone(cache: Path) -> None:
+    assert locate_model("owner/name:m-Q4_0.gguf", with_weights=True) == cache / "m-Q4_0.gguf"
+    assert [path.name for path in cache.iterdir()] == ["m-Q4_0.gguf"]
+
+
+@pytest.mark.parametrize("named", [1, 3])
+def test_all_parts_are_fetched_whichever_is_named(named: int, cache: Path) -> None:
+    first = locate_model(f"owner/name:m-F32-0000{named}-of-00003.gguf", with_weights=True)
+    assert first == cache / "m-F32-00001-of-00003.gguf"
+    assert sorted(path.name for path in cache.iterdir()) == list(FILES[-3:])
+
+
+def test_files_lie_in_folders_of_the_repository_too(cache: Path) -> None:
+    first = locate_model("owner/name:Q4_0/m-00002-of-00002.gguf", with_weights=True)
+    assert first == cache / "Q4_0/m-00001-of-00002.gguf"
+    assert sorted(cache.rglob("*.gguf")) == [cache / file for file in IN_FOLDERS[:2]]
+
+
+def test_without_weights_the_part_that_describes_the_model_will_do(cache: Path) -> None:
+    first = locate_model("owner/name:m-F32-00002-of-00003.gguf", with_weights=False)
+    assert [*cache.iterdir()] == [first] == [cache / "m-F32-00001-of-00003.gguf"]
+
+
+def test_a_file_of_the_hub_is_planned_like_one_that_lies_here(
+    cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_checkpoint(of_transformers("LlamaConfig"), folder)
+    write_model(folder, tmp_path / "hub" / "m-Q8_0.gguf", "q8_0")
+    assert main(["plan", "owner/name:m-Q8_0.gguf", "--device", "cpu", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["quantization"] == "gguf" and plan["checkpoint_format"].startswith("gguf: ")
+    assert main(["plan", "owner/name:m-Q9.gguf", "--device", "cpu", "--json"]) != 0
+    error = capsys.readouterr().err
+    assert "m-Q9.gguf: is missing" in error and error.count("\n") == 1
