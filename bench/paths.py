@@ -88,8 +88,8 @@ def one_box() -> str:
 def two_sockets() -> str:
     """`quintet serve --data-parallel-size 2`, both of whose engines work, and either may die; `--tensor-parallel-size 2`."""
     with served("--data-parallel-size", "2") as server:
-        engines = survives(server, "quintet-core-1")
         check_engines(server, 2)
+        engines = survives(server, "quintet-core-1")
         assert server.stop() == 0, "a drain that failed"
     with served("--tensor-parallel-size", "2") as server:
         ranks = survives(server, "quintet-executor-0-rank-1")
@@ -99,7 +99,9 @@ def two_sockets() -> str:
 
 
 def check_engines(server: Server, count: int) -> None:
-    """Look whether every engine made tokens."""
+    """Look whether streams get tokens from every engine. Before one dies: what it has not told is not counted."""
+    asyncio.run(play(server.url, crowd(1, NUM_STREAMS)))
+    server.await_figures()
     _, figures = server.get("/metrics")
     for engine in range(count):
         made = [
@@ -116,8 +118,8 @@ def gpus() -> str:
     if default_device() != "cuda" or count < 2:
         return f"not walked, `quintet serve MODEL --data-parallel-size N` with N GPUs: {count} here (docs/gpu.md)"
     with served("--data-parallel-size", str(count)) as server:
-        said = survives(server, "quintet-executor-0")
         check_engines(server, count)
+        said = survives(server, "quintet-executor-0")
         assert server.stop() == 0, "a drain that failed"
     return f"{count} engines made tokens; {said}; drained"
 
