@@ -192,12 +192,11 @@ class Tracer:
         threading.Thread(target=self._write_at, args=(signals,), name="trace", daemon=True).start()
 
     def _write_at(self, signals: tuple[signal.Signals, ...]) -> None:
-        try:
-            while signal.sigwait(signals) != signal.SIGTERM:
-                self.write()
-            self.write()
-        finally:
-            os._exit(0)
+        told = None
+        while told != signal.SIGTERM:
+            told = signal.sigwait(signals)
+            self.write()  # where it cannot, this thread ends, and the process goes on
+        os._exit(0)
 
 
 def read_trace(path: Path) -> Trace:
