@@ -40,6 +40,10 @@ NUM_STREAMS = 16
 _PATIENCE_S = 60.0
 
 
+class NotHere(Exception):
+    """This machine has not what the path is for."""
+
+
 def survives(server: Server, victim: str) -> str:
     """Kill a process under streams; return what the clients noticed. Every byte must be that of an undisturbed run."""
     asked = crowd(1, NUM_STREAMS)
@@ -116,7 +120,8 @@ def gpus() -> str:
     """`quintet serve --data-parallel-size N` on N GPUs: an engine on each, of which one dies."""
     count = num_gpus(os.environ) or 0
     if default_device() != "cuda" or count < 2:
-        return f"not walked, `quintet serve MODEL --data-parallel-size N` with N GPUs: {count} here (docs/gpu.md)"
+        words = "not walked, `quintet serve MODEL --data-parallel-size N` with N GPUs"
+        raise NotHere(f"{words}: {count} here (docs/gpu.md)")
     with served("--data-parallel-size", str(count)) as server:
         check_engines(server, count)
         said = survives(server, "quintet-executor-0")
@@ -263,7 +268,8 @@ class Walk(msgspec.Struct, frozen=True):
     """One path, walked."""
 
     path: str
-    as_promised: bool
+    as_promised: bool | None
+    """None: not walked, as it says."""
     said: str
 
 
@@ -281,6 +287,8 @@ def walk(name: str) -> Walk:
     print(f"{name}:", flush=True)
     try:
         walked = Walk(name, True, PATHS[name]())
+    except NotHere as error:
+        walked = Walk(name, None, str(error))
     except (AssertionError, TimeoutError) as error:
         walked = Walk(name, False, f"NOT AS PROMISED: {error or 'no answer'}")
     print(f"  {walked.said}", flush=True)
@@ -304,7 +312,7 @@ def main() -> int:
             report = msgspec.json.decode(arguments.save.read_bytes(), type=Report)
         report.walks += walks
         arguments.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    return 0 if all(each.as_promised for each in walks) else 1
+    return 1 if any(each.as_promised is False for each in walks) else 0
 
 
 if __name__ == "__main__":
