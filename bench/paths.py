@@ -1,37 +1,47 @@
 """The paths of docs/deploy.md, walked: each is started by its command, asked, disturbed, and left as its users would.
 
-    python -m bench.paths [one-box two-engines gpus replicas apart]
+    python -m bench.paths [one-box two-sockets gpus replicas apart] [--save FILE]
 
-A line for each: what was checked, and how long the worst client waited. A path that this machine cannot walk says so. Exit
-status 1 when something was not as promised.
+Of each its commands, with flags that only keep it small (`SMALL`) or quick, and a line: what was checked, and how long the worst
+client waited. What this machine has not, of what a path is for, it says: sockets, GPUs, a cluster. Exit status 1 when something
+was not as promised.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import datetime
 import itertools
 import os
+import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import yaml
 from tests.chaos.test_route import route
 from tests.processes.server import Server, serve, wait_until
 from tests.processes.test_apart import free_port
 
 from bench.chaos.streams import Heard, crowd, differences, listen, play
-from quintet.deploy.resolve.device import sees_a_gpu
+from bench.overhead.run import Machine, _commit, machine
+from quintet.deploy.resolve.device import default_device, num_gpus
+from quintet.executor.platforms.memory_nodes import nodes_of
 
 MANIFESTS = Path(__file__).parents[1] / "deploy" / "kubernetes"
 SMALL = ("--kv-cache-memory", "64MiB", "--log-level", "WARNING")
 NUM_STREAMS = 16
 _PATIENCE_S = 60.0
+
+
+class NotHere(Exception):
+    """This machine has not what the path is for."""
 
 
 def survives(server: Server, victim: str) -> str:
@@ -50,36 +60,73 @@ def survives(server: Server, victim: str) -> str:
     )
 
 
+@contextmanager
+def served(*flags: str) -> Iterator[Server]:
+    """Serve the model that ships with Quintet, by a command that is told."""
+    with serve(*SMALL, *flags) as server:
+        tell("quintet", "serve", *SMALL, *flags)
+        yield server
+
+
+@contextmanager
+def routed(*flags: str) -> Iterator[Server]:
+    """Likewise a router."""
+    with route(*flags) as router:
+        tell("quintet", "route", *flags)
+        yield router
+
+
+def tell(*words: str) -> None:
+    """Print a command as a user would type it."""
+    print(f"  $ {shlex.join(words)}", flush=True)
+
+
 def one_box() -> str:
     """`quintet serve`: answers, survives its executor, drains."""
-    with serve(*SMALL) as server:
+    with served() as server:
         said = survives(server, "quintet-executor-0")
         assert server.stop() == 0, "a drain that failed"
     return f"{said}; drained"
 
 
-def two_engines() -> str:
-    """`quintet serve --data-parallel-size 2`: both work, either may die."""
-    with serve(*SMALL, "--data-parallel-size", "2") as server:
-        said = survives(server, "quintet-core-1")
-        _, figures = server.get("/metrics")
-        for engine in "01":
-            made = [
-                float(line.rsplit(" ", 1)[1])
-                for line in figures.splitlines()
-                if line.startswith("quintet:generation_tokens_total{") and f'index="{engine}"' in line
-            ]
-            assert sum(made) > 0, f"engine {engine} made no token"
+def two_sockets() -> str:
+    """`quintet serve --data-parallel-size 2`, both of whose engines work, and either may die; `--tensor-parallel-size 2`."""
+    with served("--data-parallel-size", "2") as server:
+        check_engines(server, 2)
+        engines = survives(server, "quintet-core-1")
         assert server.stop() == 0, "a drain that failed"
-    return f"both engines made tokens; {said}; drained"
+    with served("--tensor-parallel-size", "2") as server:
+        ranks = survives(server, "quintet-executor-0-rank-1")
+        assert server.stop() == 0, "a drain that failed"
+    num_nodes = len(set(nodes_of(os.sched_getaffinity(0)).values()))
+    return f"both engines made tokens; {engines}; drained; two ranks: {ranks}; drained. Memory nodes here: {num_nodes}"
+
+
+def check_engines(server: Server, count: int) -> None:
+    """Look whether streams get tokens from every engine. Before one dies: what it has not told is not counted."""
+    asyncio.run(play(server.url, crowd(1, NUM_STREAMS)))
+    server.await_figures()
+    _, figures = server.get("/metrics")
+    for engine in range(count):
+        made = [
+            float(line.rsplit(" ", 1)[1])
+            for line in figures.splitlines()
+            if line.startswith("quintet:generation_tokens_total{") and f'index="{engine}"' in line
+        ]
+        assert sum(made) > 0, f"engine {engine} made no token"
 
 
 def gpus() -> str:
-    """`quintet serve --data-parallel-size N` on N GPUs: the same as two engines."""
-    if not sees_a_gpu(os.environ):
-        return "not walked: there is no GPU here (docs/gpu.md)"
-    with serve("--device", "cuda", "--log-level", "WARNING") as server:
-        return survives(server, "quintet-executor-0")
+    """`quintet serve --data-parallel-size N` on N GPUs: an engine on each, of which one dies."""
+    count = num_gpus(os.environ) or 0
+    if default_device() != "cuda" or count < 2:
+        words = "not walked, `quintet serve MODEL --data-parallel-size N` with N GPUs"
+        raise NotHere(f"{words}: {count} here (docs/gpu.md)")
+    with served("--data-parallel-size", str(count)) as server:
+        check_engines(server, count)
+        said = survives(server, "quintet-executor-0")
+        assert server.stop() == 0, "a drain that failed"
+    return f"{count} engines made tokens; {said}; drained"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +173,10 @@ def replicas() -> str:
     """The chart's pods behind its router, while clients stream: one comes and one goes as in a rollout, then one dies."""
     with ExitStack() as stack, tempfile.TemporaryDirectory() as folder:
         pods, list_file = _pods(Path(folder)), Path(folder) / "servers"
-        old, stays = (stack.enter_context(serve(*pods.serve, *SMALL)) for _ in range(2))
+        old, stays = (stack.enter_context(served(*pods.serve)) for _ in range(2))
         list_file.write_text(f"{old.url}\n{stays.url}\n")
         router = stack.enter_context(
-            route(*pods.route, "--engines", str(list_file), "--poll-interval", "0.2")
+            routed(*pods.route, "--engines", str(list_file), "--poll-interval", "0.2")
         )
         asked = crowd(2, NUM_STREAMS, plain=True)
         calm = asyncio.run(play(router.url, asked))
@@ -147,7 +194,7 @@ def replicas() -> str:
         async def rollout() -> None:
             nonlocal is_over
             try:
-                new = await asyncio.to_thread(stack.enter_context, serve(*pods.serve, *SMALL))
+                new = await asyncio.to_thread(stack.enter_context, served(*pods.serve))
                 list_file.write_text(f"{stays.url}\n{new.url}\n")
                 await asyncio.sleep(pods.unlist_s)
                 old.process.send_signal(signal.SIGTERM)
@@ -169,9 +216,9 @@ def replicas() -> str:
         assert not differences(calm, struck, asked), "other bytes after the death of a server"
         assert all(answer.num_connections == 1 for answer in struck.heard), "a client had to come back"
     return (
-        f"a rollout under {len(heard)} streamed requests: none failed, longest wait "
-        f"{max(answer.longest_gap_s for answer in heard):.2f} s; a whole server killed under {NUM_STREAMS}: same bytes, "
-        f"longest wait {struck.longest_gap_s:.2f} s"
+        f"no cluster, the commands of the chart's pods: a rollout under {len(heard)} streamed requests: none failed, "
+        f"longest wait {max(answer.longest_gap_s for answer in heard):.2f} s; a whole server killed under {NUM_STREAMS}: "
+        f"same bytes, longest wait {struck.longest_gap_s:.2f} s"
     )
 
 
@@ -179,9 +226,9 @@ def apart() -> str:
     """Prompts computed by one server and answered by another, behind the router: either may lose its executor."""
     listen = f"127.0.0.1:{free_port()}"
     with (
-        serve(*SMALL, "--role", "prefill", "--kv-peer-listen", listen) as prefill,
-        serve(*SMALL, "--role", "decode") as decode,
-        route(
+        served("--role", "prefill", "--kv-peer-listen", listen) as prefill,
+        served("--role", "decode") as decode,
+        routed(
             *("--engine", prefill.url, "--engine", decode.url), "--poll-interval", "0.2", "--apart-from", "32"
         ) as router,
     ):
@@ -210,28 +257,62 @@ def apart() -> str:
 
 PATHS: dict[str, Callable[[], str]] = {
     "one-box": one_box,
-    "two-engines": two_engines,
+    "two-sockets": two_sockets,
     "gpus": gpus,
     "replicas": replicas,
     "apart": apart,
 }
 
 
+class Walk(msgspec.Struct, frozen=True):
+    """One path, walked."""
+
+    path: str
+    as_promised: bool | None
+    """None: not walked, as it says."""
+    said: str
+
+
+class Report(msgspec.Struct):
+    """The file."""
+
+    date: str
+    commit: str
+    machine: Machine
+    walks: list[Walk]
+
+
+def walk(name: str) -> Walk:
+    """Walk a path and print what it says."""
+    print(f"{name}:", flush=True)
+    try:
+        walked = Walk(name, True, PATHS[name]())
+    except NotHere as error:
+        walked = Walk(name, None, str(error))
+    except (AssertionError, TimeoutError) as error:
+        walked = Walk(name, False, f"NOT AS PROMISED: {error or 'no answer'}")
+    print(f"  {walked.said}", flush=True)
+    return walked
+
+
 def main() -> int:
     """Walk the chosen paths."""
     parser = argparse.ArgumentParser(description="Walk the paths of docs/deploy.md.")
     parser.add_argument("paths", nargs="*", metavar="PATH", help=f"of {', '.join(PATHS)} (default: all)")
-    chosen = parser.parse_args().paths or list(PATHS)
+    parser.add_argument("--save", type=Path, metavar="FILE", help="append what was found as JSON")
+    arguments = parser.parse_args()
+    chosen = arguments.paths or list(PATHS)
     if strange := [name for name in chosen if name not in PATHS]:
         parser.error(f"there is no path {strange[0]!r}; there are {', '.join(PATHS)}")
-    status = 0
-    for name in chosen:
-        try:
-            print(f"{name}: {PATHS[name]()}", flush=True)
-        except (AssertionError, TimeoutError) as error:
-            print(f"{name}: NOT AS PROMISED: {error or 'no answer'}", flush=True)
-            status = 1
-    return status
+    walks = [walk(name) for name in chosen]
+    if arguments.save is not None:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        report = Report(date, _commit(), machine(), [])
+        if arguments.save.exists():
+            report = msgspec.json.decode(arguments.save.read_bytes(), type=Report)
+        report.walks += walks
+        arguments.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    return 1 if any(each.as_promised is False for each in walks) else 0
 
 
 if __name__ == "__main__":

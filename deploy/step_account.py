@@ -21,6 +21,8 @@ from quintet.wire.errors import ConfigError
 
 COMPUTE = ("tables", "arrays", "layers", "logits", "sampling")
 """Spans in which the executor works on a step: what everything else should hide behind."""
+WAITING = ("wait", "bubble")
+"""Spans in which a process of an executor has nothing to do."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,14 +32,15 @@ class Bar:
     begin_ns: int
     end_ns: int
     process: str
-    """``executor-0``"""
+    """``executor-0``; of an executor that is several processes, the others ``executor-0 stage 1``, ``executor-0 rank 3``."""
     name: str
     number: int
 
     @property
     def role(self) -> str:
-        """The kind of process."""
-        return self.process.rpartition("-")[0]
+        """The kind of process; of an executor's others which one it is."""
+        seat, _, part = self.process.partition(" ")
+        return part or seat.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +68,27 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """What one process of an executor that is several did from the first of the steps to the last."""
+
+    process: str
+    computed: float
+    """Share of that time."""
+    waited: float
+    """Likewise, for another stage, or for something to do: the bubble."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepAccount:
     """A step in numbers."""
 
     num_steps: int
     step_ms: float
     rows: list[Row]
+    parts: list[Part]
+    """Of an executor that is one process none."""
+    all_s: float
+    """From the first step's beginning to the last one's end."""
 
     def text(self) -> str:
         """Lay it out as a table."""
@@ -81,6 +99,9 @@ class StepAccount:
         for row in self.rows:
             beside = f"{row.hidden:.0%}" if row.role != "executor" else ""
             lines.append(f"{row.role:<12} {row.name:<11} {row.ms:>10.3f} {row.share:>8.2%} {beside:>25}")
+        if self.parts:
+            lines.append(f"\n{f'of {self.all_s:.3f} s':<24} {'computed':>10} {'waited':>8}")
+        lines += [f"{part.process:<24} {part.computed:>10.1%} {part.waited:>8.1%}" for part in self.parts]
         return "\n".join(lines)
 
 
@@ -147,7 +168,27 @@ def account(bars: Sequence[Bar], steps: Sequence[Step]) -> StepAccount:
             spent.items(), key=lambda item: (item[0][0], order.index(item[0][1]))
         )
     ]
-    return StepAccount(len(steps), step_ns / 1e6, rows)
+    begin_ns, end_ns = steps[0].begin_ns, steps[-1].end_ns
+    return StepAccount(
+        len(steps), step_ns / 1e6, rows, _parts(bars, begin_ns, end_ns), (end_ns - begin_ns) / 1e9
+    )
+
+
+def _parts(bars: Sequence[Bar], begin_ns: int, end_ns: int) -> list[Part]:
+    """Return what the processes of an executor that is several did between two moments."""
+    parts = sorted({bar.process for bar in bars if bar.role == "executor" or " " in bar.process})
+    if len(parts) == sum(" " not in process for process in parts):
+        return []
+
+    def share(process: str, names: Sequence[str]) -> float:
+        spent = sum(
+            max(0, min(bar.end_ns, end_ns) - max(bar.begin_ns, begin_ns))
+            for bar in bars
+            if bar.process == process and bar.name in names
+        )
+        return spent / (end_ns - begin_ns)
+
+    return [Part(process, share(process, COMPUTE), share(process, WAITING)) for process in parts]
 
 
 def _overlap_with(busy: Sequence[Bar]) -> Callable[[Bar], int]:

@@ -36,6 +36,14 @@ SPANS: Mapping[str, tuple[str, str]] = {
     "arrays": ("step", "executor: the addresses and rotations that the program reads"),
     "layers": ("step", "executor: the model up to its last layer"),
     "logits": ("step", "executor: the output layer, for rows that draw"),
+    "bubble": (
+        "step",
+        "executor of several stages: nothing to do before the logits of this step, or before the next stage has room for it",
+    ),
+    "told": (
+        "step",
+        "another rank: any other order than a run was carried out (blocks copied, chores done); on a GPU, launched",
+    ),
     "device": ("step", "executor: the device computed, beside the loop"),
     "sampling": ("step", "executor: tokens were drawn and written into the token table"),
     "detokenize": ("step", "detokenizer: the step's tokens became text, and the text was sent"),
@@ -45,7 +53,11 @@ SPANS: Mapping[str, tuple[str, str]] = {
         "frontend: one client's events were composed and written; waits for a client that reads slowly",
     ),
 }
-"""Every span there is: what its number counts, and what happens in it."""
+"""Every span there is: what its number counts, and what happens in it.
+
+Ranks and stages that are not the first have `wait`, `layers` (with the logits), `bubble` and `told`. They know no plans: their
+steps are the runs that they were told of, counted from 1.
+"""
 
 CAPACITY = 1 << 16
 """Spans a process remembers: minutes of decoding. Older ones are overwritten."""
@@ -100,8 +112,11 @@ class Trace(msgspec.Struct, frozen=True):
 class Tracer:
     """The ring of one process. `span` may be called from any thread; only the loop's may leave ``begin_ns`` out."""
 
-    def __init__(self, worker: WorkerId, folder: str | Path, capacity: int = CAPACITY) -> None:
-        self._worker = worker
+    def __init__(
+        self, worker: WorkerId, folder: str | Path, capacity: int = CAPACITY, part: str = ""
+    ) -> None:
+        """part: of a seat that several processes fill, in words which of them this one is."""
+        self._worker, self._part = worker, part
         self._folder = Path(folder)
         self._capacity = capacity
         self._ring = bytearray(_RECORD.size * capacity)
@@ -145,7 +160,7 @@ class Tracer:
     def write(self) -> Path:
         """Write the file of this process, whole or not at all, and return where."""
         worker, pid = self._worker, os.getpid()
-        title = f"{worker.role}-{worker.index}"
+        title = f"{worker.role}-{worker.index} {self._part}".rstrip()
         events = [
             Event("process_name", "M", pid, args={"name": title}),
             Event("process_sort_index", "M", pid, args={"sort_index": _ROLES.index(worker.role)}),
@@ -155,7 +170,8 @@ class Tracer:
                 Event(name, "X", pid, 0, begin / 1e3, (end - begin) / 1e3, {SPANS[name][0]: number})
             )
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{worker}{SUFFIX}"
+        part = f".{self._part}".replace(" ", "-") * bool(self._part)
+        path = self._folder / f"{worker}{part}{SUFFIX}"
         unfinished = path.with_suffix(".part")
         unfinished.write_bytes(msgspec.json.encode(Trace(events)))
         unfinished.replace(path)
@@ -165,6 +181,22 @@ class Tracer:
         """Have `WRITE_NOW` write the file. Only the main thread can arrange that; tests play processes in others."""
         if threading.current_thread() is threading.main_thread():
             signal.signal(WRITE_NOW, lambda number, frame: self.write())
+
+    def write_beside(self) -> None:
+        """Have a thread write the file on `WRITE_NOW`, and on SIGTERM write it and end the process.
+
+        For a process that waits where Python handles no signals. Before it has other threads: they would take them.
+        """
+        signals = (WRITE_NOW, signal.SIGTERM)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        threading.Thread(target=self._write_at, args=(signals,), name="trace", daemon=True).start()
+
+    def _write_at(self, signals: tuple[signal.Signals, ...]) -> None:
+        told = None
+        while told != signal.SIGTERM:
+            told = signal.sigwait(signals)
+            self.write()  # where it cannot, this thread ends, and the process goes on
+        os._exit(0)
 
 
 def read_trace(path: Path) -> Trace:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import shlex
+import sys
 from pathlib import Path
 from typing import get_args
 
@@ -45,6 +47,7 @@ class Figures(msgspec.Struct):
     deaths: int
     slow: int
     routers_lost: int
+    command: str
     hit_rate: float
     """Of what one unbounded cache would find."""
     first_p50_s: float
@@ -66,7 +69,6 @@ class Report(msgspec.Struct):
     date: str
     commit: str
     machine: Machine
-    command: str
     figures: list[Figures]
 
 
@@ -90,6 +92,7 @@ def figures_of(
         arguments.deaths,
         arguments.slow,
         arguments.routers_lost,
+        shlex.join(["python", "-m", "bench.fleet", *arguments.words]),
         round(sum(outcome.cached) / max(1, int(trace.ideal()[first:].sum())), 4),
         round(float(p50), 4),
         round(float(p90), 4),
@@ -113,8 +116,9 @@ def play(arguments: argparse.Namespace) -> list[Figures]:
     )
     for policy in arguments.policies:
         fleet = Fleet(
-            trace, H100_8B, arguments.engines, policy, arguments.grain, arguments.routers, arguments.spread
-        )
+            trace, H100_8B, arguments.engines, policy, arguments.grain, arguments.routers, arguments.spread,
+            drawn=not arguments.least_loaded,
+        )  # fmt: skip
         first = len(trace) // 4
         f = figures_of(arguments, policy, trace, fleet.play(troubles, first), first)
         found.append(f)
@@ -150,17 +154,23 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--routers-lost", type=int, default=0, metavar="N")
     parser.add_argument(
+        "--least-loaded",
+        action="store_true",
+        help="have routers that are not alone take the least loaded of all by what they last heard, instead of drawing",
+    )
+    parser.add_argument(
         "--within", type=float, default=2.0, metavar="S", help="what is in time for a first token"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, metavar="FILE", help="append the figures as JSON")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    arguments.words = sys.argv[1:] if words is None else words
+    return arguments
 
 
-def main() -> None:
-    """Play, print, save."""
-    arguments = parse()
-    gc.disable()  # a thousand cores are millions of objects, and the search for cycles looks at them again and again
+def save(words: list[str] | None = None) -> None:
+    """Play what a command line says, and append the figures to its file, if it names one."""
+    arguments = parse(words)
     found = play(arguments)
     if arguments.save is None:
         return
@@ -168,10 +178,11 @@ def main() -> None:
         report = msgspec.json.decode(arguments.save.read_bytes(), type=Report)
     else:
         date = datetime.datetime.now(datetime.UTC).date().isoformat()
-        report = Report(date, _commit(), machine(), "python -m bench.fleet", [])
+        report = Report(date, _commit(), machine(), [])
     report.figures += found
     arguments.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 if __name__ == "__main__":
-    main()
+    gc.disable()  # a thousand cores are millions of objects, and the search for cycles looks at them again and again
+    save()

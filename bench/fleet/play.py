@@ -19,7 +19,7 @@ from typing import Literal
 from bench.fleet.engine import Machine, SimulatedEngine, prompt_ids
 from bench.fleet.traces import Trace
 from quintet.deploy.router.asked import Asked
-from quintet.deploy.router.servers import Held, Servers
+from quintet.deploy.router.servers import OTHERS_SHARE, Held, Servers
 from quintet.frontend.beginnings import MAX_PIECES, PIECE_TOKENS
 from quintet.wire.config import Routing
 
@@ -86,14 +86,16 @@ class Fleet:
         grain: int,
         num_routers: int = 1,
         spread: Spread = "any",
+        drawn: bool = True,
     ) -> None:
+        """drawn: see `make_router`."""
         logging.getLogger("quintet").setLevel(logging.ERROR)
         self._trace, self._grain, self._kv_tokens = trace, grain, machine.kv_tokens
         self.engines = [SimulatedEngine(machine, grain) for _ in range(num_engines)]
         self._is_up = [True] * num_engines
         self._at_engine: list[dict[int, Flight]] = [{} for _ in range(num_engines)]
         self._routers: list[Servers | None] = [
-            make_router(policy, num_engines, number) for number in range(num_routers)
+            make_router(policy, num_engines, number, drawn=drawn) for number in range(num_routers)
         ]
         self._spread = spread
         self._rng = random.Random(0)
@@ -260,9 +262,12 @@ class Fleet:
         self._arrive(now_s, at)
 
 
-def make_router(policy: Routing, num_engines: int, number: int = 0) -> Servers:
-    """Return a router that finds all its servers well."""
-    router = Servers(policy, random.Random(number))
+def make_router(policy: Routing, num_engines: int, number: int = 0, *, drawn: bool = True) -> Servers:
+    """Return a router that finds all its servers well.
+
+    drawn: whether it draws among those that seem idle where others send as well, else takes the least loaded of all.
+    """
+    router = Servers(policy, random.Random(number), others_share=OTHERS_SHARE if drawn else 0)
     router.become([f"http://10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000" for n in range(num_engines)], 1.0)
     for server in router:
         server.note("")

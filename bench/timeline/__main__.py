@@ -4,23 +4,28 @@ Starts `quintet serve MODEL --trace …`, has N streams decode at the same time,
 
     python -m bench.timeline --model ./my-model --streams 8 --out step-timeline.svg
     python -m bench.timeline --model ./my-model -- --quantization int8 --threads 2     # more flags for the server
+    python -m bench.timeline --streams 1 2 4 8 --save FILE -- --pipeline-parallel-size 2 --threads 1    # bubbles of the stages
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+import msgspec
+
+from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import Server, serve
 from bench.timeline.figure import draw
 from quintet.deploy.commands.bench import measured, words_per_token
 from quintet.deploy.load_client.load import Load
 from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
-from quintet.deploy.step_account import Bar, Step, account, bars_of, read_folder, steps_of
+from quintet.deploy.step_account import Bar, Step, StepAccount, account, bars_of, read_folder, steps_of
 from quintet.process.trace import merge
 
 SERVED_AS = "traced"
@@ -55,8 +60,48 @@ def typical(steps: Sequence[Step], num: int) -> list[Step]:
     return list(steps[best : best + num])
 
 
+class Point(msgspec.Struct, frozen=True):
+    """The account of so many streams."""
+
+    streams: int
+    account: StepAccount
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a run of this command found."""
+
+    date: str
+    commit: str
+    machine: Machine
+    command: list[str]
+    points: list[Point]
+
+
+def trace(
+    model: str | None, folder: Path, flags: Sequence[str], streams: int, lengths: tuple[int, int]
+) -> list[Bar]:
+    """Serve, have so many streams decode, and return what every process did. lengths: of prompts and outputs."""
+    serving = ["--served-model-name", SERVED_AS, "--trace", str(folder), *flags]
+    with serve(model, serving) as server:
+        drive(server, streams, lengths[0], 8, seed=1)
+        drive(server, streams, *lengths, seed=2)
+    return bars_of(merge(read_folder(folder)))
+
+
+def picture(streams: int, name: str, taken: StepAccount, bars: Sequence[Bar], steps: Sequence[Step]) -> str:
+    """Draw the steps that are most like the median one."""
+    caption = [
+        f"python -m bench.timeline --streams {streams}; the median step of {taken.num_steps} takes "
+        f"{taken.step_ms:.2f} ms. Clock: CLOCK_MONOTONIC, the same for every process.",
+        "Plan N+1 is made and sent while step N computes; what became of step N is told to clients while "
+        "step N+1 computes.",
+    ]
+    title = f"{name}: {NUM_DRAWN} decode steps of {streams} streams"
+    return draw(title, caption, bars, typical(steps, NUM_DRAWN))
+
+
 def main() -> None:
-    """Run the server and the load, draw, and print the account."""
+    """Run a server and the load for each number of streams, draw, and print the accounts."""
     words = sys.argv[1:]
     own, flags = (
         (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
@@ -66,33 +111,38 @@ def main() -> None:
     )
     parser.add_argument("--model", help="folder or hub name (default: the model that ships with Quintet)")
     parser.add_argument("--name", help="what the title calls the model (default: --model)")
-    parser.add_argument("--streams", type=int, default=8, help="requests that decode together")
+    parser.add_argument(
+        "--streams",
+        type=int,
+        nargs="+",
+        default=[8],
+        help="requests that decode together; of several one after the other",
+    )
     parser.add_argument("--input-len", type=int, default=64, help="tokens of each prompt")
     parser.add_argument("--output-len", type=int, default=96, help="tokens that each stream draws")
-    parser.add_argument("--out", type=Path, help="SVG file to write (default: none)")
+    parser.add_argument(
+        "--out", type=Path, help="SVG file to write, of the last number of streams (default: none)"
+    )
     parser.add_argument("--keep", type=Path, help="folder for the traces (default: thrown away)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the accounts as JSON")
     arguments = parser.parse_args(own)
-    with tempfile.TemporaryDirectory(prefix="timeline-") as scratch:
-        folder = arguments.keep or Path(scratch)
-        serving = ["--served-model-name", SERVED_AS, "--trace", str(folder), *flags]
-        with serve(arguments.model, serving) as server:
-            drive(server, arguments.streams, arguments.input_len, 8, seed=1)
-            drive(server, arguments.streams, arguments.input_len, arguments.output_len, seed=2)
-        bars = bars_of(merge(read_folder(folder)))
-    steps = decoding(bars, arguments.output_len)
-    taken = account(bars, steps)
-    print(taken.text())
+    lengths, points = (arguments.input_len, arguments.output_len), []
+    for streams in arguments.streams:
+        with tempfile.TemporaryDirectory(prefix="timeline-") as scratch:
+            folder = Path(scratch) if arguments.keep is None else arguments.keep / str(streams)
+            bars = trace(arguments.model, folder, flags, streams, lengths)
+        steps = decoding(bars, arguments.output_len)
+        taken = account(bars, steps)
+        points.append(Point(streams, taken))
+        print(f"streams: {streams}\n{taken.text()}\n", flush=True)
     if arguments.out is not None:
         name = arguments.name or arguments.model or "the model that ships with Quintet"
-        caption = [
-            f"python -m bench.timeline --streams {arguments.streams}; the median step of {taken.num_steps} takes "
-            f"{taken.step_ms:.2f} ms. Clock: CLOCK_MONOTONIC, the same for every process.",
-            "Plan N+1 is made and sent while step N computes; what became of step N is told to clients while "
-            "step N+1 computes.",
-        ]
-        title = f"{name}: {NUM_DRAWN} decode steps of {arguments.streams} streams"
-        arguments.out.write_text(draw(title, caption, bars, typical(steps, NUM_DRAWN)))
+        arguments.out.write_text(picture(streams, name, taken, bars, steps))
         print(f"written: {arguments.out}")
+    if arguments.save is not None:
+        date = datetime.datetime.now(datetime.UTC).date().isoformat()
+        report = Report(date, _commit(), machine(), ["bench.timeline", *words], points)
+        arguments.save.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from quintet.deploy.step_account import Bar, Step
+from quintet.deploy.step_account import WAITING, Bar, Step
 
 MS = 1e6
 WIDTH, GUTTER, MARGIN = 1200, 118, 14
@@ -25,6 +25,8 @@ COLOURS = {
     "commit": "#7db7e8",
     "send": "#b9bec6",
     "wait": "#f0f1f3",
+    "bubble": "#f0f1f3",
+    "told": "#b9bec6",
     "tables": "#f2c14e",
     "arrays": "#f78154",
     "layers": "#3f9b6b",
@@ -155,7 +157,7 @@ class Panel:
         self._lanes[name] = y
         self.canvas.text(GUTTER - 10, y + 16, title, anchor="end", weight="bold")
         self.canvas.rect(GUTTER, y, WIDTH - GUTTER - MARGIN, BAR_HEIGHT, "#f6f8fa")
-        shown = [bar for bar in bars if self.shows(bar.begin_ns, bar.end_ns) and bar.name != "wait"]
+        shown = [bar for bar in bars if self.shows(bar.begin_ns, bar.end_ns) and bar.name not in WAITING]
         for index, bar in enumerate(shown):
             following = shown[index + 1].begin_ns if index + 1 < len(shown) else self._end_ns
             self._bar(bar, y, self.x(following), roomy)
@@ -311,12 +313,16 @@ def _lanes(panel: Panel, bars: Sequence[Bar], *, roomy: bool = False) -> None:
         if not (roomy and role == "tokenizer"):
             panel.bottom += 12 if roomy else 0
             panel.lane(role, title, [bar for bar in bars if bar.role == role], note, roomy)
+        if role == "executor":
+            for part in sorted({bar.role for bar in bars if " " in bar.process}):
+                panel.bottom += 12 if roomy else 0
+                panel.lane(part, part, [bar for bar in bars if bar.role == part], roomy=roomy)
 
 
 def _legend(canvas: Canvas, top: float) -> float:
     """Explain the colours; return where the picture ends."""
     x = float(GUTTER)
-    names = [name for name in COLOURS if name not in ("encode", "admit", "wait")]
+    names = [name for name in COLOURS if name not in ("encode", "admit", "told", *WAITING)]
     for name in names:
         canvas.rect(x, top, 12, 12, COLOURS[name])
         canvas.text(x + 16, top + 10, name, size=10, fill="#57606a")

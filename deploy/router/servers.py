@@ -129,13 +129,20 @@ class Held:
 class Servers:
     """All of them."""
 
-    def __init__(self, policy: Routing, rng: Random | None = None, apart_from: int = 0) -> None:
-        """``rng`` draws servers where others send there too.
+    def __init__(
+        self,
+        policy: Routing,
+        rng: Random | None = None,
+        apart_from: int = 0,
+        others_share: int = OTHERS_SHARE,
+    ) -> None:
+        """``rng`` draws servers where others send there too, as much as ``others_share`` says; 0: never.
 
         ``apart_from``: prompts with so many tokens to compute, or more, may be computed by another server than answers; 0: none.
         """
         self._policy = policy
         self._apart_from = apart_from
+        self._others_share = others_share
         self._with_role: dict[int, Server] = {}
         """Who computes prompts for others."""
         self._prompts_only: frozenset[int] = frozenset()
@@ -263,7 +270,7 @@ class Servers:
     def _are_others_there(self) -> bool:
         """Whether others send enough to these servers for what is known of them to be old."""
         num_ours = sum(server.num_open for server in self._all)
-        return OTHERS_SHARE * sum(server.num_others for server in self._all) > num_ours
+        return self._others_share * sum(server.num_others for server in self._all) > num_ours
 
     def _candidates(self, asked: Asked, without: Collection[int], turn: int, session: str) -> dict[int, int]:
         """Return who is worth comparing, with how many pieces of the prompt each has: not more than decide."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 import numpy as np
 import torch
@@ -21,11 +22,17 @@ from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.cuda import open_rank_device
 from quintet.executor.platforms.platform import open_platform
 from quintet.process.leftovers import give_back_memory
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
 def follow_for_ever(
-    config: EngineConfig, groups: Sequence[int], links: Sequence[int], crossings: Sequence[int], rank: int
+    config: EngineConfig,
+    groups: Sequence[int],
+    links: Sequence[int],
+    crossings: Sequence[int],
+    rank: int,
+    span: Span,
 ) -> None:
     """Be a rank whose process sees its device first, until it is killed. groups: see `Followers`; there are no links."""
     assert not links, "stages are not on GPUs"
@@ -34,12 +41,14 @@ def follow_for_ever(
     device = open_rank_device(config.executor)
     ranks = open_device_ranks(config, groups[0], rank)
     model = load_model(config, platform, on_device=True, share=ranks.share)
-    for _ in follow(device, model, config, ranks):
+    for _ in follow(device, model, config, ranks, span):
         pass
 
 
 @torch.inference_mode()
-def follow(device: Device, model: CausalModel, config: EngineConfig, ranks: Ranks) -> Iterator[Order]:
+def follow(
+    device: Device, model: CausalModel, config: EngineConfig, ranks: Ranks, span: Span = no_span
+) -> Iterator[Order]:
     """Boot beside the others, say so, and carry out orders for ever; yield each behind its launches. model: the rank's share."""
     group = group_of(device, ranks, config)
     opened = open_runner(device, model, config, MODEL_DTYPES[config.model.dtype], group, ranks)
@@ -48,8 +57,9 @@ def follow(device: Device, model: CausalModel, config: EngineConfig, ranks: Rank
     gc.freeze()
     give_back_memory()
     ranks.done()
-    while True:
+    for number in count(1):
         order = hearer.next()
+        span("wait", number)
         group.check()
         match order:
             case StepOrder():
@@ -59,6 +69,7 @@ def follow(device: Device, model: CausalModel, config: EngineConfig, ranks: Rank
             case CaptureOrder():
                 assert steps.graphs is not None, "rank 0 captures graphs"
                 steps.graphs.capture_one()
+        span("told")
         yield order
 
 

@@ -19,6 +19,7 @@ import setproctitle
 
 from quintet.process.log import configure_logging
 from quintet.process.runtime import die_with_parent, error_file
+from quintet.process.trace import WRITE_NOW
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
@@ -68,6 +69,7 @@ def begin_child(parent: int) -> None:
         raise SystemExit("who started this is gone")
     faulthandler.enable()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C: the supervisor decides
+    signal.signal(WRITE_NOW, signal.SIG_IGN)  # sent to processes by their names: most of these record nothing
 
 
 def end_child(error: Exception, last_words: Path, name: str, *, at_once: bool = False) -> NoReturn:

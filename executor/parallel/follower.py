@@ -11,6 +11,7 @@ import importlib
 
 from quintet.executor.parallel.child import Seat, be_child, numbers
 from quintet.executor.platforms.shares import take_share
+from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.config import EngineConfig
 
 FOLLOWING = {"cpu": "quintet.executor.parallel.following", "cuda": "quintet.executor.cuda.following"}
@@ -19,11 +20,21 @@ with it."""
 
 
 def _follow(seat: Seat, config: EngineConfig, arguments: argparse.Namespace) -> None:
+    span = _span_of(seat, config)
     config = take_share(seat.me.index, config, seat.rank)
     descriptors = (numbers(arguments.groups), numbers(arguments.links), numbers(arguments.crossings))
     importlib.import_module(FOLLOWING[config.executor.device]).follow_for_ever(
-        config, *descriptors, seat.rank
+        config, *descriptors, seat.rank, span
     )
+
+
+def _span_of(seat: Seat, config: EngineConfig) -> Span:
+    if config.trace is None:
+        return no_span
+    stage, rank = divmod(seat.rank, config.executor.tensor_parallel_size)
+    tracer = Tracer(seat.me, config.trace, part=f"rank {seat.rank}" if rank else f"stage {stage}")
+    tracer.write_beside()
+    return tracer.span
 
 
 if __name__ == "__main__":

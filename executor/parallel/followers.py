@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from itertools import chain
 
 import msgspec
@@ -32,6 +33,9 @@ from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import WorkerId
 
 RANK, HUB = "quintet.executor.parallel.follower", "quintet.executor.hosts.hub"
+
+WRITE_S = 5.0
+"""What a process that is traced has at its end for writing its file."""
 
 log = logging.getLogger("quintet")
 
@@ -89,14 +93,24 @@ class Followers:
             os._exit(EXIT_CONFIG if status == EXIT_CONFIG else 1)
 
     def close(self) -> None:
-        """End them."""
+        """End them; first have those that are traced write what they did."""
         self._is_closing = True
+        if self._config.trace is not None:
+            self._have_written()
         for process in self._processes.values():
             process.kill()
         for process in self._processes.values():
             process.wait()
         for descriptor in chain(*self._memory.values()):
             os.close(descriptor)
+
+    def _have_written(self) -> None:
+        for process in self._processes.values():
+            process.terminate()
+        until = time.monotonic() + WRITE_S
+        for process in self._processes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
 
 
 def ending(status: int) -> str:

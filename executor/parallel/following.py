@@ -26,6 +26,7 @@ from quintet.executor.program.stage import Stage
 from quintet.executor.program.step import Step
 from quintet.executor.worker import CHORE_S, make_stage
 from quintet.process.leftovers import give_back_memory
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 PROGRESS_EVERY_S = 0.2
@@ -33,15 +34,21 @@ PROGRESS_EVERY_S = 0.2
 
 
 def follow_for_ever(
-    config: EngineConfig, groups: Sequence[int], links: Sequence[int], crossings: Sequence[int], rank: int
+    config: EngineConfig,
+    groups: Sequence[int],
+    links: Sequence[int],
+    crossings: Sequence[int],
+    rank: int,
+    span: Span,
 ) -> None:
     """Be a rank whose process has taken its processors, until it is killed. groups, links, crossings: see `Followers`."""
     platform, share = open_platform(config.executor), share_of_rank(config, rank)
     group = open_ranks(config, groups[share.stage], rank) if groups else None
     if share.rank == 0:
-        _live(be_a_stage(config, platform, share, group, open_links(config, links, share.stage), crossings))
+        opened = open_links(config, links, share.stage)
+        _live(be_a_stage(config, platform, share, group, opened, crossings, span))
     assert group is not None, "a rank that is not the first of its stage"
-    _live(follow(config, platform, group, crossings))
+    _live(follow(config, platform, group, crossings, span))
 
 
 def _live(orders: Iterator[OrderKind | None]) -> None:
@@ -51,7 +58,11 @@ def _live(orders: Iterator[OrderKind | None]) -> None:
 
 
 def follow(
-    config: EngineConfig, platform: Platform, ranks: Ranks, crossings: Sequence[int] = ()
+    config: EngineConfig,
+    platform: Platform,
+    ranks: Ranks,
+    crossings: Sequence[int] = (),
+    span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
     """Load the rank's share, say so, and carry out orders for ever; yield None once, then what each was.
 
@@ -65,9 +76,12 @@ def follow(
     _settle(ranks, pages)
     yield None
     ranks.done()
+    num_runs = 0
     while True:
         order = ranks.hear(step.address)
         kind = OrderKind(order.kind)
+        num_runs += kind is OrderKind.RUN
+        span("wait", num_runs)
         match kind:
             case OrderKind.RUN:
                 stage.run_told(step.address, order.begin, order.end, order.length)
@@ -94,6 +108,7 @@ def follow(
         if kind is OrderKind.CHORE:
             _do_chore(pages)  # behind it: rank 0 does its own meanwhile
             ranks.note(Note.CHORES, _has_chores(pages))
+        span("layers" if kind is OrderKind.RUN else "told")
         yield kind
 
 
@@ -104,11 +119,12 @@ def be_a_stage(
     group: Ranks | None,
     links: Links,
     crossings: Sequence[int] = (),
+    span: Span = no_span,
 ) -> Iterator[OrderKind | None]:
     """Be the first rank of a stage that is not the first, likewise. group: the stage's ranks, where there are others."""
     model = load_model(config, platform, share=share)
     stage = make_stage(model, config, platform, share, group)
-    step, pages = _step_of(stage, config), model.weights.reservation
+    step, pages, num_runs = _step_of(stage, config), model.weights.reservation, 0
     before, behind = links.before, links.behind
     tellers = [each for each in (group, None if share.is_last else behind) if each is not None]
     moves = Moves(group, None if share.is_last else behind)
@@ -126,9 +142,11 @@ def be_a_stage(
         while True:
             order = before.hear(step.address)
             kind = OrderKind(order.kind)
+            num_runs += kind is OrderKind.RUN
+            span("wait", num_runs)
             match kind:
                 case OrderKind.RUN:
-                    _run(stage, step, links, order.begin, order.end, order.length)
+                    _run(stage, step, links, order.begin, order.end, order.length, span)
                 case OrderKind.COPY_BLOCKS:
                     if not share.is_last:
                         behind.tell_mail(kind, before.mail(order), PAIR_BYTES)
@@ -150,12 +168,13 @@ def be_a_stage(
             before.done()
             if kind is OrderKind.CHORE:
                 _do_chore(pages)
+            span("layers" if kind is OrderKind.RUN else "told")
             yield kind
     finally:
         is_over.set()
 
 
-def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int) -> None:
+def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: Span) -> None:
     """Run parts of a step, and tell the next stage to."""
     assert stage.given is not None, stage.share
     before, behind, width, count = links.before, links.behind, stage.given.shape[1], step.c.num_tokens
@@ -168,7 +187,9 @@ def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: i
     if first < last:
         stage.rotations.reach(length)
         stage.run(step.address, first, last, length)
+    span("layers")
     behind.make_room()
+    span("bubble")
     if stage.logits is not None:
         outputs = step.c.num_outputs
         behind.payload(stage.logits.shape[1], stage.dtype)[:outputs].copy_(stage.logits[:outputs])

@@ -45,7 +45,7 @@ def make_pipeline_worker(
     share = share_of_rank(config, 0)
     model = load_model(config, platform, share=share)
     stage = make_stage(model, config, platform, share, group)
-    pipeline = Pipeline(stage, config, links)
+    pipeline = Pipeline(stage, config, links, span)
     facts = facts_of(config, platform, model.weights.num_bytes, begun)
     num_blocks, pages = num_blocks_of(config), model.weights.reservation
     worker = PipelineWorker(pipeline, links, group, config, num_blocks, facts, span, pages, crossings)

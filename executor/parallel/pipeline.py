@@ -23,6 +23,7 @@ from quintet.executor.program.step import CStep, Step
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
@@ -40,8 +41,8 @@ class Flight:
 class Pipeline:
     """All stages, seen from the first."""
 
-    def __init__(self, stage: Stage, config: EngineConfig, links: Links) -> None:
-        self._stage, self._links = stage, links
+    def __init__(self, stage: Stage, config: EngineConfig, links: Links, span: Span = no_span) -> None:
+        self._stage, self._links, self._span = stage, links, span
         self.depth = config.executor.pipeline_parallel_size
         """Steps whose logits may be still to come."""
         self.max_outputs = stage.max_outputs
@@ -103,8 +104,10 @@ class Pipeline:
             stage.embed(step.address, length, embeds)
             begin = stage.embedding_end
         stage.run(step.address, begin, stage.end, length)
+        self._span("layers")
         behind, count = self._links.behind, step.c.num_tokens
         behind.make_room()
+        self._span("bubble")
         behind.payload(stage.hidden.shape[1], stage.dtype)[:count].copy_(stage.hidden[:count])
         return self._tell(step, length, Part.LAYERS)
 

@@ -205,6 +205,7 @@ class PipelineWorker:
         while reports_prompt and self._undrawn:
             self._finish(self._undrawn[0])
         masks = self._sampler.begin_masks(rows)
+        self._span("tables", plan.step)
         flight = self._pipeline.begin(rows, self.tables, self._sampler.settings)
         self._span("layers")
         step = PipelinedStep(plan, rows, flight, masks, self._pipeline.wait, self._finish)
@@ -219,6 +220,7 @@ class PipelineWorker:
         while last.outcome is None:
             step = self._undrawn.popleft()
             logits = self._pipeline.take(step.flight)
+            self._span("bubble", step.plan.step)
             try:
                 step.outcome = self._draw(step, logits)
             except Exception as error:  # noqa: BLE001 - another step's beginning may be what has it drawn now

@@ -23,10 +23,14 @@ MAX_SHARE_OF_MEMORY = 0.5
 def read_ahead(config: EngineConfig, whose: str = "") -> None:
     """Ask for the files that will be loaded, from a thread of its own. whose: see `packed_file`."""
     if hasattr(os, "posix_fadvise"):  # not on every system
-        threading.Thread(target=_ask, args=(_files(config, whose),), daemon=True).start()
+        threading.Thread(target=_ask, args=(files_ahead(config, whose),), daemon=True).start()
 
 
-def _files(config: EngineConfig, whose: str) -> Sequence[Path]:
+def files_ahead(config: EngineConfig, whose: str = "") -> Sequence[Path]:
+    """Return the files of which the ranks of this host need every page: none of a checkpoint that other hosts have parts of.
+
+    Which of its tensors are this host's follows from the model, which takes torch.
+    """
     model, executor = config.model, config.executor
     if executor.packed_cache is not None:
         packed = packed_file(
@@ -35,6 +39,8 @@ def _files(config: EngineConfig, whose: str) -> Sequence[Path]:
         )
         if packed.is_file():
             return [packed]
+    if executor.num_hosts > 1:
+        return []
     try:
         return checkpoint_files(Path(model.path))
     except ConfigError:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import msgspec
 import numpy as np
 import pytest
+from bench.fleet.__main__ import Report, save
 from bench.fleet.engine import H100_8B, SimulatedEngine, prompt_ids
 from bench.fleet.play import Fleet, Troubles
 from bench.fleet.traces import SHAPES, Trace, draw
@@ -64,6 +68,24 @@ def test_whatever_dies_every_request_ends_once_and_later() -> None:
     undisturbed = tail(TRACE, "prefix", num_routers=2)
     disturbed = tail(TRACE, "prefix", num_routers=2, troubles=Troubles(2, 1, num_routers_lost=1))
     assert disturbed[1] > undisturbed[1]
+
+
+def test_routers_that_draw_choose_otherwise_than_those_that_take_the_least_loaded() -> None:
+    assert tail(TRACE, "load", num_routers=4) != tail(TRACE, "load", num_routers=4, drawn=False)
+    assert tail(TRACE, "load") == tail(TRACE, "load", drawn=False), "one router knows all"
+
+
+def test_figures_are_saved_with_the_command_that_prints_them(tmp_path: Path) -> None:
+    """Of several commands in one file each with its own."""
+    words = ["--engines", "2", "--requests", "40", "--grain", "32", "--policies", "load", "--save"]
+    file = tmp_path / "figures.json"
+    for more in ([], ["--least-loaded", "--routers", "2"]):
+        save([*words, str(file), *more])
+    commands = [each.command for each in msgspec.json.decode(file.read_bytes(), type=Report).figures]
+    assert commands == [
+        f"python -m bench.fleet {' '.join(words)} {file}",
+        f"python -m bench.fleet {' '.join(words)} {file} --least-loaded --routers 2",
+    ]
 
 
 def test_a_coarse_step_takes_as_long_as_the_steps_that_it_stands_for() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.deploy.step_account import Bar, Step, account, steps_of
+from quintet.deploy.step_account import Bar, Part, Step, account, steps_of
 from quintet.wire.errors import ConfigError
 
 MS = 1_000_000
@@ -61,6 +61,42 @@ def test_several_spans_of_a_name_in_a_step_count_together() -> None:
         ]
     rows = {(row.role, row.name): row for row in account(sorted(bars), steps_of(bars)).rows}
     assert rows["frontend", "events"].ms == 2.0
+
+
+def in_stages() -> list[Bar]:
+    """Four steps of 10 ms: each stage computes for 4 ms of them, the second behind the first."""
+    bars = []
+    for step in (4, 5, 6, 7, 8):
+        at = 10 * step
+        bars += [
+            executor("bubble", step - 2, at - 5, at - 1),
+            executor("sampling", step - 2, at - 1, at),
+            executor("wait", step, at, at),
+            executor("layers", step, at, at + 4),
+            Bar((at + 4) * MS, (at + 8) * MS, "executor-0 stage 1", "layers", step - 3),
+            Bar((at + 8) * MS, (at + 9) * MS, "executor-0 stage 1", "bubble", step - 3),
+            Bar((at + 9) * MS, (at + 14) * MS, "executor-0 stage 1", "wait", step - 2),
+        ]
+    return sorted(bars)
+
+
+def test_of_stages_it_says_how_long_each_computed_and_waited() -> None:
+    """From the first step's beginning to the last one's end: what bars have beyond that does not count."""
+    bars = in_stages()
+    taken = account(bars, steps_of(bars))
+    assert (taken.num_steps, taken.all_s) == (4, 0.04)
+    assert taken.parts == [
+        Part("executor-0", pytest.approx(0.5), pytest.approx(0.4)),  # a tenth is nobody's
+        Part("executor-0 stage 1", pytest.approx(0.4), pytest.approx(0.5)),  # of the last wait 1 ms
+    ]
+    rows = {(row.role, row.name): row for row in taken.rows}
+    assert (rows["stage 1", "layers"].ms, rows["stage 1", "layers"].hidden) == (4.0, 0.0)
+    assert taken.text().splitlines()[-1].split() == ["executor-0", "stage", "1", "40.0%", "50.0%"]
+
+
+def test_an_executor_of_one_process_has_no_bubble() -> None:
+    bars = two_steps()
+    assert account(bars, steps_of(bars)).parts == []
 
 
 def test_an_account_of_no_steps_says_what_to_do() -> None:

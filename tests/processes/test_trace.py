@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from quintet.deploy.step_account import bars_of, read_folder
+import pytest
+
+from quintet.deploy.step_account import account, bars_of, read_folder, steps_of
 from quintet.process.trace import WRITE_NOW, merge
 from tests.processes.server import serve, wait_until
 
@@ -58,6 +60,32 @@ def test_a_traced_server_accounts_for_its_steps(tmp_path: Path) -> None:
     ).stdout  # fmt: skip
     assert (folder / "merged.json").is_file()
     assert "layers" in shown and "median of" in shown
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("flag", "other"), [("--pipeline-parallel-size", "stage 1"), ("--tensor-parallel-size", "rank 1")]
+)
+def test_an_executor_of_two_processes_says_how_much_each_computed_and_waited(
+    flag: str, other: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "trace"
+    with serve("--trace", str(folder), flag, "2", "--threads", "1") as server:
+        model = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[1]["model"]
+        body = {"model": model, "prompt": "Once upon", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        for child in server.children().values():
+            child.send_signal(WRITE_NOW)
+        wait_until(lambda: len(list(folder.glob("executor-*.trace.json"))) == 2, "both files")
+        assert server.post("/v1/completions", body | {"stream": False})[0] == 200
+        server.stop()
+    bars = bars_of(merge(read_folder(folder)))
+    runs = [bar.number for bar in bars if bar.role == other and bar.name == "layers"]
+    assert sorted(set(runs)) == list(range(1, max(runs) + 1))
+    assert max(runs) >= NUM_TOKENS
+    parts = account(bars, steps_of(bars)).parts
+    assert [part.process for part in parts] == ["executor-0", f"executor-0 {other}"]
+    assert all(part.computed > 0.0 and part.waited > 0.0 for part in parts), parts
+    assert all(part.computed + part.waited < 1.001 for part in parts), parts
 
 
 def test_a_folder_without_traces_is_answered_with_what_to_do(tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from quintet.process.trace import SPANS, Tracer, merge, read_trace
+from quintet.process.trace import SPANS, WRITE_NOW, Tracer, merge, read_trace
 from quintet.wire.ids import Role, WorkerId
+from tests.processes.server import wait_until
 
 ME = WorkerId(Role.CORE, 0, 2)
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,6 +61,41 @@ def test_the_file_is_what_trace_viewers_read(tmp_path: Path) -> None:
     name, _, commit = merged.traceEvents[:3]
     assert name.args == {"name": "core-0"}
     assert (commit.ph, commit.ts, commit.dur, commit.args) == ("X", 5_000.0, 2.5, {"step": 3})
+
+
+def test_processes_of_one_seat_have_files_and_names_of_their_own(tmp_path: Path) -> None:
+    first, second = (Tracer(ME, tmp_path, part=part) for part in ("", "stage 1"))
+    assert [each.write().name for each in (first, second)] == [
+        "core-0.2.trace.json", "core-0.2.stage-1.trace.json",
+    ]  # fmt: skip
+    assert read_trace(second.write()).traceEvents[0].args == {"name": "core-0 stage 1"}
+
+
+WAITS_OUTSIDE_OF_PYTHON = """
+import ctypes, sys
+from quintet.process.trace import Tracer
+from quintet.wire.ids import Role, WorkerId
+
+tracer = Tracer(WorkerId(Role.CORE, 0, 2), sys.argv[1])
+tracer.write_beside()
+tracer.span("plan", 7)
+print("there", flush=True)
+ctypes.CDLL(None).sigsuspend(ctypes.create_string_buffer(b"\\xff" * 128))  # whatever is sent
+"""
+
+
+def test_who_waits_outside_of_python_writes_when_told_and_at_the_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WAITS_OUTSIDE_OF_PYTHON, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(WRITE_NOW)
+        path = tmp_path / "core-0.2.trace.json"
+        wait_until(path.exists, "the file")
+        path.unlink()
+        process.terminate()
+        assert process.wait(10) == 0
+    assert [event.name for event in read_trace(path).traceEvents][-1] == "plan"
 
 
 def test_an_unknown_span_is_not_recorded_under_another_name(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""Loads ranks' shares of checkpoints in which some pages cannot be read: a program, since reading one ends a process.
+
+Takes a list of `Fenced` from standard input, loads each in a process of its own, and prints how each ended.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import mmap
+import os
+import resource
+import sys
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+
+from quintet.executor import loading
+from quintet.executor.parallel.boot import share_of_rank
+from quintet.executor.platforms.platform import open_platform
+from quintet.executor.weights.file import WeightFile
+from quintet.executor.weights.mapped import MappedFile
+from quintet.wire.config import EngineConfig
+
+Ranges = Sequence[tuple[int, int]]
+"""Bytes, from the first to behind the last."""
+
+
+class Fenced(msgspec.Struct, frozen=True):
+    """A rank, and what it may not read."""
+
+    config: EngineConfig
+    rank: int
+    unkept: Mapping[str, Ranges]
+    """By name of a tensor: bytes of it."""
+
+
+class Ending(msgspec.Struct, frozen=True):
+    """What came of it."""
+
+    status: int
+    """0 where it loaded, less a signal's number where that ended it."""
+    num_fenced_bytes: int
+
+
+def pages_within(ranges: Ranges) -> list[tuple[int, int]]:
+    """Return the pages of which every byte is in one of the ranges, neighbours together."""
+    joined: list[list[int]] = []
+    for begin, end in sorted(ranges):
+        if joined and begin <= joined[-1][1]:
+            joined[-1][1] = max(joined[-1][1], end)
+        else:
+            joined.append([begin, end])
+    page = mmap.PAGESIZE
+    whole = ((-(-begin // page) * page, end // page * page) for begin, end in joined)
+    return [(begin, end) for begin, end in whole if begin < end]
+
+
+def unkept_pages(file: MappedFile, unkept: Mapping[str, Ranges]) -> list[tuple[int, int]]:
+    """Return the pages of a file that have nothing but what may not be read."""
+    begins = {name: file.entries[name].begin for name in unkept if name in file.entries}
+    return pages_within(
+        [*chain(*([(at + a, at + b) for a, b in unkept[name]] for name, at in begins.items()))]
+    )
+
+
+def fence(file: MappedFile, pages: Ranges) -> None:
+    """Have whoever touches these pages end."""
+    name = next(iter(file))
+    address = file.tensor(name).data_ptr() - file.entries[name].begin
+    libc = ctypes.CDLL(None, use_errno=True)
+    for begin, end in pages:
+        if libc.mprotect(ctypes.c_void_p(address + begin), ctypes.c_size_t(end - begin), 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+
+
+def load(each: Fenced) -> None:
+    """Load the rank's share as its process does."""
+    opened = loading.open_files
+
+    def open_fenced(folder: Path) -> list[WeightFile]:
+        files = opened(folder)
+        for file in files:
+            assert isinstance(file, MappedFile)
+            fence(file, unkept_pages(file, each.unkept))
+        return files
+
+    with mock.patch.object(loading, "open_files", open_fenced):
+        config = each.config
+        loading.load_model(config, open_platform(config.executor), share=share_of_rank(config, each.rank))
+
+
+def ending_of(each: Fenced) -> Ending:
+    """Load in a child, and say how it ended."""
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            load(each)
+            status = 0
+        except Exception:  # noqa: BLE001 - whatever it is, the parent goes on with the next
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(status)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    files = [MappedFile(path) for path in Path(each.config.model.path).glob("*.safetensors")]
+    fenced = chain(*(unkept_pages(file, each.unkept) for file in files))
+    return Ending(status, sum(end - begin for begin, end in fenced))
+
+
+if __name__ == "__main__":
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()  # says who read it
+    asked = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Fenced])
+    print(msgspec.json.encode([ending_of(each) for each in asked]).decode())
