@@ -59,7 +59,7 @@ def test_a_stream_goes_on_behind_what_was_told(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"path": "/v1/embeddings"}, "streams of /v1/completions, /v1/chat/completions can go on"),
+        ({"path": "/v1/embeddings"}, "of /v1/completions, /v1/chat/completions, /v1/messages can go on"),
         ({"position": "3"}, "2 tokens of choice 0, of which 3 were told"),
         ({"position": "1,1"}, "The position is"),
         ({"outputs": [[1], [2]]}, "outputs has 2 lists; the request has 1 choices"),
