@@ -12,6 +12,7 @@ import msgspec
 from quintet.frontend.begun import Begun
 from quintet.frontend.dialects.anthropic import errors as anthropic_errors
 from quintet.frontend.dialects.anthropic.messages import messages
+from quintet.frontend.dialects.inference.generate import generate
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.chat import chat_completions
 from quintet.frontend.dialects.openai.completions import completions
@@ -25,6 +26,7 @@ HANDLERS: dict[str, tuple[Handler, ErrorShape]] = {
     "/v1/completions": (completions, ERRORS),
     "/v1/chat/completions": (chat_completions, ERRORS),
     "/v1/messages": (messages, anthropic_errors.ERRORS),
+    "/inference/v1/generate": (generate, ERRORS),
 }
 """The requests whose streams can go on elsewhere, by path, and how their clients are told of errors."""
 
