@@ -88,10 +88,13 @@ $(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/u
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
 	@touch $@
 
-# Quintet runs inside of this one, too; of NIXL's packages torch is not needed anew.
-.venv/clients/store/installed: tests/clients/requirements/store.txt | $(BIN)/uv
+# Quintet runs inside of these, too; of what NIXL's and LMCache's packages want, torch is not needed anew.
+STORES := .venv/clients/store/installed .venv/clients/lmcache/installed
+.venv/clients/store/installed: ALONE := nixl==1.5.1 nixl-cu12==1.5.1
+.venv/clients/lmcache/installed: ALONE := lmcache==0.5.6
+$(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/uv
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
-	$(BIN)/uv pip install --quiet --python $(@D) --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	$(BIN)/uv pip install --quiet --python $(@D) --no-deps $(ALONE)
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo $(CURDIR)/src; } \
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth

@@ -12,7 +12,7 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -97,6 +97,9 @@ class Heard:
         if "error" in event:
             self.error = json.dumps(event["error"])
             return
+        if "type" in event:
+            self._feed_messages(event)
+            return
         if event.get("usage"):
             self.usage = event["usage"]
         for part in event.get("choices", ()):
@@ -109,6 +112,23 @@ class Heard:
             if part.get("finish_reason"):
                 choice.finish_reason, choice.stop_reason = part["finish_reason"], part.get("stop_reason")
                 choice.num_endings += 1
+
+    def _feed_messages(self, event: dict[str, Any]) -> None:
+        """Apply an event of Anthropic's dialect."""
+        choice = self.choices.setdefault(0, ChoiceHeard())
+        match event["type"]:
+            case "message_start":
+                usage = event["message"]["usage"]
+                self.usage["prompt_tokens"] = usage["input_tokens"] + usage["cache_read_input_tokens"]
+            case "content_block_delta":
+                choice.text += event["delta"]["text"]
+            case "message_delta":
+                self.usage["completion_tokens"] = event["usage"]["output_tokens"]
+                choice.finish_reason = event["delta"]["stop_reason"]
+                choice.stop_reason = event["delta"]["stop_sequence"]
+                choice.num_endings += 1
+            case "message_stop":
+                self.is_done = True
 
 
 def _entries(logprobs: dict[str, Any]) -> list[Any]:
@@ -157,6 +177,18 @@ def crowd(
                 body["logprobs"] = 2
             asked.append(Asked("/v1/completions", body))
     return asked
+
+
+def as_messages(asked: Sequence[Asked]) -> list[Asked]:
+    """Return what of these requests Anthropic's dialect can ask for."""
+    same = ("max_tokens", "stream", "seed", "temperature", "top_p", "top_k")
+    found = []
+    for each in asked:
+        body = {name: each.body[name] for name in same if name in each.body}
+        body["stop_sequences"] = each.body["stop"]
+        turns = each.body.get("messages") or [{"role": "user", "content": each.body["prompt"]}]
+        found.append(Asked("/v1/messages", {**body, "messages": turns}))
+    return found
 
 
 class Cut(Exception):

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.kv_leaving import check_kv_leaves, num_parts
 from quintet.deploy.resolve.memory import format_size, parse_size
-from quintet.executor.store.connector import CONNECTORS, FSSPEC, connector_path
+from quintet.executor.store.connector import FSSPEC, connector_path, known_schemes
 from quintet.process.own_files import complaint_about
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
@@ -98,10 +98,9 @@ def _check_fsspec(url: str, scheme: str) -> None:
     try:
         get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
-        known = ", ".join(CONNECTORS)
         raise ConfigError(
-            f"{FLAG} {url}: {error}. Without a package for {scheme} there are {known}, what fsspec has of its own, and the"
-            " connectors of installed packages"
+            f"{FLAG} {url}: {error}. Without a package for {scheme} there are {', '.join(known_schemes())}, and what fsspec has"
+            " of its own"
         ) from None
 
 

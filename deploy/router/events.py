@@ -10,18 +10,19 @@ from __future__ import annotations
 import json
 import re
 
+from quintet.frontend.dialects.anthropic.errors import OVERLOADED
 from quintet.frontend.error_shape import STATUS
 from quintet.wire.errors import ErrorCode
 
 _IDS = re.compile(rb"^: ids (\d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULTILINE)
 _EVENT_ID = re.compile(rb"^id: ([^\r\n:]+):([^\r\n]*)", re.MULTILINE)
-_ERROR = re.compile(rb'^data: (\{"error":[^\r\n]*)', re.MULTILINE)
+_ERROR = re.compile(rb'^(?:event: error\r?\n)?data: (\{(?:"type":"error",)?"error":[^\r\n]*)', re.MULTILINE)
 DONE = b"data: [DONE]"
 _BLANKS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 """What ends an event, however a server ends its lines."""
 _ENDS = tuple(
     b"event: %b%b" % (name, end)
-    for name in (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed")
+    for name in (b"message_stop", b"response.completed", b"response.incomplete", b"response.failed", b"error")
     for end in (b"\n", b"\r")
 )
 MAX_EVENT_BYTES = 1 << 20
@@ -69,7 +70,7 @@ class Events:
         return self._told(piece)
 
     def _told(self, piece: bytes) -> bytes:
-        if self._is_relayed and b'data: {"error"' in piece:
+        if self._is_relayed and b'"error":' in piece:
             piece = self._without_withdrawal(piece)
         if b": ids " in piece:
             for note in _IDS.findall(piece):
@@ -89,10 +90,13 @@ class Events:
         """Return what comes before the event of an error that means: ask another server."""
         for found in _ERROR.finditer(piece):
             try:
-                code = json.loads(found[1])["error"]["code"]
-            except (ValueError, KeyError, TypeError):
+                error = json.loads(found[1])["error"]
+                is_unavailable = (
+                    error.get("code") == STATUS[ErrorCode.UNAVAILABLE] or error.get("type") == OVERLOADED
+                )
+            except (ValueError, KeyError, TypeError, AttributeError):
                 continue
-            if code == STATUS[ErrorCode.UNAVAILABLE]:
+            if is_unavailable:
                 self.is_withdrawn = True
                 return piece[: found.start()]
         return piece

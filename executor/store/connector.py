@@ -14,12 +14,10 @@ from typing import Protocol
 
 from quintet.wire.config import KvStoreConfig
 
-CONNECTORS = {
-    "file": "quintet.executor.store.folder:open_folder",
-    "nixl+s3": "quintet.executor.store.nixl:open_nixl",
-}
-"""Scheme of ``--kv-store`` to the function that opens it. Third parties: entry points of ``quintet.kv_connectors``. Any other
-scheme is fsspec's."""
+PLUG_INS = "quintet.kv_connectors"
+"""Entry points of this group open a store each, by the scheme that they are named for: our own, which `pyproject.toml` lists, and
+those of other packages. Who is not asked for is not imported."""
+FOLDER = "quintet.executor.store.folder:open_folder"
 FSSPEC = "quintet.executor.store.objects:open_objects"
 
 
@@ -52,5 +50,11 @@ def open_connector(config: KvStoreConfig) -> KvConnector:
 def connector_path(url: str) -> str:
     """Return the import string of what opens this store."""
     scheme = url.partition(":")[0]
-    installed = (entry.value for entry in entry_points(group="quintet.kv_connectors", name=scheme))
-    return CONNECTORS.get(scheme) or next(installed, FSSPEC)
+    if scheme == "file":
+        return FOLDER
+    return next((entry.value for entry in entry_points(group=PLUG_INS, name=scheme)), FSSPEC)
+
+
+def known_schemes() -> list[str]:
+    """Return the schemes of all stores but fsspec's."""
+    return ["file", *sorted({entry.name for entry in entry_points(group=PLUG_INS)})]

@@ -12,6 +12,7 @@ from urllib.parse import parse_qs
 
 from quintet.frontend.adoption import Seen
 from quintet.frontend.dialects.answer import Submissions, stream_answer
+from quintet.frontend.dialects.anthropic.events import MessagesWriter
 from quintet.frontend.dialects.openai.answer import ChunkWriter
 from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.relay import relaying
@@ -77,10 +78,10 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
             )
             submissions.add(stream)
         writer = dialect.writer(answer, StreamId(first_id, stream_id.key), position)
-        if isinstance(writer, ChunkWriter):
+        if isinstance(writer, ChunkWriter | MessagesWriter):
             relaying(exchange, writer, submissions)
-            if writer.options.include_usage:
-                await recall(service, submissions)
+        if isinstance(writer, ChunkWriter) and writer.options.include_usage:
+            await recall(service, submissions)
     except BaseException:
         submissions.close()
         raise

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from bench.chaos.streams import crowd, differences, play
+from bench.chaos.streams import as_messages, crowd, differences, play
 
 from tests.processes.server import Server, serve, wait_until
 
@@ -62,7 +62,7 @@ def route(*flags: str) -> Iterator[Server]:
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", FLAGS)
 def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
-    asked = crowd(1, 24, (60, 120))
+    asked = crowd(1, 24, (60, 120)) + as_messages(crowd(2, 8, (60, 120)))
     of_first, of_second = ((*flags, "--max-model-len", "1024") for flags in FLAGS[kind])
     with (
         serve(*of_first) as first,
@@ -75,7 +75,7 @@ def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
         assert all(heard.num_connections == 1 for heard in calm.heard)
 
         async def disturb() -> None:
-            assert 0 < first.gauge("quintet:live_requests") < 24
+            assert 0 < first.gauge("quintet:live_requests") < len(asked)
             first.process.kill()
 
         run = asyncio.run(play(router.url, asked, disturb))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 import pytest
@@ -161,6 +162,54 @@ def test_a_stream_whose_server_leaves_goes_on_elsewhere() -> None:
         async with world(second, says(head(200), ERROR + DONE)) as w:  # nothing said that another could go on
             prefer(w, 1, 0)
             assert b"leaving" in (await w.ask(C, STREAM)).body
+
+    run(story())
+
+
+def of_messages(name: str, position: str, token: int | None = None, stream: str = "a1-b2") -> bytes:
+    """Return an event of Anthropic's dialect, as a server that is asked for its tokens tells it."""
+    note = b"" if token is None else b": ids 0 [%d]\n" % token
+    words = f'id: {stream}:{position}\nevent: {name}\ndata: {{"type":"{name}"}}\n\n'
+    return note + words.encode()
+
+
+LEAVES = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"leaving"}}\n\n'
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_stream_of_messages_goes_on_elsewhere(is_killed: bool) -> None:
+    async def story() -> None:
+        begun = [
+            of_messages("message_start", "0.0n"),
+            of_messages("content_block_start", "0.1t"),
+            of_messages("content_block_delta", "1.1t", 100),
+        ]
+        rest = [
+            of_messages("content_block_delta", "2.1t", 101, "c3-d4"),
+            of_messages("content_block_stop", "2.1n", None, "c3-d4"),
+            of_messages("message_stop", "2e.1n", None, "c3-d4"),
+        ]
+        ticket = b"x-quintet-relay: 7.0"
+        second = by_path(go_on=says(head(200, ticket), *rest))
+        first = says(head(200, ticket), *begun, b"" if is_killed else LEAVES, cut=is_killed)
+        async with world(second, by_path(begin=first)) as w:
+            prefer(w, 1, 0)
+            told = await w.ask("/v1/messages", STREAM)
+            assert told.body == re.sub(rb": ids .*\n", b"", b"".join(begun + rest))
+            going = json.loads(w.ups[0].asked[-1]["body"])
+            assert (going["path"], going["position"], going["outputs"]) == ("/v1/messages", "1.1t", [[100]])
+            assert (going["seeds"], going["created"]) == ([7], 0)
+
+    run(story())
+
+
+def test_another_error_of_a_stream_of_messages_is_its_clients() -> None:
+    async def story() -> None:
+        broken = LEAVES.replace(b"overloaded_error", b"api_error")
+        begun = of_messages("message_start", "0.0n")
+        async with world(LOST, says(head(200, b"x-quintet-relay: 7.0"), begun, broken)) as w:
+            prefer(w, 1, 0)
+            assert (await w.ask("/v1/messages", STREAM)).body == begun + broken
 
     run(story())
 

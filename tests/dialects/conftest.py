@@ -169,9 +169,16 @@ class FakeEngine:
             message = f"The prompt has {len(submit.prompt.text)} tokens; the model takes at most 256."
             self.deliver(Failed(submit.request_id, ErrorCode.TOO_LONG, message, "prompt"))
             return
-        self.step(submit, 0, 0)
+        num_told = 0 if submit.spec.tells else len(submit.spec.output_ids) // 4
+        begun = [self.piece(submit, index) for index in range(num_told)]
+        self.step(submit, len(begun), sum(map(len, begun)), is_first=True)
 
-    def step(self, submit: Submit, index: int, offset: int) -> None:
+    def piece(self, submit: Submit, index: int) -> str:
+        """Return what token ``index`` says."""
+        spoken = self.script[index : index + 1] if submit.spec.reading is not None else []
+        return "".join(text for _, _, text in spoken[0]) if spoken else f" t{index}"
+
+    def step(self, submit: Submit, index: int, offset: int, is_first: bool = False) -> None:
         """Send token ``index`` of every choice, after ``offset`` characters."""
         if submit.request_id not in self.live or self.silent_after == index:
             return
@@ -188,7 +195,7 @@ class FakeEngine:
             else list(range(1, 1 + max(1, len(prompt_text.split()))))
         )
         base = len(prompt_text) if submit.spec.echo else 0
-        piece = f" t{index}"
+        piece = self.piece(submit, index)
         reason, stop = FinishReason.NONE, None
         if any(s in piece for s in params.stop):
             reason, stop, piece = FinishReason.STOP, params.stop[0], ""
@@ -196,12 +203,11 @@ class FakeEngine:
             reason = FinishReason.LENGTH
         spoken = self.script[index : index + 1] if submit.spec.reading is not None else []
         if spoken:
-            piece = "".join(text for _, _, text in spoken[0])
             reason = FinishReason.STOP if index + 1 == len(self.script) else FinishReason.NONE
         spans = [(channel, call, len(text)) for channel, call, text in spoken[0]] if spoken else []
         heard = [channel for token in self.script for channel, _, _ in token]
         started = []
-        if index == 0:
+        if is_first:
             prompt_logprobs = None
             first_token = Alternative(prompt_ids[0], 0.0, "<first>", b"<first>", 0)
             if params.prompt_logprobs is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -206,6 +207,33 @@ def test_a_stream_goes_on_behind_any_event(parallel: bool) -> None:
             named = next(line for line in reversed(b"".join(heard).splitlines()) if line.startswith(b"id: "))
             position = Position.parse(named.decode().partition(":")[2].partition(":")[2], 1)
         assert assembled(heard) == expected
+
+
+def test_it_goes_on_at_another_server(server: Any) -> None:
+    """As a router has it do that, which has the tokens from comments."""
+    asked, named = {**ASK, "stream": True, "seed": 5}, {"X-Request-Id": "r1", "X-Quintet-Relay": "1"}
+    told = server.ask("POST", "/v1/messages", asked, named)
+    assert told.headers["x-quintet-relay"] == "5.0"
+    frames = [frame for frame in told.body.split(b"\n\n") if frame and not frame.startswith(b"event: ping")]
+    whole = assembled(frames)
+    for cut in range(1, len(frames)):
+        before = b"\n\n".join(frames[:cut])
+        ids = [json.loads(note) for note in re.findall(rb"^: ids 0 (\[.*\])$", before, re.M)]
+        going = {
+            "path": "/v1/messages",
+            "request": asked,
+            "position": re.findall(rb"^id: .*:(.*)$", before, re.M)[-1].decode(),
+            "outputs": [[token for each in ids for token in each]],
+            "seeds": [5],
+            "created": 0,
+        }
+        rest = server.ask("POST", "/v1/streams", going, named)
+        assert rest.status == 200, rest.body
+        assert assembled([*frames[:cut], *rest.body.split(b"\n\n")[:-1]]) == whole
+    assert all(submit.spec.params.seed == 5 for submit in server.engine.wait_for(Submit))
+    server.engine.fail_after = 2
+    broken = server.ask("POST", "/v1/streams", {**going, "position": "1.1r", "outputs": [[10]]}, named)
+    assert b'event: error\ndata: {"type":"error"' in broken.body
 
 
 @pytest.mark.parametrize("note", ["u", "1z", "1t+", "t1", "1t+1+1"])

@@ -13,12 +13,17 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import Admit, Reclaimed, Submit
 
-C, H, S = "/v1/completions", "/v1/chat/completions", "/v1/streams"
+C, H, G, S = "/v1/completions", "/v1/chat/completions", "/inference/v1/generate", "/v1/streams"
 RELAY = {"X-Quintet-Relay": "1"}
 
 
 @pytest.mark.parametrize(
-    ("path", "body"), [(C, {"prompt": "x"}), (H, {"messages": [{"role": "user", "content": "x"}]})]
+    ("path", "body"),
+    [
+        (C, {"prompt": "x"}),
+        (H, {"messages": [{"role": "user", "content": "x"}]}),
+        (G, {"token_ids": [5], "sampling_params": {"max_tokens": 3, "n": 2, "seed": 5}}),
+    ],
 )
 def test_who_asks_is_told_the_tokens_of_every_event(shared: Any, path: str, body: dict[str, Any]) -> None:
     asked = {**body, "max_tokens": 3, "n": 2, "stream": True, "seed": 5}
@@ -56,10 +61,21 @@ def test_a_stream_goes_on_behind_what_was_told(serve: Any) -> None:
     assert reply.status == 200 and reply.body == b"data: [DONE]\n\n", "only the end was missing"
 
 
+def test_ids_go_on_behind_what_was_told(serve: Any) -> None:
+    request = {"token_ids": [5], "sampling_params": {"max_tokens": 4}, "stream": True}
+    reply = serve().ask("POST", S, {**going_on("2", [[10, 11]]), "path": G, "request": request})
+    told = [event["choices"][0] for event in reply.events if isinstance(event, dict)]
+    assert [token for choice in told for token in choice["token_ids"]] == [12, 13]
+    assert told[-1]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"path": "/v1/embeddings"}, "streams of /v1/completions, /v1/chat/completions can go on"),
+        (
+            {"path": "/v1/embeddings"},
+            "of /v1/completions, /v1/chat/completions, /v1/messages, /inference/v1/generate can",
+        ),
         ({"position": "3"}, "2 tokens of choice 0, of which 3 were told"),
         ({"position": "1,1"}, "The position is"),
         ({"outputs": [[1], [2]]}, "outputs has 2 lists; the request has 1 choices"),

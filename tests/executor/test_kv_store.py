@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import fsspec
 import numpy as np
 import pytest
 import torch
+from tests.executor.lmcache_server import StandIn, stand_in
 
 from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.features import kv_store
 from quintet.executor.features.kv_store import StoreBlocks
-from quintet.executor.store.connector import KvConnector
+from quintet.executor.store.connector import KvConnector, open_connector
 from quintet.executor.store.folder import FolderStore
 from quintet.executor.store.objects import ObjectStore
 from quintet.executor.store.run import RunFormat
 from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import KvStoreConfig
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.kv_store import Get, Put, Search, StoreAnswers, StoreOrders
 
@@ -111,10 +113,25 @@ def of_fsspec(path: Path) -> ObjectStore:
     return ObjectStore(fsspec.filesystem("local"), str(path / "objects"))
 
 
+def of_lmcache(server: StandIn) -> KvConnector:
+    return open_connector(KvStoreConfig(url=server.url, waiting_bytes=1, staging_bytes=1))
+
+
 @pytest.fixture(params=[folder, of_fsspec])
-def connector(request: pytest.FixtureRequest, tmp_path: Path) -> KvConnector:
+def in_files(request: pytest.FixtureRequest, tmp_path: Path) -> KvConnector:
     made: Callable[[Path], KvConnector] = request.param
     return made(tmp_path)
+
+
+@pytest.fixture(params=[folder, of_fsspec, None])
+def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KvConnector]:
+    if request.param is not None:
+        yield request.param(tmp_path)
+        return
+    with stand_in() as server:
+        opened = of_lmcache(server)
+        yield opened
+        opened.close()
 
 
 def test_blocks_come_to_another_server_as_they_were_when_they_were_ordered(connector: KvConnector) -> None:
@@ -152,9 +169,9 @@ def test_another_content_is_not_taken(wrong: str, connector: KvConnector) -> Non
 
 
 def test_a_damaged_run_is_a_miss_and_put_anew(
-    tmp_path: Path, connector: KvConnector, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, in_files: KvConnector, caplog: pytest.LogCaptureFixture
 ) -> None:
-    bench = Bench(connector)
+    bench = Bench(in_files)
     assert bench.put([2, 3], KEYS[:2])
     (path,) = (path for path in tmp_path.rglob("*") if KEYS[1].hex() in path.name)
     content = bytearray(path.read_bytes())
@@ -170,6 +187,20 @@ def test_a_damaged_run_is_a_miss_and_put_anew(
     assert bench.put([2, 3], KEYS[:2]), "one of another size is written over"
     assert len(bench.told(get(KEYS[1], 2, *wanted)).fetched) == 8
     bench.store.close()
+
+
+def test_a_damaged_run_of_a_server_that_removes_nothing_is_put_anew() -> None:
+    with stand_in() as server:
+        bench = Bench(of_lmcache(server))
+        assert bench.put([2, 3], KEYS[:2])
+        ((name, content),) = server.objects.items()
+        assert content is not None
+        server.objects[name] = content[:-1] + bytes([content[-1] ^ 1])
+        wanted = ((0, FIRST, KEYS[0]), (1, FIRST + 1, KEYS[1]))
+        assert bench.told(get(KEYS[1], 2, *wanted)).lost == KEYS[1:2]
+        assert bench.put([2, 3], KEYS[:2]) and server.objects[name] == content
+        assert len(bench.told(get(KEYS[1], 2, *wanted)).fetched) == 8
+        bench.store.close()
 
 
 def test_what_is_damaged_and_cannot_be_removed_is_not_there(

@@ -7,6 +7,7 @@ from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.error_shape import ErrorShape, status_of
 from quintet.wire.errors import RequestError
 
+OVERLOADED = "overloaded_error"
 _TYPES = {
     401: "authentication_error",
     404: "not_found_error",
@@ -14,7 +15,7 @@ _TYPES = {
     413: "request_too_large",
     429: "rate_limit_error",
     500: "api_error",
-    503: "overloaded_error",
+    503: OVERLOADED,
     504: "timeout_error",
 }
 OTHER = "invalid_request_error"

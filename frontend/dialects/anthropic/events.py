@@ -20,7 +20,7 @@ from quintet.frontend.dialects.answer import Output
 from quintet.frontend.dialects.anthropic.errors import error_body
 from quintet.frontend.dialects.channels import Channels
 from quintet.frontend.dialects.claims import Answer
-from quintet.frontend.dialects.openai.answer import encode_json
+from quintet.frontend.dialects.openai.answer import encode_json, ids_comment
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Header
 from quintet.frontend.streams import Batch, Delta, Stream, pieces
@@ -157,6 +157,10 @@ class MessagesWriter:
     ) -> None:
         """``stream_id``: events carry ids and go on after ``position``. Raises `RequestError` for one of another dialect."""
         self.stream_id = stream_id
+        self.tells_ids = False
+        """Whether comments before the events tell their tokens: see `quintet.frontend.dialects.openai.relay`."""
+        self.created = 0
+        """No event says when the answer began."""
         self._answer = answer
         self._position = position or Position(1)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
@@ -180,6 +184,8 @@ class MessagesWriter:
             frames.append(PING)
         num_taken = stream.choices[0].num_taken
         for delta in batch.deltas:
+            if self.tells_ids and delta.token_ids:
+                frames.append(ids_comment(0, delta.token_ids))
             if not self._is_more(delta):
                 self._write_delta(frames, delta, num_taken)
             elif delta.text:

@@ -16,6 +16,7 @@ from quintet.frontend.dialects.openai.chat import (
     checked_chat,
     parse_conversation,
 )
+from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.render import respond_rendered
 from quintet.frontend.dialects.openai.types import ChatBody
 from quintet.frontend.dialects.routing import session_of
@@ -41,6 +42,7 @@ async def messages(service: Service, exchange: Exchange) -> None:
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(chat, exchange)
+    seeds, position, begun = behind(exchange.begun, 1, 1)
     submissions = submit_all(
         service,
         body,
@@ -52,9 +54,12 @@ async def messages(service: Service, exchange: Exchange) -> None:
         claim=claim,
         reading=reading,
         session=session_of(exchange),
+        begun=begun,
+        seeds=seeds,
     )
     if body.stream:
-        await stream_answer(service, exchange, submissions, MessagesWriter(answer, submissions.stream_id))
+        writer = MessagesWriter(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions))
     else:
         (output,) = await whole_answer(exchange, submissions)
         await exchange.respond_json(message_of(answer, output))

@@ -19,6 +19,7 @@ from quintet.frontend.dialects.openai.answer import (
 )
 from quintet.frontend.dialects.openai.completions import token_prompt
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.routing import session_of
@@ -59,6 +60,7 @@ async def generate(service: Service, exchange: Exchange) -> None:
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(fields, exchange)
     _refuse_missing(body, fields)
+    seeds, position, begun = behind(exchange.begun, params.n, 1)
     submissions = submit_all(
         service,
         body,
@@ -70,9 +72,12 @@ async def generate(service: Service, exchange: Exchange) -> None:
         claim=claim,
         interval=interval,
         session=session_of(exchange),
+        begun=begun,
+        seeds=seeds,
     )
     if body.stream:
-        await stream_answer(service, exchange, submissions, writer(answer, submissions.stream_id))
+        chunks = writer(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
     else:
         outputs = await whole_answer(exchange, submissions)
         await exchange.respond_json(_whole(outputs, submissions, options))

@@ -139,6 +139,11 @@ def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
     return b',"token_ids":' + (b"null" if token_ids is None else encode_json(list(token_ids)))
 
 
+def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
+    """Return the comment that tells whoever passes a stream on the tokens of a choice (`relay.py`)."""
+    return b": ids %d %b\n" % (index, encode_json(list(token_ids)))
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How a dialect spells one choice of a streamed chunk."""
@@ -179,6 +184,7 @@ class ChunkWriter:
         """As in `Submissions`."""
         self.tells_ids = False
         """Whether comments before the events tell their tokens: see `relay.py`."""
+        self.created = options.created
         self._position = position or Position(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
@@ -213,7 +219,7 @@ class ChunkWriter:
             index = base + delta.choice
             told.counts[index] = stream.choices[delta.choice].num_taken
             if self.tells_ids and delta.token_ids:
-                frames.append(b": ids %d %b\n" % (index, encode_json(list(delta.token_ids))))
+                frames.append(ids_comment(index, delta.token_ids))
             if is_plain and delta.finish is None:
                 if delta.text:
                     frame = prefixes[index] + encode_json(delta.text) + tail

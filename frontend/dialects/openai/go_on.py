@@ -10,15 +10,25 @@ from __future__ import annotations
 import msgspec
 
 from quintet.frontend.begun import Begun
+from quintet.frontend.dialects.anthropic import errors as anthropic_errors
+from quintet.frontend.dialects.anthropic.messages import messages
+from quintet.frontend.dialects.inference.generate import generate
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.chat import chat_completions
 from quintet.frontend.dialects.openai.completions import completions
+from quintet.frontend.dialects.openai.errors import ERRORS
+from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Handler, Service
 from quintet.wire.params import check_token_ids, shown
 
-HANDLERS: dict[str, Handler] = {"/v1/completions": completions, "/v1/chat/completions": chat_completions}
-"""The requests whose streams can go on elsewhere, by path."""
+HANDLERS: dict[str, tuple[Handler, ErrorShape]] = {
+    "/v1/completions": (completions, ERRORS),
+    "/v1/chat/completions": (chat_completions, ERRORS),
+    "/v1/messages": (messages, anthropic_errors.ERRORS),
+    "/inference/v1/generate": (generate, ERRORS),
+}
+"""The requests whose streams can go on elsewhere, by path, and how their clients are told of errors."""
 
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 
@@ -52,8 +62,7 @@ _going_decoder = msgspec.json.Decoder(_Going)
 async def go_on(service: Service, exchange: Exchange) -> None:
     """Answer one request."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    handler = HANDLERS.get(body.path)
-    if handler is None:
+    if body.path not in HANDLERS:
         raise parse.invalid(
             f"path is {shown(body.path)}; streams of {', '.join(HANDLERS)} can go on.", "path"
         )
@@ -73,4 +82,5 @@ async def go_on(service: Service, exchange: Exchange) -> None:
     for ids in body.outputs:
         check_token_ids(ids, service.config.model.vocab_size, "outputs")
     exchange.take_over(bytes(body.request), Begun(body.position, body.outputs, body.seeds, body.created))
+    handler, exchange.errors = HANDLERS[body.path]
     await handler(service, exchange)

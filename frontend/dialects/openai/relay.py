@@ -7,25 +7,37 @@ that tell them (``: ids <choice> [<token>,…]``), and a header of the same name
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol, TypeVar
 
 from quintet.frontend.begun import Begun, Told
 from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.openai import parse
-from quintet.frontend.dialects.openai.answer import ChunkWriter
-from quintet.frontend.dialects.position import Position
+from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 
 RELAY_HEADER = "x-quintet-relay"
 
 
-def relaying(exchange: Exchange, chunks: ChunkWriter, submissions: Submissions) -> ChunkWriter:
+class RelayedWriter(Protocol):
+    """Writes the events of a stream that somebody may pass on."""
+
+    stream_id: StreamId | None
+    tells_ids: bool
+    """Whether comments before the events tell their tokens."""
+    created: int
+    """When the answer began, in seconds since 1970; 0 where its events do not say."""
+
+
+WriterT = TypeVar("WriterT", bound=RelayedWriter)
+
+
+def relaying(exchange: Exchange, writer: WriterT, submissions: Submissions) -> WriterT:
     """Have the events tell their tokens, and the response its seeds, if the client asks and can come back for the stream."""
-    if exchange.header(RELAY_HEADER) is not None and chunks.stream_id is not None:
-        chunks.tells_ids = True
+    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None:
+        writer.tells_ids = True
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
-        ticket = f"{seeds}.{chunks.options.created}".encode()
-        exchange.headers_out.append((RELAY_HEADER.encode(), ticket))
-    return chunks
+        exchange.headers_out.append((RELAY_HEADER.encode(), f"{seeds}.{writer.created}".encode()))
+    return writer
 
 
 def behind(

@@ -10,7 +10,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -18,15 +17,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 
-from tests.processes.server import serve, wait_until
-from tests.processes.test_kv_store import FLAGS, RUN, ask, runs
-
-from quintet.executor.store.connector import open_connector
-from quintet.wire.config import KvStoreConfig
+from tests.clients.kv_stores import check_objects, check_servers
+from tests.processes.server import wait_until
 
 BUCKET = "bucket"
-CONTENT = bytes(range(256)) * 12_000
-NAMES = [f"{'ab' * 16}/{number:064x}" for number in range(8)]
 
 
 @contextlib.contextmanager
@@ -63,44 +57,12 @@ def is_made(url: str) -> bool:
         return False
 
 
-def check_objects(url: str) -> None:
-    """What a connector promises, of the real thing."""
-    config = KvStoreConfig(url=url, waiting_bytes=1, staging_bytes=1)
-    one, other = open_connector(config), open_connector(config)
-    for name in NAMES[:5]:
-        assert one.put(name, memoryview(CONTENT))
-    assert other.count(NAMES) == 5
-    into = bytearray(len(CONTENT))
-    assert other.get(NAMES[4], memoryview(into)) and into == CONTENT
-    assert not other.get(NAMES[5], memoryview(into))
-    other.drop(NAMES[0])
-    assert not other.get(NAMES[0], memoryview(into))
-    assert other.put(NAMES[0], memoryview(CONTENT)) and other.get(NAMES[0], memoryview(into))
-    one.close()
-    other.close()
-
-
-def check_servers(url: str, storage: subprocess.Popen[bytes]) -> None:
-    """Two servers, and then no storage."""
-    flags = (*FLAGS, "--kv-store", url)
-    with serve(*flags) as one, serve(*flags) as other:
-        text, num_cached = ask(one)
-        assert num_cached == 0
-        wait_until(lambda: runs(one, "kept") > 0, "the prompt in the store")
-        assert ask(other) == (text, RUN)
-        storage.kill()
-        begun_s = time.monotonic()
-        prompt = "Nobody has computed this. " * 40
-        assert ask(one, prompt)[0] == ask(other, prompt)[0]
-        print(f"{url}: without the storage after {time.monotonic() - begun_s:.1f} s")
-
-
 def main() -> None:
     """Check one after the other."""
     for scheme in ("s3", "nixl+s3"):
         with s3_server() as storage:
             check_objects(f"{scheme}://{BUCKET}/objects")
-            check_servers(f"{scheme}://{BUCKET}/servers", storage)
+            check_servers(f"{scheme}://{BUCKET}/servers", storage.kill)
 
 
 if __name__ == "__main__":

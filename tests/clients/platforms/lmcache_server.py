@@ -1,0 +1,79 @@
+"""Servers that share the memory of LMCache's server: what one computed the other fetches, and both go on when it is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+from tests.clients.kv_stores import CONTENT, NAMES, check_objects, check_servers
+from tests.processes.server import wait_until
+
+from quintet.executor.store.connector import open_connector
+from quintet.wire.config import KvStoreConfig
+
+ORDER = struct.Struct("<9i150s")
+
+
+@contextlib.contextmanager
+def lmcache_server() -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """Run one; yield its port, too. It tells its makers nothing."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-m", "lmcache.v1.server", "127.0.0.1", str(port)]
+    told_nothing = os.environ | {"LMCACHE_TRACK_USAGE": "false"}
+    with (
+        open("lmcache.log", "wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, env=told_nothing) as server,
+    ):
+        try:
+            wait_until(lambda: listens(port), "LMCache's server")
+            yield port, server
+        finally:
+            server.kill()
+
+
+def listens(port: int) -> bool:
+    """Try to reach it."""
+    try:
+        socket.create_connection(("127.0.0.1", port), 5.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def check_torn(port: int) -> None:
+    """Of a writer that was killed, half a content is no object."""
+    config = KvStoreConfig(url=f"lm://127.0.0.1:{port}", waiting_bytes=1, staging_bytes=1)
+    store = open_connector(config)
+    whose, _, key = NAMES[7].partition("/")
+    called = f"quintet-{whose}@1@0@1{key}@uint8".encode()
+    with socket.create_connection(("127.0.0.1", port)) as killed:
+        order = ORDER.pack(1, len(CONTENT), 4, 6, 0, len(CONTENT), 0, 0, 0, called.ljust(150))
+        killed.sendall(order + CONTENT[: len(CONTENT) // 2])
+    wait_until(lambda: store.count(NAMES[7:]) == 1, "what the server takes for an object")
+    into = bytearray(len(CONTENT))
+    assert not store.get(NAMES[7], memoryview(into))
+    assert store.put(NAMES[7], memoryview(CONTENT)) and store.get(NAMES[7], memoryview(into))
+    assert into == CONTENT
+    store.close()
+
+
+def main() -> None:
+    """Check one after the other."""
+    with lmcache_server() as (port, server):
+        check_objects(f"lm://127.0.0.1:{port}")
+        check_torn(port)
+        check_servers(f"lm://127.0.0.1:{port}", server.kill)
+
+
+if __name__ == "__main__":
+    main()
