@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,6 +76,8 @@ class Heard:
     """`time.perf_counter` of every event."""
     event_ids: list[str] = field(default_factory=list)
     num_connections: int = 0
+    num_asked: int = 0
+    """Of those, how many sent the request from its beginning."""
 
     @property
     def longest_gap_s(self) -> float:
@@ -163,15 +166,23 @@ class Cut(Exception):
     """Raised by an ``on_event`` to cut the connection there."""
 
 
-async def listen(url: str, asked: Asked, heard: Heard, on_event: Callable[[], None] = lambda: None) -> None:
+async def listen(
+    url: str,
+    asked: Asked,
+    heard: Heard,
+    on_event: Callable[[], None] = lambda: None,
+    elsewhere: Sequence[str] = (),
+) -> None:
     """Send one request and hear its answer out, over as many connections as it takes.
 
-    After a connection is lost in the middle, the next one asks for what comes after the last event.
+    After a connection is lost in the middle, the next one asks for what comes after the last event: ``elsewhere``, where
+    other addresses are given, one after the other.
     """
     body = json.dumps(asked.body).encode()
-    where = urlsplit(url)
+    doors = itertools.cycle(map(urlsplit, (url, *elsewhere)))
     deadline_s = time.perf_counter() + TIMEOUT_S
     while not heard.is_done and not heard.error and time.perf_counter() < deadline_s:
+        where = next(doors)
         if heard.event_ids:
             stream, _, position = heard.event_ids[-1].partition(":")
             request = (
@@ -179,6 +190,7 @@ async def listen(url: str, asked: Asked, heard: Heard, on_event: Callable[[], No
             )
             request += b"Connection: close\r\n\r\n"
         else:
+            heard.num_asked += 1
             request = f"POST {asked.path} HTTP/1.1\r\nHost: {where.netloc}\r\n".encode()
             request += b"Content-Type: application/json\r\nConnection: close\r\n"
             request += f"Content-Length: {len(body)}\r\n\r\n".encode() + body
@@ -233,8 +245,16 @@ class Run:
         return max(heard.longest_gap_s for heard in self.heard)
 
 
-async def play(url: str, asked: list[Asked], disturb: Callable[[], Any] | None = None) -> Run:
-    """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event."""
+async def play(
+    url: str,
+    asked: list[Asked],
+    disturb: Callable[[], Any] | None = None,
+    elsewhere: Sequence[str] = (),
+) -> Run:
+    """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event.
+
+    ``elsewhere``: other addresses, at which clients begin in turn, and go on when they lose a connection.
+    """
     heard = [Heard() for _ in asked]
     begun = asyncio.Event()
     started: set[int] = set()
@@ -244,11 +264,13 @@ async def play(url: str, asked: list[Asked], disturb: Callable[[], Any] | None =
         if 2 * len(started) >= len(asked):
             begun.set()
 
+    async def hear(number: int) -> None:
+        turn = number % (1 + len(elsewhere))
+        first, *others = [url, *elsewhere][turn:] + [url, *elsewhere][:turn]
+        await listen(first, asked[number], heard[number], lambda: note(number), others)
+
     at_s = time.perf_counter()
-    clients = [
-        asyncio.create_task(listen(url, each, heard[number], lambda number=number: note(number)))  # type: ignore[misc]
-        for number, each in enumerate(asked)
-    ]
+    clients = [asyncio.create_task(hear(number)) for number in range(len(asked))]
     if disturb is not None:
         await begun.wait()
         await disturb()
