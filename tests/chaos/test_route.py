@@ -17,6 +17,10 @@ FLAGS: dict[str, list[tuple[str, ...]]] = {
         ("--kv-cache-memory", "64MiB", "--layout-invariant", "--threads", "1", "--tensor-parallel-size", size)
         for size in ("2", "1")
     ],
+    "engines": [
+        ("--kv-cache-memory", "64MiB", "--threads", "1", "--tensor-parallel-size", "2", *engines)
+        for engines in (("--data-parallel-size", "2"), ())
+    ],
 }
 """Of the first server, which is killed, and of the second."""
 
