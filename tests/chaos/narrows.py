@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Callable
 from types import TracebackType
 
 PIECE_BYTES = 1 << 12
@@ -56,8 +57,8 @@ class Narrows:
                     each.shutdown(socket.SHUT_RDWR)
         self.widen()
 
-    def _start(self, work: object, *given: object) -> None:
-        thread = threading.Thread(target=work, args=given)  # type: ignore[arg-type]
+    def _start(self, work: Callable[..., None], *given: object) -> None:
+        thread = threading.Thread(target=work, args=given)
         self._threads.append(thread)
         thread.start()
 

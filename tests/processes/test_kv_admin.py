@@ -98,7 +98,7 @@ def test_a_pin_outlives_the_core_and_the_executor(server: Server) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize(("size", "stages"), [("2", "1"), ("1", "2"), ("2", "2")])
 def test_a_prefix_of_ranks_is_carried_to_another_server(size: str, stages: str, tmp_path: Path) -> None:
-    """A rank dies before it is exported, and one behind it; one process takes what stages without ranks have, and nothing else."""
+    """A rank dies before it is exported, and one after; one process takes what stages without ranks have, and nothing else."""
     file, last = tmp_path / "prompt.kv", f"quintet-executor-0-rank-{int(size) * int(stages) - 1}"
     ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages)
 
