@@ -172,35 +172,25 @@ async def listen(
     heard: Heard,
     on_event: Callable[[], None] = lambda: None,
     elsewhere: Sequence[str] = (),
+    repeats: bool = False,
 ) -> None:
     """Send one request and hear its answer out, over as many connections as it takes.
 
     After a connection is lost in the middle, the next one asks for what comes after the last event: ``elsewhere``, where
-    other addresses are given, one after the other.
+    other addresses are given, one after the other. ``repeats``: by the request once more, with the id of that event.
     """
-    body = json.dumps(asked.body).encode()
     doors = itertools.cycle(map(urlsplit, (url, *elsewhere)))
     deadline_s = time.perf_counter() + TIMEOUT_S
     while not heard.is_done and not heard.error and time.perf_counter() < deadline_s:
         where = next(doors)
-        if heard.event_ids:
-            stream, _, position = heard.event_ids[-1].partition(":")
-            request = (
-                f"GET /v1/streams/{stream}?from={position} HTTP/1.1\r\nHost: {where.netloc}\r\n".encode()
-            )
-            request += b"Connection: close\r\n\r\n"
-        else:
-            heard.num_asked += 1
-            request = f"POST {asked.path} HTTP/1.1\r\nHost: {where.netloc}\r\n".encode()
-            request += b"Content-Type: application/json\r\nConnection: close\r\n"
-            request += f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        heard.num_asked += not heard.event_ids
         heard.num_connections += 1
         try:
             reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
         except OSError:
             await asyncio.sleep(PAUSE_S)
             continue
-        writer.write(request)
+        writer.write(_request(asked, heard.event_ids[-1:], where.netloc, repeats))
         try:
             await read_events(reader, heard, on_event)
         except (Cut, OSError, asyncio.IncompleteReadError):
@@ -211,16 +201,34 @@ async def listen(
                 await writer.wait_closed()
 
 
+def _request(asked: Asked, last: list[str], host: str, repeats: bool) -> bytes:
+    """Return what is sent; last: the id of the last event, if any has come."""
+    head = f"Host: {host}\r\nConnection: close\r\n"
+    if last and not repeats:
+        stream, _, position = last[0].partition(":")
+        return f"GET /v1/streams/{stream}?from={position} HTTP/1.1\r\n{head}\r\n".encode()
+    head += f"Last-Event-ID: {last[0]}\r\n" if last else ""
+    body = json.dumps(asked.body).encode()
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return f"POST {asked.path} HTTP/1.1\r\n{head}".encode() + body
+
+
 async def read_events(reader: asyncio.StreamReader, heard: Heard, on_event: Callable[[], None]) -> None:
-    """Read a response to its end."""
+    """Read a response to its end. Of an event that has not come whole nothing is kept."""
+    event_id = ""
     while line := await asyncio.wait_for(reader.readline(), TIMEOUT_S):
         if line.startswith(b"HTTP/1.1 "):
             heard.status = int(line.split()[1])
         elif line.startswith(b"id: "):
-            heard.event_ids.append(line[4:].strip().decode())
+            event_id = line[4:].strip().decode()
         elif line.startswith(b"data: [DONE]"):
             heard.is_done = True
         elif line.startswith(b"data: "):
+            if not line.endswith(b"\n"):
+                raise asyncio.IncompleteReadError(line, None)
+            if event_id:
+                heard.event_ids.append(event_id)
+                event_id = ""
             heard.times_s.append(time.perf_counter())
             heard.feed(json.loads(line[6:]))
             on_event()

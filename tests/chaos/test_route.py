@@ -106,14 +106,46 @@ def test_a_stream_that_another_server_went_on_with_goes_on_through_another_route
 
             def disturb() -> None:
                 if len(heard.times_s) == 10:
-                    [victim] = [server for server in (first, second) if server.gauge("quintet:live_requests")]
-                    victim.process.kill()
+                    with_requests(first, second).process.kill()
                 elif len(streams_of(heard)) == 2:
                     one.process.kill()
 
             asyncio.run(listen(one.url, asked, heard, disturb, [other.url]))
             assert heard.bytes_of() == calm.bytes_of() and calm.is_done
             assert (len(streams_of(calm)), len(streams_of(heard)), heard.num_asked) == (1, 3, 1)
+
+
+@pytest.mark.whole
+def test_a_stream_whose_router_and_then_server_is_killed_goes_on() -> None:
+    """For a client that comes back with its request: the other router has then all that another server needs."""
+    [asked] = crowd(6, 1, (300, 300), plain=True)
+    flags = (*FLAGS["mock"][0], "--max-model-len", "1024")
+    with serve(*flags) as first, serve(*flags) as second:
+        engines = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
+        with route(*engines) as one, route(*engines) as other:
+            for router in (one, other):
+                await_servers(router, 2)
+            calm, heard = Heard(), Heard()
+            asyncio.run(listen(one.url, asked, calm))
+
+            def disturb() -> None:
+                if len(heard.times_s) == 10:
+                    one.process.kill()
+                elif len(streams_of(heard)) == 2 and not killed:
+                    killed.append(with_requests(first, second))
+                    killed[0].process.kill()
+
+            killed: list[Server] = []
+            asyncio.run(listen(one.url, asked, heard, disturb, [other.url], repeats=True))
+            assert heard.bytes_of() == calm.bytes_of() and calm.is_done
+            assert (len(streams_of(heard)), heard.num_asked, heard.num_connections) == (3, 1, 2)
+            assert other.gauge("quintet_route:broken_streams_total") == 0
+
+
+def with_requests(*servers: Server) -> Server:
+    """Return the one of some servers that has something to do."""
+    [found] = [server for server in servers if server.gauge("quintet:live_requests")]
+    return found
 
 
 def streams_of(heard: Heard) -> set[str]:

@@ -162,6 +162,11 @@ class Shape:
     nothing when there is nothing to tell."""
 
 
+def note_of(index: int, token_ids: Sequence[int]) -> bytes:
+    """Return the comment that tells tokens of a choice."""
+    return b": ids %d %b\n" % (index, encode_json(list(token_ids)))
+
+
 class ChunkWriter:
     """Writes the events of one streamed answer."""
 
@@ -179,6 +184,8 @@ class ChunkWriter:
         """As in `Submissions`."""
         self.tells_ids = False
         """Whether comments before the events tell their tokens: see `relay.py`."""
+        self.foretold: list[bytes] = []
+        """Such comments, of tokens that were told before this writer's first event."""
         self._position = position or Position(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
@@ -204,6 +211,9 @@ class ChunkWriter:
         n = self.options.num_choices
         base = position * n
         told = self._position
+        if self.foretold:
+            frames += self.foretold
+            self.foretold = []
         if batch.started is not None:
             for index in range(base, base + n):
                 if told.counts[index] is None:
@@ -213,7 +223,7 @@ class ChunkWriter:
             index = base + delta.choice
             told.counts[index] = stream.choices[delta.choice].num_taken
             if self.tells_ids and delta.token_ids:
-                frames.append(b": ids %d %b\n" % (index, encode_json(list(delta.token_ids))))
+                frames.append(note_of(index, delta.token_ids))
             if is_plain and delta.finish is None:
                 if delta.text:
                     frame = prefixes[index] + encode_json(delta.text) + tail

@@ -1,27 +1,37 @@
 """Streams that somebody passes on to clients, and goes on with at another server should this one be lost.
 
 The header ``X-Quintet-Relay`` of a request asks for what that takes: the tokens beside the text, in comments before the events
-that tell them (``: ids <choice> [<token>,…]``), and a header of the same name in the response. With both, `go_on.py` goes on.
+that tell them (``: ids <choice> [<token>,…]``), and a header of the same name in the response. With both, `go_on.py` goes on. Who
+comes back for a stream, and asks for that, is told those of the events that it has before the first of the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from quintet.frontend.begun import Begun, Told
 from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.openai import parse
-from quintet.frontend.dialects.openai.answer import ChunkWriter
+from quintet.frontend.dialects.openai.answer import ChunkWriter, note_of
 from quintet.frontend.dialects.position import Position
 from quintet.frontend.exchange import Exchange
 
 RELAY_HEADER = "x-quintet-relay"
 
 
-def relaying(exchange: Exchange, chunks: ChunkWriter, submissions: Submissions) -> ChunkWriter:
-    """Have the events tell their tokens, and the response its seeds, if the client asks and can come back for the stream."""
+def relaying(
+    exchange: Exchange,
+    chunks: ChunkWriter,
+    submissions: Submissions,
+    told: Iterable[tuple[int, Sequence[int]]] = (),
+) -> ChunkWriter:
+    """Have the events tell their tokens, and the response its seeds, if the client asks and can come back for the stream.
+
+    told: choices and their tokens that an earlier connection was told. Who asks for the rest may know them or not.
+    """
     if exchange.header(RELAY_HEADER) is not None and chunks.stream_id is not None:
         chunks.tells_ids = True
+        chunks.foretold = [note_of(index, ids) for index, ids in told if ids]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
         ticket = f"{seeds}.{chunks.options.created}".encode()
         exchange.headers_out.append((RELAY_HEADER.encode(), ticket))
