@@ -258,10 +258,12 @@ async def play(
     asked: list[Asked],
     disturb: Callable[[], Any] | None = None,
     elsewhere: Sequence[str] = (),
+    is_time: Callable[[set[int]], bool] | None = None,
 ) -> Run:
     """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event.
 
-    ``elsewhere``: other addresses, at which clients begin in turn, and go on when they lose a connection.
+    ``elsewhere``: other addresses, at which clients begin in turn, and go on when they lose a connection. ``is_time``: whether
+    to disturb, given the numbers of those that have had their first event, in the place of half.
     """
     heard = [Heard() for _ in asked]
     begun = asyncio.Event()
@@ -269,7 +271,7 @@ async def play(
 
     def note(number: int) -> None:
         started.add(number)
-        if 2 * len(started) >= len(asked):
+        if 2 * len(started) >= len(asked) if is_time is None else is_time(started):
             begun.set()
 
     async def hear(number: int) -> None:
