@@ -25,8 +25,7 @@ from pathlib import Path
 
 import msgspec
 import yaml
-from tests.chaos.test_route import route
-from tests.processes.server import Server, serve, wait_until
+from tests.processes.server import Server, route, serve, wait_until
 from tests.processes.test_apart import free_port
 
 from bench.chaos.streams import Heard, crowd, differences, listen, play

@@ -59,7 +59,6 @@ class SessionMetrics:
 
     def submitted(self, params: SamplingParams) -> None:
         """Count a new request."""
-        self.live.value += 1
         self.params_n.observe(params.n)
         if params.max_tokens is not None:
             self.params_max_tokens.observe(params.max_tokens)

@@ -198,6 +198,7 @@ class Sessions:
                 raise _cannot_travel(error) from None
             raise
         self.backlog.add(stream)
+        self.metrics.live.set(len(self._streams))
         if stream.submit.spec.deadline_ns:
             self._deadlines.watch(stream)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import time
@@ -75,6 +76,8 @@ class Heard:
     """`time.perf_counter` of every event."""
     event_ids: list[str] = field(default_factory=list)
     num_connections: int = 0
+    num_asked: int = 0
+    """Of those, how many sent the request from its beginning."""
 
     @property
     def longest_gap_s(self) -> float:
@@ -195,32 +198,31 @@ class Cut(Exception):
     """Raised by an ``on_event`` to cut the connection there."""
 
 
-async def listen(url: str, asked: Asked, heard: Heard, on_event: Callable[[], None] = lambda: None) -> None:
+async def listen(
+    url: str,
+    asked: Asked,
+    heard: Heard,
+    on_event: Callable[[], None] = lambda: None,
+    elsewhere: Sequence[str] = (),
+    repeats: bool = False,
+) -> None:
     """Send one request and hear its answer out, over as many connections as it takes.
 
-    After a connection is lost in the middle, the next one asks for what comes after the last event.
+    After a connection is lost in the middle, the next one asks for what comes after the last event: ``elsewhere``, where
+    other addresses are given, one after the other. ``repeats``: by the request once more, with the id of that event.
     """
-    body = json.dumps(asked.body).encode()
-    where = urlsplit(url)
+    doors = itertools.cycle(map(urlsplit, (url, *elsewhere)))
     deadline_s = time.perf_counter() + TIMEOUT_S
     while not heard.is_done and not heard.error and time.perf_counter() < deadline_s:
-        if heard.event_ids:
-            stream, _, position = heard.event_ids[-1].partition(":")
-            request = (
-                f"GET /v1/streams/{stream}?from={position} HTTP/1.1\r\nHost: {where.netloc}\r\n".encode()
-            )
-            request += b"Connection: close\r\n\r\n"
-        else:
-            request = f"POST {asked.path} HTTP/1.1\r\nHost: {where.netloc}\r\n".encode()
-            request += b"Content-Type: application/json\r\nConnection: close\r\n"
-            request += f"Content-Length: {len(body)}\r\n\r\n".encode() + body
+        where = next(doors)
+        heard.num_asked += not heard.event_ids
         heard.num_connections += 1
         try:
             reader, writer = await asyncio.open_connection(where.hostname, where.port, limit=1 << 24)
         except OSError:
             await asyncio.sleep(PAUSE_S)
             continue
-        writer.write(request)
+        writer.write(_request(asked, heard.event_ids[-1:], where.netloc, repeats))
         try:
             await read_events(reader, heard, on_event)
         except (Cut, OSError, asyncio.IncompleteReadError):
@@ -231,16 +233,34 @@ async def listen(url: str, asked: Asked, heard: Heard, on_event: Callable[[], No
                 await writer.wait_closed()
 
 
+def _request(asked: Asked, last: list[str], host: str, repeats: bool) -> bytes:
+    """Return what is sent; last: the id of the last event, if any has come."""
+    head = f"Host: {host}\r\nConnection: close\r\n"
+    if last and not repeats:
+        stream, _, position = last[0].partition(":")
+        return f"GET /v1/streams/{stream}?from={position} HTTP/1.1\r\n{head}\r\n".encode()
+    head += f"Last-Event-ID: {last[0]}\r\n" if last else ""
+    body = json.dumps(asked.body).encode()
+    head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return f"POST {asked.path} HTTP/1.1\r\n{head}".encode() + body
+
+
 async def read_events(reader: asyncio.StreamReader, heard: Heard, on_event: Callable[[], None]) -> None:
-    """Read a response to its end."""
+    """Read a response to its end. Of an event that has not come whole nothing is kept."""
+    event_id = ""
     while line := await asyncio.wait_for(reader.readline(), TIMEOUT_S):
         if line.startswith(b"HTTP/1.1 "):
             heard.status = int(line.split()[1])
         elif line.startswith(b"id: "):
-            heard.event_ids.append(line[4:].strip().decode())
+            event_id = line[4:].strip().decode()
         elif line.startswith(b"data: [DONE]"):
             heard.is_done = True
         elif line.startswith(b"data: "):
+            if not line.endswith(b"\n"):
+                raise asyncio.IncompleteReadError(line, None)
+            if event_id:
+                heard.event_ids.append(event_id)
+                event_id = ""
             heard.times_s.append(time.perf_counter())
             heard.feed(json.loads(line[6:]))
             on_event()
@@ -265,22 +285,34 @@ class Run:
         return max(heard.longest_gap_s for heard in self.heard)
 
 
-async def play(url: str, asked: list[Asked], disturb: Callable[[], Any] | None = None) -> Run:
-    """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event."""
+async def play(
+    url: str,
+    asked: list[Asked],
+    disturb: Callable[[], Any] | None = None,
+    elsewhere: Sequence[str] = (),
+    is_time: Callable[[set[int]], bool] | None = None,
+) -> Run:
+    """Send a crowd at once; call ``disturb`` (a coroutine function) when half of it has had its first event.
+
+    ``elsewhere``: other addresses, at which clients begin in turn, and go on when they lose a connection. ``is_time``: whether
+    to disturb, given the numbers of those that have had their first event, in the place of half.
+    """
     heard = [Heard() for _ in asked]
     begun = asyncio.Event()
     started: set[int] = set()
 
     def note(number: int) -> None:
         started.add(number)
-        if 2 * len(started) >= len(asked):
+        if 2 * len(started) >= len(asked) if is_time is None else is_time(started):
             begun.set()
 
+    async def hear(number: int) -> None:
+        turn = number % (1 + len(elsewhere))
+        first, *others = [url, *elsewhere][turn:] + [url, *elsewhere][:turn]
+        await listen(first, asked[number], heard[number], lambda: note(number), others)
+
     at_s = time.perf_counter()
-    clients = [
-        asyncio.create_task(listen(url, each, heard[number], lambda number=number: note(number)))  # type: ignore[misc]
-        for number, each in enumerate(asked)
-    ]
+    clients = [asyncio.create_task(hear(number)) for number in range(len(asked))]
     if disturb is not None:
         await begun.wait()
         await disturb()

@@ -7,7 +7,7 @@ request again. The core gives the frontend everything it needs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from urllib.parse import parse_qs
 
 from quintet.frontend.adoption import Seen
@@ -20,6 +20,7 @@ from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.registry import answer_of, dialect_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Handler, Service
+from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Admit, Reclaimed
 
@@ -79,13 +80,22 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
             submissions.add(stream)
         writer = dialect.writer(answer, StreamId(first_id, stream_id.key), position)
         if isinstance(writer, ChunkWriter | MessagesWriter):
-            relaying(exchange, writer, submissions)
+            relaying(exchange, writer, submissions, _told(reclaimed, position, n))
         if isinstance(writer, ChunkWriter) and writer.options.include_usage:
             await recall(service, submissions)
     except BaseException:
         submissions.close()
         raise
     await stream_answer(service, exchange, submissions, writer, dialect.before_end)
+
+
+def _told(reclaimed: Sequence[Reclaimed], position: Position, n: int) -> Iterator[tuple[int, Sequence[int]]]:
+    """Yield each choice of which something was told, of ``n`` of each prompt, and those of its tokens."""
+    outputs = [dict(each.choices) for each in reclaimed]
+    for index, count in enumerate(position.counts):
+        prompt, choice = divmod(index, n)
+        if count is not None:
+            yield index, unpack_i32(outputs[prompt].get(choice, b""))[:count]
 
 
 def _known(reclaimed: Reclaimed) -> Admit:

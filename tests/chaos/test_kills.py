@@ -14,7 +14,7 @@ import psutil
 import pytest
 from bench.chaos.streams import Asked, Cut, Heard, Run, crowd, differences, listen, play
 
-from tests.processes.server import Server, serve, wait_until
+from tests.processes.server import Server, route, serve, wait_until
 
 KINDS = {"mock": ("--executor", "mock", "--step-ms", "4"), "model": ()}
 COMMON = ("--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000", "--stall-timeout", "2")
@@ -98,6 +98,22 @@ def test_a_killed_process_changes_no_byte(server: Server, asked: list[Asked], ca
 
     run = asyncio.run(play(server.url, asked, disturb))
     assert_same(server, calm, run, asked)
+
+
+def test_a_killed_router_changes_no_byte(server: Server, asked: list[Asked], calm: Run) -> None:
+    """Of two before the server: clients go on at the other. Before two servers: `tests.chaos.test_route`."""
+    flags = ("--engine", server.url, "--poll-interval", "0.2")
+    with route(*flags) as one, route(*flags) as other:
+
+        async def disturb() -> None:
+            one.process.kill()
+
+        def is_time(begun: set[int]) -> bool:
+            return any(number % 2 == 0 for number in begun)
+
+        run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
+    assert_same(server, calm, run, asked)
+    assert sum(heard.num_connections > heard.num_asked == 1 for heard in run.heard) > 0, "nobody went on"
 
 
 @pytest.mark.drawn(1)

@@ -10,6 +10,7 @@ import pytest
 from bench.chaos.streams import Asked, crowd, play
 
 from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
+from tests.chaos.test_ranks import RANK
 from tests.processes.server import Server, serve, wait_until
 from tests.processes.test_kv_store import runs
 
@@ -45,20 +46,31 @@ def damage(folder: Path, rng: random.Random) -> None:
                 run.write(rng.randbytes(64))
 
 
+ROLES = (["executor"], ["core"], ["core", "executor", "executor"])
+LAST_RANKS = ([RANK], ["executor"], [RANK, "core", RANK])
+
+
 @pytest.mark.whole
-@pytest.mark.parametrize("scheme", ["file", "local"])
-def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "size", "stages"),
+    [("file", 1, 1), ("local", 1, 1), ("file", 2, 1), ("local", 2, 2)],
+)
+def test_killed_while_the_store_is_written_and_read(
+    scheme: str, size: int, stages: int, tmp_path: Path
+) -> None:
+    """Of ranks the last one too, which may have its part of a run still to bring."""
     if scheme == "local":
         pytest.importorskip("fsspec")
         (tmp_path / "kv").mkdir()  # as a bucket, it is made by whoever owns it
-    rng = random.Random(1)
+    rng, last = random.Random(1), size * stages - 1
     asked = long_crowd()
     flags = (*COMMON, *little_memory("model", NUM_STREAMS))
+    flags += ("--tensor-parallel-size", str(size), "--pipeline-parallel-size", str(stages))
     with serve(*flags) as server:
         calm = asyncio.run(play(server.url, asked))
     store = (*flags, "--block-size", "16", "--kv-store", f"{scheme}://{tmp_path}/kv")
     num_fetched = 0
-    for roles in (["executor"], ["core"], ["core", "executor", "executor"]):
+    for roles in LAST_RANKS if last else ROLES:
         with serve(*store) as one, serve(*store) as other:
 
             def is_used(server: Server = one) -> bool:
@@ -67,8 +79,8 @@ def test_killed_while_the_store_is_written_and_read(scheme: str, tmp_path: Path)
             async def disturb(roles: list[str] = roles) -> None:
                 await asyncio.to_thread(wait_until, is_used, "runs are kept or found")
                 for role in roles:
-                    kill(one, role)
-                    kill(other, role)
+                    for server in (one, other):
+                        kill(server, role, index=last if role == RANK else 0)
                     await asyncio.sleep(rng.choice([0.05, 0.3]))
                 damage(tmp_path / "kv", rng)
 

@@ -1,4 +1,4 @@
-"""`kill -9` of one rank of an executor: all of them end with it, and no client sees another byte."""
+"""`kill -9` of one rank of an executor: all of them end with it, and no client sees another byte; of one engine, and of two."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from bench.chaos.streams import crowd, play
 
-from tests.chaos.test_kills import COMMON, assert_same, kill, little_memory
+from tests.chaos.test_kills import COMMON, assert_empty, assert_same, kill, little_memory
 from tests.processes.server import Server, serve, wait_until
 
 RANK = "executor-0-rank"
@@ -88,3 +88,53 @@ def test_no_rank_outlives_the_first(server: Server) -> None:
         return now.keys() == before.keys() and not set(now.values()) & set(before.values())
 
     wait_until(all_new, "ranks of a new executor")
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (1, 2)], ids="{0[0]}x{0[1]}".format)
+def engines(request: pytest.FixtureRequest) -> Iterator[Server]:
+    """Two engines, each of two ranks of one stage, or of two stages."""
+    size, stages = map(str, request.param)
+    ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages, "--threads", "1")
+    with serve(*little_memory("model", 16), *COMMON, *ranks, "--data-parallel-size", "2") as server:
+        yield server
+        server.await_figures()
+        assert_empty(server)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_killed_rank_of_one_of_two_engines(engines: Server, index: int) -> None:
+    """What its engine computed goes on at the other one."""
+    asked = crowd(4, 16, (40, 100))
+    calm = asyncio.run(play(engines.url, asked))
+    assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+    title, num_resumed = f"executor-{index}-rank", engines.gauge("quintet:resumed_requests_total")
+
+    async def disturb() -> None:
+        kill(engines, title, index=1)
+
+    assert_same(engines, calm, asyncio.run(play(engines.url, asked, disturb)), asked)
+    assert engines.gauge("quintet:resumed_requests_total") > num_resumed
+    wait_until(lambda: f"quintet-{title}-1" in engines.children(), "another rank")
+
+
+def test_ranks_of_both_engines(engines: Server) -> None:
+    """One of each at once; then any, while others are being started again."""
+    rng = random.Random(6)
+    asked = crowd(5, 24, (60, 120))
+    calm = asyncio.run(play(engines.url, asked))
+
+    def strike(index: int, rank: int) -> None:
+        title, number = (f"executor-{index}-rank", 1) if rank else ("executor", index)
+        kill(engines, title, index=number)
+
+    async def both() -> None:
+        strike(0, 1)
+        strike(1, 0)
+
+    async def many() -> None:
+        for _ in range(6):
+            strike(rng.randint(0, 1), rng.randint(0, 1))
+            await asyncio.sleep(rng.choice([0.0, 0.5, 1.5]))
+
+    for disturb in (both, many):
+        assert_same(engines, calm, asyncio.run(play(engines.url, asked, disturb)), asked)

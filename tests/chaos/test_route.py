@@ -1,19 +1,14 @@
-"""`kill -9` of one of two servers behind a router: what it was answering goes on at the other, to the same bytes."""
+"""`kill -9` of one of two servers behind a router, and of one of two routers: answers go on at the other, to the same bytes."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
 
 import pytest
-from bench.chaos.streams import as_messages, crowd, differences, play
+from bench.chaos.streams import Heard, Run, as_messages, crowd, differences, listen, play
 
-from tests.processes.server import Server, serve, wait_until
+from tests.chaos.test_kills import assert_empty
+from tests.processes.server import Server, route, serve, wait_until
 
 FLAGS: dict[str, list[tuple[str, ...]]] = {
     "mock": [("--executor", "mock", "--step-ms", "4")] * 2,
@@ -22,41 +17,25 @@ FLAGS: dict[str, list[tuple[str, ...]]] = {
         ("--kv-cache-memory", "64MiB", "--layout-invariant", "--threads", "1", "--tensor-parallel-size", size)
         for size in ("2", "1")
     ],
+    "engines": [
+        ("--kv-cache-memory", "64MiB", "--threads", "1", "--tensor-parallel-size", "2", *engines)
+        for engines in (("--data-parallel-size", "2"), ())
+    ],
 }
 """Of the first server, which is killed, and of the second."""
-LISTENING = re.compile(r"listening on (\S+) port (\d+)")
 
 
-@contextlib.contextmanager
-def route(*flags: str) -> Iterator[Server]:
-    """Run ``quintet route`` on a free port."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "quintet.deploy.cli", "route", "--port", "0", *flags],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    router, is_ready = Server(process), threading.Event()
+def await_servers(router: Server, number: int) -> None:
+    """Wait until a router has heard of so many servers that they are well."""
+    wait_until(lambda: f'"servers":{number}' in router.get("/readyz")[1], f"{number} servers")
 
-    def read() -> None:
-        assert process.stderr is not None
-        for line in process.stderr:
-            router.lines.append(line.rstrip())
-            if match := LISTENING.search(line):
-                router.url = f"http://{match[1]}:{match[2]}"
-                is_ready.set()
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        assert is_ready.wait(60), router.lines
-        yield router
-        assert router.stop() == 0
-    finally:
-        process.kill()
-        process.wait()
-        reader.join()
-        assert process.stderr is not None
-        process.stderr.close()
+def assert_came_back(run: Run) -> None:
+    """Check that of those at a router that was killed some went on by id, and some asked again; nobody else came back."""
+    struck = run.heard[::2]
+    assert all(heard.num_connections == 1 for heard in run.heard[1::2]), "the other router's clients"
+    assert any(heard.num_connections > heard.num_asked == 1 for heard in struck), "nobody had begun"
+    assert any(heard.num_asked > 1 for heard in struck), "everybody had begun"
 
 
 @pytest.mark.whole
@@ -69,7 +48,7 @@ def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
         serve(*of_second) as second,
         route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
     ):
-        wait_until(lambda: router.get("/readyz")[1].find('"servers":2') > 0, "both servers")
+        await_servers(router, 2)
         calm = asyncio.run(play(router.url, asked))
         assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
         assert all(heard.num_connections == 1 for heard in calm.heard)
@@ -84,3 +63,94 @@ def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
         assert router.gauge("quintet_route:resumptions_total") > 0
         assert router.gauge("quintet_route:broken_streams_total") == 0
         assert router.gauge("quintet_route:server_up") == 1
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", FLAGS)
+def test_a_router_that_is_killed_changes_no_byte(kind: str) -> None:
+    """Half of the clients are at each router; a server answers four at a time, so that most have no byte when one of them has."""
+    asked = crowd(3, 32, (60, 120))
+    servers = ((*flags, "--max-model-len", "1024", "--max-num-seqs", "4") for flags in FLAGS[kind])
+    with serve(*next(servers)) as first, serve(*next(servers)) as second:
+        flags = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
+        with route(*flags) as one, route(*flags) as other:
+            for router in (one, other):
+                await_servers(router, 2)
+            calm = asyncio.run(play(one.url, asked, elsewhere=[other.url]))
+            assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+            assert all(heard.num_connections == 1 for heard in calm.heard)
+
+            async def disturb() -> None:
+                one.process.kill()
+
+            def is_time(begun: set[int]) -> bool:
+                return any(number % 2 == 0 for number in begun)
+
+            run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
+            assert not differences(calm, run, asked)
+            assert_came_back(run)
+            wait_until(lambda: other.gauge("quintet_route:server_open_requests") == 0, "an empty router")
+            for server in (first, second):
+                assert_empty(server)
+
+
+@pytest.mark.whole
+def test_a_stream_that_another_server_went_on_with_goes_on_through_another_router() -> None:
+    """First its server is killed, then, once the other one has said something, its router."""
+    [asked] = crowd(5, 1, (300, 300), plain=True)
+    flags = (*FLAGS["mock"][0], "--max-model-len", "1024")
+    with serve(*flags) as first, serve(*flags) as second:
+        engines = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
+        with route(*engines) as one, route(*engines) as other:
+            for router in (one, other):
+                await_servers(router, 2)
+            calm, heard = Heard(), Heard()
+            asyncio.run(listen(one.url, asked, calm))
+
+            def disturb() -> None:
+                if len(heard.times_s) == 10:
+                    with_requests(first, second).process.kill()
+                elif len(streams_of(heard)) == 2:
+                    one.process.kill()
+
+            asyncio.run(listen(one.url, asked, heard, disturb, [other.url]))
+            assert heard.bytes_of() == calm.bytes_of() and calm.is_done
+            assert (len(streams_of(calm)), len(streams_of(heard)), heard.num_asked) == (1, 3, 1)
+
+
+@pytest.mark.whole
+def test_a_stream_whose_router_and_then_server_is_killed_goes_on() -> None:
+    """For a client that comes back with its request: the other router has then all that another server needs."""
+    [asked] = crowd(6, 1, (300, 300), plain=True)
+    flags = (*FLAGS["mock"][0], "--max-model-len", "1024")
+    with serve(*flags) as first, serve(*flags) as second:
+        engines = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
+        with route(*engines) as one, route(*engines) as other:
+            for router in (one, other):
+                await_servers(router, 2)
+            calm, heard = Heard(), Heard()
+            asyncio.run(listen(one.url, asked, calm))
+
+            def disturb() -> None:
+                if len(heard.times_s) == 10:
+                    one.process.kill()
+                elif len(streams_of(heard)) == 2 and not killed:
+                    killed.append(with_requests(first, second))
+                    killed[0].process.kill()
+
+            killed: list[Server] = []
+            asyncio.run(listen(one.url, asked, heard, disturb, [other.url], repeats=True))
+            assert heard.bytes_of() == calm.bytes_of() and calm.is_done
+            assert (len(streams_of(heard)), heard.num_asked, heard.num_connections) == (3, 1, 2)
+            assert other.gauge("quintet_route:broken_streams_total") == 0
+
+
+def with_requests(*servers: Server) -> Server:
+    """Return the one of some servers that has something to do."""
+    [found] = [server for server in servers if server.gauge("quintet:live_requests")]
+    return found
+
+
+def streams_of(heard: Heard) -> set[str]:
+    """Return the streams that a client has heard: a server gives each a name when it begins, or goes on."""
+    return {event_id.partition(":")[0] for event_id in heard.event_ids}

@@ -285,3 +285,18 @@ def test_headers_between_two_neighbours_stay_there() -> None:
             assert json.loads(w.ups[0].asked[0]["body"]) == STREAM
 
     run(story())
+
+
+def test_a_stream_that_its_client_came_back_for_goes_on_at_another_server() -> None:
+    """The request is there, and the server tells the tokens of the events that another router passed on."""
+
+    async def story() -> None:
+        rest = by_path(begin=says(head(200, TICKET), b": ids 0 [100,101]\n", event(2), cut=True))
+        second = by_path(go_on=says(head(200, TICKET), event(3, "c3-d4") + DONE))
+        async with world(second, rest) as w:
+            told = await w.ask(C, STREAM, last_event_id="a1-b2:2")
+            assert texts(told) == ["t2", "t3"] and b": ids" not in told.body
+            going = json.loads(w.ups[0].asked[-1]["body"])
+            assert (going["position"], going["outputs"]) == ("3", [[100, 101, 102]])
+
+    run(story())

@@ -150,3 +150,19 @@ def test_who_comes_back_is_told_the_reasoning_of_choices_that_had_ended(serve: A
     (told,) = [event["usage"] for event in rest.events if isinstance(event, dict)]
     assert told["completion_tokens_details"] == {"reasoning_tokens": 5}
     assert (told["prompt_tokens"], told["completion_tokens"]) == (3, 5)
+
+
+def test_who_comes_back_and_asks_is_told_the_tokens_of_what_it_has(serve: Any) -> None:
+    """So it can have another server go on, though it was not there when they were told."""
+    server = serve()
+    begun = server.ask("POST", C, {"prompt": "x", "max_tokens": 6, "n": 3, "stream": True, "seed": 5})
+    (submit,) = server.engine.wait_for(Submit)
+    outputs = [(0, pack_i32([10, 11, 12])), (1, pack_i32([10, 11])), (2, b"")]
+    admit = Admit(submit.request_id, pack_i32([7]), submit.spec, 0)
+    server.engine.kept = Reclaimed(0, admit, outputs)
+    path = f"{S}/{begun.headers['x-stream-id']}?from=2,2e,-"
+    told = server.ask("GET", path, None, RELAY).body
+    notes = re.findall(rb"^: ids (\d) (\[.*\])$", told, re.M)
+    assert notes[:2] == [(b"0", b"[10,11]"), (b"1", b"[10,11]")]
+    assert told.startswith(b": ids 0 [10,11]\n: ids 1 [10,11]\n")
+    assert b": ids" not in server.ask("GET", path).body

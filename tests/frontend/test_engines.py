@@ -180,6 +180,17 @@ def test_a_reclaimed_request_goes_on_at_the_core_that_keeps_it() -> None:
     run(story())
 
 
+def test_a_reclaimed_request_is_one_that_lives() -> None:
+    async def story() -> None:
+        world = engines(1)
+        reclaimed = Reclaimed(1, Admit(7, pack_i32([5]), RequestSpec(params(), 0, 0), 0), [(0, b"")], 0)
+        other = world.sessions.submit(PROMPT, params())
+        world.sessions.adopt(reclaimed, world.sessions.take_ids(1), [(None, False)], other.mailbox, 1)
+        assert world.sessions.metrics.live.value == 2
+
+    run(story())
+
+
 def test_each_core_hears_which_of_its_requests_are_waited_for() -> None:
     async def story() -> None:
         world = engines(2)

@@ -1,4 +1,4 @@
-"""Start a real server for a test: `quintet serve` as a user would, on a free port, watched through its output."""
+"""Start a real server or router for a test: `quintet serve` as a user would, on a free port, watched through its output."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ import psutil
 
 from quintet.process.runtime import METRICS_S
 
+LISTENING = re.compile(r"listening on (\S+) port (\d+)")
+"""What a router says of itself."""
 READY = re.compile(r"Quintet is ready: (https?://[\w.:\[\]]+|unix:\S+)")
 
 
@@ -148,3 +150,35 @@ def serve(*arguments: str, wait_ready: bool = True, program: str = "quintet.depl
         reader.join(10)
         assert process.stdout is not None
         process.stdout.close()
+
+
+@contextlib.contextmanager
+def route(*flags: str) -> Iterator[Server]:
+    """Run ``quintet route`` on a free port."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "quintet.deploy.cli", "route", "--port", "0", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    router, is_ready = Server(process), threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            router.lines.append(line.rstrip())
+            if match := LISTENING.search(line):
+                router.url = f"http://{match[1]}:{match[2]}"
+                is_ready.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert is_ready.wait(60), router.lines
+        yield router
+        assert router.stop() in (0, -signal.SIGKILL)  # a test may have killed it
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        assert process.stderr is not None
+        process.stderr.close()

@@ -28,6 +28,18 @@ def listed(server: Server, *words: str) -> list[str]:
     return answer.stdout.splitlines()
 
 
+def export(server: Server, file: Path) -> None:
+    """Have the prompt written to a file, once all of it is on disk."""
+    exported: list[subprocess.CompletedProcess[str]] = []
+
+    def is_exported() -> bool:
+        exported.append(admin(server, "kv", "export", str(file), "--prompt", PROMPT))
+        return exported[-1].returncode == 0
+
+    wait_until(is_exported, "an export")
+    assert exported[-1].stdout.startswith("exported: "), exported[-1]
+
+
 def test_an_operator_lists_pins_and_evicts(server: Server) -> None:
     first = ask(server)
     head, row = listed(server)
@@ -50,14 +62,7 @@ def test_an_operator_lists_pins_and_evicts(server: Server) -> None:
 def test_a_prefix_is_carried_to_another_server(server: Server, tmp_path: Path) -> None:
     file = tmp_path / "prompt.kv"
     text, _ = ask(server)
-    exported: list[subprocess.CompletedProcess[str]] = []
-
-    def is_exported() -> bool:
-        exported.append(admin(server, "kv", "export", str(file), "--prompt", PROMPT))
-        return exported[-1].returncode == 0
-
-    wait_until(is_exported, "an export, once all is on disk")
-    assert exported[-1].stdout.startswith("exported: "), exported[-1]
+    export(server, file)
     assert "is there already" in admin(server, "kv", "export", str(file), "--prompt", PROMPT).stderr
     with serve(*FLAGS, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "16MiB") as other:
         brought = admin(other, "kv", "import", str(file))
@@ -88,3 +93,38 @@ def test_a_pin_outlives_the_core_and_the_executor(server: Server) -> None:
         wait_until(lambda: " pinned\n" in admin(server, "kv", "list").stdout, f"the pin behind the {role}")
     assert ask(server)[1] > 0
     assert admin(server, "kv", "unpin", "--prompt", PROMPT).returncode == 0
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("size", "stages"), [("2", "1"), ("1", "2"), ("2", "2")])
+def test_a_prefix_of_ranks_is_carried_to_another_server(size: str, stages: str, tmp_path: Path) -> None:
+    """A rank dies before it is exported, and one after; one process takes what stages without ranks have, and nothing else."""
+    file, last = tmp_path / "prompt.kv", f"quintet-executor-0-rank-{int(size) * int(stages) - 1}"
+    ranks = ("--tensor-parallel-size", size, "--pipeline-parallel-size", stages)
+
+    def disk(name: str) -> tuple[str, ...]:
+        return ("--kv-disk", str(tmp_path / name), "--kv-disk-size", "16MiB")
+
+    with serve(*FLAGS, *ranks, *disk("one")) as server:
+        text, num_cached = ask(server)
+        assert num_cached == 0
+        assert admin(server, "kv", "pin", "--prompt", PROMPT).returncode == 0
+        wait_until(lambda: " disk" in listed(server)[1], "blocks on disk")
+        server.children()[last].kill()
+        assert ask(server)[0] == text
+        assert " pinned\n" in admin(server, "kv", "list").stdout
+        export(server, file)
+    with serve(*FLAGS, *ranks, *disk("other")) as other:
+        brought = admin(other, "kv", "import", str(file))
+        assert brought.returncode == 0 and " 0 were damaged" in brought.stdout, brought.stderr
+        again, num_cached = ask(other)
+        assert again == text and num_cached > 0
+        other.children()[last].kill()
+        assert ask(other)[0] == text
+    with serve(*FLAGS, *disk("third")) as alone:
+        brought = admin(alone, "kv", "import", str(file))
+        if size == "1":
+            again, num_cached = ask(alone)
+            assert brought.returncode == 0 and again == text and num_cached > 0, brought.stderr
+        else:
+            assert brought.returncode == 1 and "its bits might differ" in brought.stderr

@@ -159,6 +159,8 @@ class MessagesWriter:
         self.stream_id = stream_id
         self.tells_ids = False
         """Whether comments before the events tell their tokens: see `quintet.frontend.dialects.openai.relay`."""
+        self.foretold: list[bytes] = []
+        """Such comments, of tokens that were told before this writer's first event."""
         self.created = 0
         """No event says when the answer began."""
         self._answer = answer
@@ -175,6 +177,9 @@ class MessagesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt, with one choice."""
         told = self._position
+        if self.foretold:
+            frames += self.foretold
+            self.foretold = []
         if batch.started is not None and told.counts[0] is None:
             told.counts[0] = 0
             usage = usage_of(batch.started, 0)

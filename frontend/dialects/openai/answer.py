@@ -184,6 +184,8 @@ class ChunkWriter:
         """As in `Submissions`."""
         self.tells_ids = False
         """Whether comments before the events tell their tokens: see `relay.py`."""
+        self.foretold: list[bytes] = []
+        """Such comments, of tokens that were told before this writer's first event."""
         self.created = options.created
         self._position = position or Position(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
@@ -210,6 +212,9 @@ class ChunkWriter:
         n = self.options.num_choices
         base = position * n
         told = self._position
+        if self.foretold:
+            frames += self.foretold
+            self.foretold = []
         if batch.started is not None:
             for index in range(base, base + n):
                 if told.counts[index] is None:

@@ -1,17 +1,19 @@
 """Streams that somebody passes on to clients, and goes on with at another server should this one be lost.
 
 The header ``X-Quintet-Relay`` of a request asks for what that takes: the tokens beside the text, in comments before the events
-that tell them (``: ids <choice> [<token>,…]``), and a header of the same name in the response. With both, `go_on.py` goes on.
+that tell them (``: ids <choice> [<token>,…]``), and a header of the same name in the response. With both, `go_on.py` goes on. Who
+comes back for a stream, and asks for that, is told those of the events that it has before the first of the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
 from quintet.frontend.begun import Begun, Told
 from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.answer import ids_comment
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 
@@ -24,6 +26,8 @@ class RelayedWriter(Protocol):
     stream_id: StreamId | None
     tells_ids: bool
     """Whether comments before the events tell their tokens."""
+    foretold: list[bytes]
+    """Such comments, of tokens that were told before this writer's first event."""
     created: int
     """When the answer began, in seconds since 1970; 0 where its events do not say."""
 
@@ -31,10 +35,19 @@ class RelayedWriter(Protocol):
 WriterT = TypeVar("WriterT", bound=RelayedWriter)
 
 
-def relaying(exchange: Exchange, writer: WriterT, submissions: Submissions) -> WriterT:
-    """Have the events tell their tokens, and the response its seeds, if the client asks and can come back for the stream."""
+def relaying(
+    exchange: Exchange,
+    writer: WriterT,
+    submissions: Submissions,
+    told: Iterable[tuple[int, Sequence[int]]] = (),
+) -> WriterT:
+    """Have the events tell their tokens, and the response its seeds, if the client asks and can come back for the stream.
+
+    told: choices and their tokens that an earlier connection was told. Who asks for the rest may know them or not.
+    """
     if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None:
         writer.tells_ids = True
+        writer.foretold = [ids_comment(index, ids) for index, ids in told if ids]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
         exchange.headers_out.append((RELAY_HEADER.encode(), f"{seeds}.{writer.created}".encode()))
     return writer

@@ -1,4 +1,4 @@
-"""A model on two nodes of a real Ray cluster here: whoever is killed under a stream, it goes on, and nobody is left over."""
+"""A model on two nodes of a real Ray cluster here, in stages or ranks: whoever is killed, streams go on, nobody is left over."""
 
 from __future__ import annotations
 
@@ -36,6 +36,10 @@ PROMPT = "def fibonacci(n):"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
 DEADLINE_S = 150.0
 READY = re.compile(r"Quintet is ready: (\S+)")
+STAGES = ("--pipeline-parallel-size", "2")
+"""Of which each host has one."""
+RANKS = ("--tensor-parallel-size", "2")
+"""Of one stage, and each host has one of them."""
 NODE = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 100 << 20}
 
 
@@ -85,12 +89,12 @@ def named(title: str) -> list[psutil.Process]:
 class Server:
     """`quintet serve` on this node of the cluster."""
 
-    def __init__(self, *flags: str, cwd: Path | None = None) -> None:
+    def __init__(self, *flags: str, layout: tuple[str, str] = STAGES, cwd: Path | None = None) -> None:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "quintet.deploy.cli", "serve", "--port", "0", "--nnodes", "2"),
-                *("--pipeline-parallel-size", "2", "--distributed-executor-backend", "ray"),
+                *(*layout, "--distributed-executor-backend", "ray"),
                 *("--kv-cache-memory", "8MiB", "--master-port", str(free_port()), *flags),
             ],
             stdout=subprocess.PIPE,
@@ -177,33 +181,30 @@ def check_key(server: Server) -> None:
     assert secret.hex() not in server.printed()
 
 
-def check_disturbances(server: Server, expected: str, cluster: Cluster) -> None:
+def kill(title: str) -> Callable[[], None]:
+    def do() -> None:
+        [process] = named(title)
+        process.kill()
+
+    return do
+
+
+def check_disturbances(server: Server, expected: str, disturbances: dict[str, Callable[[], None]]) -> None:
     url = server.url()
     assert text_of(url) == expected
-    check_key(server)
-
-    def kill(title: str) -> Callable[[], None]:
-        def do() -> None:
-            [process] = named(title)
-            process.kill()
-
-        return do
-
-    def lose_node() -> None:
-        [node] = cluster.worker_nodes
-        cluster.remove_node(node, allow_graceful=False)
-        cluster.add_node(**NODE)
-
-    for what, disturb in {
-        "actor": kill("ray::Host"),
-        "driver": kill("quintet-ray"),
-        "member": kill("quintet-host-1"),
-        "node": lose_node,
-    }.items():
+    for what, disturb in disturbances.items():
         began = time.monotonic()
         assert streamed(url, disturb) == expected, what
         print(f"ok: {what} killed, {time.monotonic() - began:.1f} s")
         until(lambda: len(named("quintet-host-1")) == 1, "the host that follows")
+
+
+def check_end(server: Server) -> None:
+    """It is told to end, and nothing is left of it."""
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(60) == 0, server.printed()
+    until(is_left_alone, "the end of what a server had placed")
+    assert keys() == []
 
 
 @contextlib.contextmanager
@@ -226,13 +227,26 @@ def main(server: str, _model: str) -> None:
     shutil.copytree(embedded.default_model_path(), model)
     with nodes() as cluster:
         check_refusals(cluster, model)
+
+        def lose_node() -> None:
+            [node] = cluster.worker_nodes
+            cluster.remove_node(node, allow_graceful=False)
+            cluster.add_node(**NODE)
+
         servers = [first := Server()]
         try:
-            check_disturbances(first, expected, cluster)
-            first.process.send_signal(signal.SIGTERM)
-            assert first.process.wait(60) == 0, first.printed()
-            until(is_left_alone, "the end of what a server had placed")
-            assert keys() == []
+            first.url()
+            check_key(first)
+            actor = {"actor": kill("ray::Host"), "driver": kill("quintet-ray")}
+            host = {"member": kill("quintet-host-1"), "node": lose_node}
+            check_disturbances(first, expected, actor | host)
+            check_end(first)
+            servers.append(ranks := Server(layout=RANKS))
+            # Ranks add up in another order than one process does.
+            check_disturbances(
+                ranks, text_of(ranks.url()), {"rank": kill("quintet-executor-0-rank-1")} | host
+            )
+            check_end(ranks)
             servers.append(second := Server())
             assert text_of(second.url()) == expected
             second.process.kill()
