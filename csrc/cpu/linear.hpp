@@ -77,7 +77,8 @@ struct Weight {
   index_t group;  // of k that share a scale, or kWholeDepth
   bool paired;
   bool dot;  // bf16: multiplied with the processor's dot product of pairs, if this instruction set has it
-  bool fetches;  // one pass over a tile asks far ahead for what it reads front to back, or the processor does by itself
+  bool follows;        // the processor finds out by itself what is read front to back
+  index_t asked_rows;  // up to so many, a pass over a tile of integers asks nevertheless for what it reads
   char* memory;
   index_t tiles, tile_bytes;
   // integers only:

@@ -14,7 +14,7 @@
 // widened, x is read where it lies.
 //
 // Bytes moved per panel: the weight once (each unit prefetches its share of the next piece: memory streams while the
-// units compute; but see Weight::fetches), x once per tile and block out of the cache, y once. Limiter: the weight's
+// units compute; but see Weight::follows), x once per tile and block out of the cache, y once. Limiter: the weight's
 // bandwidth up to some 12 rows, then the multiply rate.
 //
 // Reduction order: one fp32 sum per output and slice of k (linear.hpp), k ascending (dot products: in pairs); the slices'
@@ -168,7 +168,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
   const index_t most = is_coded(weight) && in_registers > kTileColumns / 2 ? kTileColumns / 2 : in_registers;
   const index_t span = item.to - item.from, width = span * item.spans;
   const index_t block = span < most ? span : most, blocks = width / block;
-  const bool fetches = weight.fetches || item.rows > 1 || block < kTileColumns;  // what comes next, ahead of time
+  const bool fetches = !weight.follows || item.rows > 1 || block < kTileColumns;  // what comes next, ahead of time
   const Multiply shorter = way.multiply(units.rows, block / kLanes);
   const Multiply longer = units.longer ? way.multiply(units.rows + 1, block / kLanes) : shorter;
   const char* piece = memory_at(weight, item.tile, item.k);

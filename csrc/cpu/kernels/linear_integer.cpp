@@ -6,7 +6,7 @@
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
 // pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
 // next, is fetched into the second-level cache, evenly over the units. Where the processor finds out by itself what is read
-// front to back (Weight::fetches), a unit that reads all of a piece asks for nothing, and reads in order; elsewhere it asks once
+// front to back (Weight::follows), a unit that reads all of a piece asks for nothing, and reads in order; elsewhere it asks once
 // more, into the first-level cache, for what it is about to read (kNearBytes). Where many rows share weights of fewer bits, they
 // become bytes once per piece, in a buffer; those that take longer to unpack from three rows on. Scales that several units need
 // become floats once per piece as well. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per
@@ -67,12 +67,18 @@ struct Plan : Cutting {
 };
 
 // Whether so many rows are multiplied with bytes, once made of the codes.
-bool is_expanded(Codes codes, index_t rows, bool fetches) {
+bool is_expanded(Codes codes, index_t rows, bool follows) {
   switch (codes) {
     case Codes::eight: return false;
-    case Codes::four: return rows >= (fetches ? kExpandFrom : kExpandWholeUnitsFrom);
+    case Codes::four: return rows >= (follows ? kExpandWholeUnitsFrom : kExpandFrom);
     default: return rows > kFewRows;
   }
+}
+
+// Whether units ask for what they read. Bytes that one row passes are followed everywhere: nothing is unpacked.
+bool asks_for(const Weight& weight, index_t rows) {
+  if (!weight.follows) return true;
+  return rows <= weight.asked_rows && (rows > 1 || weight.codes != Codes::eight);
 }
 
 template <class Dot>
@@ -118,7 +124,7 @@ QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const Linea
 // for what they load, would keep it from that.
 template <class Dot>
 index_t unit_rows_of(const Weight& weight, const LinearItem& item, const Plan& plan) {
-  if (plan.expanded || weight.fetches || item.to - item.from < kTileColumns) return Dot::kUnitRows;
+  if (plan.expanded || !weight.follows || item.to - item.from < kTileColumns) return Dot::kUnitRows;
   index_t rows = Dot::kUnitRows;
   while (rows > 1 && vectors_of<Dot>(int(rows)) * kLanes < kTileColumns) --rows;
   return rows;
@@ -130,7 +136,7 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   Plan plan{};
   plan.rows = item.rows, plan.x = quantized_x(call);
   plan.grouped = weight.group != kWholeDepth, plan.whole = call.int8_activations && !plan.grouped;
-  plan.expanded = is_expanded(weight.codes, item.rows, weight.fetches);
+  plan.expanded = is_expanded(weight.codes, item.rows, weight.follows);
   const index_t unit_rows = unit_rows_of<Dot>(weight, item, plan);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
   const bool once = plan.piece == kStreamPiece && item.rows <= unit_rows;  // or a unit would find too little of it in the cache
@@ -142,15 +148,16 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.unit_rows = item.rows / plan.units, plan.larger_units = item.rows - plan.units * plan.unit_rows;
   const index_t most = plan.unit_rows + (plan.larger_units > 0), width = vectors_of<Dot>(int(most)) * kLanes;
   plan.width = width < item.to - item.from ? width : item.to - item.from;
-  plan.alone = !weight.fetches && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
-  plan.near = weight.fetches && !plan.expanded;
+  const bool asks = asks_for(weight, item.rows);
+  plan.alone = !asks && !plan.expanded && plan.units == 1 && plan.width == kTileColumns;
+  plan.near = asks && !plan.expanded;
   plan.singles = plan.units > 1 && is_composed(weight.scales);
   plan.parts = (item.to - item.from) * item.spans / plan.width;
   plan.block = plan.grouped ? weight.block : plan.in_group;
   plan.block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
   plan.multiply = multiply_for<Dot>(plan.expanded ? Codes::eight : weight.codes);
   if constexpr (std::is_same_v<Dot, BytesDot16> && kLanes == 16) {
-    const bool alike = weight.fetches && weight.depth % plan.in_group == 0 && plan.width == kTileColumns;
+    const bool alike = asks && weight.depth % plan.in_group == 0 && plan.width == kTileColumns;
     const MultiplyUnit row = item.rows == 1 && alike ? row_multiplier(weight.codes, weight.scales, weight.group) : nullptr;
     if (row != nullptr) plan.multiply = row;
   }

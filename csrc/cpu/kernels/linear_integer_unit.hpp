@@ -18,7 +18,7 @@ namespace {
 // when a block begins, since heads are memory that no line of weights stands for. Less than a line apart, a line is asked for more
 // than once, which costs next to nothing; more, and some would be left out, for which a unit waits each time; a burst of
 // lines would fill the buffers that the loads need. `at` null: nothing, the processor finds out by itself what is read front to back
-// (Weight::fetches).
+// (Weight::follows).
 struct Fetch {
   const char* at;
   index_t apart, at_head;
