@@ -124,8 +124,8 @@ bool follows_reads() {
 #endif
 }
 
-// Zen 5 (family 26) follows what one instruction after the other takes, less well what is unpacked between two reads: one row of Q6_K takes
-// 0.65 of the time when it is asked for, two of Q8_0 0.77, four the same. Zen 4 takes longer (docs/measured.md).
+// Zen 5 (family 26) follows what one instruction after the other reads, less well what few rows unpack between two reads; its
+// predecessors are slower when they are asked (docs/measured.md).
 index_t asked_rows() {
 #if defined(__x86_64__)
   unsigned signature = 0, features[3];
