@@ -302,7 +302,7 @@ class Process(Generic[MessageT]):
             self._heart.join()
         self._tell_last_figures()
         if self._tracer is not None:
-            self._tracer.write()
+            self._tracer.try_to_write()
         self.inbox.close()
         self.peers.close()
         self._wires.close()

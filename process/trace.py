@@ -8,6 +8,7 @@ https://ui.perfetto.dev and chrome://tracing show). Knows nothing of what the sp
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import signal
 import struct
@@ -20,6 +21,8 @@ from typing import Protocol
 import msgspec
 
 from quintet.wire.ids import Role, WorkerId
+
+log = logging.getLogger("quintet")
 
 SPANS: Mapping[str, tuple[str, str]] = {
     "encode": ("bytes", "tokenizer: a prompt became ids"),
@@ -177,10 +180,17 @@ class Tracer:
         unfinished.replace(path)
         return path
 
+    def try_to_write(self) -> None:
+        """Write the file, or say why not in the log: a process does not end of its trace."""
+        try:
+            self.write()
+        except OSError as error:
+            log.warning("the trace of this process cannot be written: %s", error)
+
     def write_on_signal(self) -> None:
         """Have `WRITE_NOW` write the file. Only the main thread can arrange that; tests play processes in others."""
         if threading.current_thread() is threading.main_thread():
-            signal.signal(WRITE_NOW, lambda number, frame: self.write())
+            signal.signal(WRITE_NOW, lambda number, frame: self.try_to_write())
 
     def write_beside(self) -> None:
         """Have a thread write the file on `WRITE_NOW`, and on SIGTERM write it and end the process.
@@ -195,7 +205,7 @@ class Tracer:
         told = None
         while told != signal.SIGTERM:
             told = signal.sigwait(signals)
-            self.write()  # where it cannot, this thread ends, and the process goes on
+            self.try_to_write()
         os._exit(0)
 
 

@@ -14,7 +14,7 @@ from quintet.frontend.dialects.anthropic.errors import OVERLOADED
 from quintet.frontend.error_shape import STATUS
 from quintet.wire.errors import ErrorCode
 
-_IDS = re.compile(rb"^: ids (\d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULTILINE)
+_NOTE = re.compile(rb"^: ((?:ids|told) \d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULTILINE)
 _EVENT_ID = re.compile(rb"^id: ([^\r\n:]+):([^\r\n]*)", re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: error\r?\n)?data: (\{(?:"type":"error",)?"error":[^\r\n]*)', re.MULTILINE)
 DONE = b"data: [DONE]"
@@ -40,7 +40,7 @@ class Events:
         self._is_torn = False
         """Whether the client has a part of an event: nobody can go on behind that."""
         self._notes = bytearray()
-        """A line for each note: the number of a choice, and tokens of it, as the server wrote them."""
+        """A line for each note, as the server wrote it: whether its tokens are more or all, a choice's number, they."""
         self._outputs: list[list[int]] = []
         """What was known when a server went on."""
         self._last = b""
@@ -72,10 +72,10 @@ class Events:
     def _told(self, piece: bytes) -> bytes:
         if self._is_relayed and b'"error":' in piece:
             piece = self._without_withdrawal(piece)
-        if b": ids " in piece:
-            for note in _IDS.findall(piece):
+        if b": ids " in piece or b": told " in piece:
+            for note in _NOTE.findall(piece):
                 self._notes += note + b"\n"
-            piece = _IDS.sub(b"", piece)
+            piece = _NOTE.sub(b"", piece)
         if b"id: " in piece:
             self._last = piece
         if not self.has_begun:
@@ -115,9 +115,10 @@ class Events:
         counts = [_count(word) for word in position.partition(".")[0].split(",")]
         outputs = self._outputs or [[] for _ in counts]
         for note in self._notes.splitlines():
-            choice, _, ids = note.partition(b" ")
+            word, choice, ids = note.split(b" ")
             if int(choice) < len(outputs):
-                outputs[int(choice)] += json.loads(ids)
+                known = outputs[int(choice)] if word == b"ids" else []
+                outputs[int(choice)] = known + json.loads(ids)
         self._notes.clear()
         self._outputs = [ids[:count] for ids, count in zip(outputs, counts, strict=False)]
         if [len(ids) for ids in self._outputs] != counts:

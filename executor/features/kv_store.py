@@ -26,7 +26,7 @@ import torch
 
 from quintet.executor.block_bytes import Bytes, Int, Wait, WholeBlocks
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.store.connector import KvConnector
+from quintet.executor.store.connector import MAX_DAMAGED, KvConnector
 from quintet.executor.store.run import RunFormat
 from quintet.process.batch_class import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -43,8 +43,6 @@ SHUN_S = 5.0
 SILENCE_S = 60.0
 """Between two lines of the log about errors."""
 FAREWELL_S = 2.0
-MAX_DAMAGED = 4096
-"""Of objects that were found damaged and could not be removed, so many are remembered."""
 
 
 @dataclass(slots=True, frozen=True)

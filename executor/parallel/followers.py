@@ -34,8 +34,8 @@ from quintet.wire.ids import WorkerId
 
 RANK, HUB = "quintet.executor.parallel.follower", "quintet.executor.hosts.hub"
 
-WRITE_S = 5.0
-"""What a process that is traced has at its end for writing its file."""
+WRITE_S = 1.5
+"""What a process that is traced has at its end for writing its file. Rank 0 writes its own behind that, while it may live."""
 
 log = logging.getLogger("quintet")
 

@@ -19,6 +19,8 @@ PLUG_INS = "quintet.kv_connectors"
 those of other packages. Who is not asked for is not imported."""
 FOLDER = "quintet.executor.store.folder:open_folder"
 FSSPEC = "quintet.executor.store.objects:open_objects"
+MAX_DAMAGED = 4096
+"""Of objects that were found damaged and could not be removed, so many are remembered; what is forgotten is found again."""
 
 
 class KvConnector(Protocol):

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
+from quintet.executor.store.connector import MAX_DAMAGED
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -34,7 +35,11 @@ QUESTIONS = 128
 """Asked in one breath: their answers fit what any connection holds while nobody reads it."""
 CONNECT_S = 5.0
 MOST_S = 60.0
-"""Of one order."""
+"""Of one message on its way."""
+
+
+class NothingCame(ConnectionError):
+    """The server hung up before the first byte of what it was to send."""
 
 
 def open_lmcache(config: KvStoreConfig) -> LmStore:
@@ -95,17 +100,19 @@ class LmStore:
             code, num_bytes = _read_answer(connection)
             if code == LACKING:
                 return False
-            with contextlib.suppress(ConnectionError):
+            with contextlib.suppress(NothingCame):
                 if num_bytes == len(into):
                     _read(connection, into)
                     return True
             # Of another size; or it lacks what its writer was killed before it had sent, and then the server hangs up.
             connection.close()
-            self._damaged.add(name)
+            self.drop(name)
             return False
 
     def drop(self, name: str) -> None:
         """See `KvConnector.drop`."""
+        if len(self._damaged) >= MAX_DAMAGED:
+            self._damaged.pop()
         self._damaged.add(name)
 
     def close(self) -> None:
@@ -164,5 +171,5 @@ def _read(connection: socket.socket, into: memoryview) -> None:
             raise TimeoutError("LMCache's server does not come to an end")
         count = connection.recv_into(into[done:])
         if not count:
-            raise ConnectionError("LMCache's server hung up")
+            raise (ConnectionError if done else NothingCame)("LMCache's server hung up")
         done += count

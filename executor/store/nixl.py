@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from quintet.executor.store.connector import MAX_DAMAGED
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -134,6 +135,8 @@ class NixlStore:
 
     def drop(self, name: str) -> None:
         """See `KvConnector.drop`."""
+        if len(self._damaged) >= MAX_DAMAGED:
+            self._damaged.pop()
         self._damaged.add(name)
 
     def close(self) -> None:

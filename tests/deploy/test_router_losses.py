@@ -11,6 +11,7 @@ import pytest
 
 from quintet.deploy.router.events import MAX_EVENT_BYTES, Events
 from quintet.deploy.router.passing import Patience
+from quintet.frontend.dialects.openai.answer import told_comments
 from tests.deploy.test_router import (
     BUSY,
     DONE,
@@ -291,12 +292,47 @@ def test_a_stream_that_its_client_came_back_for_goes_on_at_another_server() -> N
     """The request is there, and the server tells the tokens of the events that another router passed on."""
 
     async def story() -> None:
-        rest = by_path(begin=says(head(200, TICKET), b": ids 0 [100,101]\n", event(2), cut=True))
+        rest = by_path(
+            begin=says(head(200, TICKET), b": told 0 [100]\n\n: ids 0 [101]\n\n", event(2), cut=True)
+        )
         second = by_path(go_on=says(head(200, TICKET), event(3, "c3-d4") + DONE))
         async with world(second, rest) as w:
             told = await w.ask(C, STREAM, last_event_id="a1-b2:2")
-            assert texts(told) == ["t2", "t3"] and b": ids" not in told.body
+            assert texts(told) == ["t2", "t3"] and b": ids" not in told.body and b": told" not in told.body
             going = json.loads(w.ups[0].asked[-1]["body"])
             assert (going["position"], going["outputs"]) == ("3", [[100, 101, 102]])
 
     run(story())
+
+
+def test_what_a_server_tells_again_is_not_counted_twice() -> None:
+    """It hangs up, and goes on; so it tells what it told before. Then it is lost, and another server gets each token once."""
+
+    async def story() -> None:
+        again = says(head(200, TICKET), b": told 0 [100,101]\n\n", event(2), cut=True)
+
+        async def tells_again_once(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+            if len(up.asked) == 2:
+                await again(up, asked, writer)
+            else:
+                writer.transport.abort()
+
+        once = by_path(begin=says(head(200, TICKET), event(0), event(1), cut=True), rest=tells_again_once)
+        second = by_path(go_on=says(head(200, TICKET), event(3, "c3-d4") + DONE))
+        async with world(second, once) as w:
+            assert texts(await w.ask(C, STREAM)) == ["t0", "t1", "t2", "t3"]
+            going = json.loads(w.ups[0].asked[-1]["body"])
+            assert (going["position"], going["outputs"]) == ("3", [[100, 101, 102]])
+
+    run(story())
+
+
+def test_a_long_story_told_again_tears_no_stream() -> None:
+    notes = b"".join(told_comments(0, range(100_000, 300_000)))
+    assert len(notes) > MAX_EVENT_BYTES
+    events = Events(True)
+    pieces = [notes[first : first + 65_536] for first in range(0, len(notes), 65_536)]
+    assert not b"".join(map(events.take, pieces)).strip()
+    assert events.take(b'id: a1-b2:200000\ndata: {"choices":[]}\n\n')
+    again = events.begin_again()
+    assert again is not None and again[2] == [list(range(100_000, 300_000))]

@@ -6,7 +6,7 @@
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
 // pieces; while a piece's units are multiplied, the next piece, or the first one of the tile that this thread probably takes
 // next, is fetched into the second-level cache, evenly over the units. Where the processor finds out by itself what is read
-// front to back (Weight::follows), a unit that reads all of a piece asks for nothing, and reads in order; elsewhere it asks once
+// front to back (Weight::follows), a unit that reads all of a piece asks for nothing (but see Weight::asked_rows), and reads in order; elsewhere it asks once
 // more, into the first-level cache, for what it is about to read (kNearBytes). Where many rows share weights of fewer bits, they
 // become bytes once per piece, in a buffer; those that take longer to unpack from three rows on. Scales that several units need
 // become floats once per piece as well. Bytes per panel: the weight once (1 or 1/2 byte a number, scales beside it), x once per

@@ -139,9 +139,20 @@ def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
     return b',"token_ids":' + (b"null" if token_ids is None else encode_json(list(token_ids)))
 
 
+TOLD_AT_ONCE = 1 << 15
+"""Tokens in a comment: nobody holds what is longer than an event may be."""
+
+
 def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
-    """Return the comment that tells whoever passes a stream on the tokens of a choice (`relay.py`)."""
+    """Return the comment that tells whoever passes a stream on more tokens of a choice (`relay.py`)."""
     return b": ids %d %b\n" % (index, encode_json(list(token_ids)))
+
+
+def told_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
+    """Return the comments that tell all tokens of a choice that were told before, whatever is known of them, each for itself."""
+    pieces = [token_ids[first : first + TOLD_AT_ONCE] for first in range(0, len(token_ids), TOLD_AT_ONCE)]
+    first = b": told %d %b\n\n" % (index, encode_json(list(pieces[0]) if pieces else []))
+    return [first, *(ids_comment(index, piece) + b"\n" for piece in pieces[1:])]
 
 
 @dataclass(frozen=True, slots=True)

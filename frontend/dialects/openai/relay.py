@@ -2,7 +2,8 @@
 
 The header ``X-Quintet-Relay`` of a request asks for what that takes: the tokens beside the text, in comments before the events
 that tell them (``: ids <choice> [<token>,…]``), and a header of the same name in the response. With both, `go_on.py` goes on. Who
-comes back for a stream, and asks for that, is told those of the events that it has before the first of the rest.
+comes back for a stream, and asks for that, is told those of the events that it has before the first of the rest, by another word
+(``: told <choice> [<token>,…]``), since it may know them already: they take the place of what it knows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Protocol, TypeVar
 from quintet.frontend.begun import Begun, Told
 from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.openai import parse
-from quintet.frontend.dialects.openai.answer import ids_comment
+from quintet.frontend.dialects.openai.answer import told_comments
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 
@@ -47,7 +48,7 @@ def relaying(
     """
     if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None:
         writer.tells_ids = True
-        writer.foretold = [ids_comment(index, ids) for index, ids in told if ids]
+        writer.foretold = [note for index, ids in told for note in told_comments(index, ids)]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
         exchange.headers_out.append((RELAY_HEADER.encode(), f"{seeds}.{writer.created}".encode()))
     return writer
