@@ -27,6 +27,8 @@ class StandIn:
         """Of what is there, and of what is not."""
         self.torn_bytes = 1000
         """How many bytes it says to have of a content that did not come whole."""
+        self.dies_behind: int | None = None
+        """So many bytes of a content it sends, and is gone."""
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -69,7 +71,9 @@ class StandIn:
                 if command == GET and found is None:
                     break  # the real one errs here
                 if command == GET:
-                    connection.sendall(found or b"")
+                    connection.sendall((found or b"")[: self.dies_behind])
+                    if self.dies_behind is not None:
+                        break
         self._open.discard(connection)
 
 

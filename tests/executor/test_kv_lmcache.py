@@ -88,6 +88,17 @@ def test_what_is_not_whole_is_written_over(wrong: str, server: StandIn) -> None:
     store.close()
 
 
+def test_a_server_that_is_lost_amid_an_object_leaves_it_as_it_is(server: StandIn) -> None:
+    store = opened(server)
+    assert store.put(NAMES[0], memoryview(CONTENT))
+    server.dies_behind = 1
+    with pytest.raises(ConnectionError, match="hung up"):
+        get(store, NAMES[0])
+    server.dies_behind = None
+    assert store.count(NAMES) == 1 and get(store, NAMES[0]) == CONTENT
+    store.close()
+
+
 def test_a_server_that_is_started_anew_is_an_error_once(server: StandIn) -> None:
     store = opened(server)
     barrier = threading.Barrier(4)

@@ -108,3 +108,13 @@ def test_the_processes_record_the_spans_of_the_table_and_no_others() -> None:
     used = {name for source in sources for name in re.findall(r'\bspan\(\s*"(\w+)"', source)}
     used |= {name for source in sources for name in re.findall(r'\b_span\(\s*"(\w+)"', source)}
     assert used == set(SPANS)
+
+
+def test_a_trace_that_cannot_be_written_is_said_and_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "traces"
+    folder.write_text("no folder")
+    with caplog.at_level("WARNING", "quintet"):
+        Tracer(ME, folder).try_to_write()
+    assert "the trace of this process cannot be written" in caplog.text

@@ -161,7 +161,7 @@ class MessagesWriter:
         """Whether comments before the events tell their tokens: see `quintet.frontend.dialects.openai.relay`."""
         self.foretold: list[bytes] = []
         """Such comments, of tokens that were told before this writer's first event."""
-        self.created = 0
+        self.created: int | None = None
         """No event says when the answer began."""
         self._answer = answer
         self._position = position or Position(1)

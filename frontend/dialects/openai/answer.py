@@ -197,7 +197,7 @@ class ChunkWriter:
         """Whether comments before the events tell their tokens: see `relay.py`."""
         self.foretold: list[bytes] = []
         """Such comments, of tokens that were told before this writer's first event."""
-        self.created = options.created
+        self.created: int | None = options.created
         self._position = position or Position(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape

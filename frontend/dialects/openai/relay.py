@@ -29,8 +29,8 @@ class RelayedWriter(Protocol):
     """Whether comments before the events tell their tokens."""
     foretold: list[bytes]
     """Such comments, of tokens that were told before this writer's first event."""
-    created: int
-    """When the answer began, in seconds since 1970; 0 where its events do not say."""
+    created: int | None
+    """When the answer began, in seconds since 1970; None where its events do not say."""
 
 
 WriterT = TypeVar("WriterT", bound=RelayedWriter)
@@ -50,7 +50,7 @@ def relaying(
         writer.tells_ids = True
         writer.foretold = [note for index, ids in told for note in told_comments(index, ids)]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
-        exchange.headers_out.append((RELAY_HEADER.encode(), f"{seeds}.{writer.created}".encode()))
+        exchange.headers_out.append((RELAY_HEADER.encode(), f"{seeds}.{writer.created or 0}".encode()))
     return writer
 
 
