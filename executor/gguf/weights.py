@@ -184,7 +184,10 @@ class GgufFile:
 
 
 def _taken(values: torch.Tensor, rows: Rows) -> torch.Tensor:
-    return values[rows.order] if isinstance(rows.order, slice) else values[torch.from_numpy(rows.order)]
+    if isinstance(rows.order, slice):
+        return values[rows.order]
+    # Copies whole rows, where an index goes byte by byte.
+    return values.index_select(0, torch.from_numpy(rows.order))
 
 
 def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: ReadBlocks) -> torch.Tensor:
