@@ -2,7 +2,7 @@
 comments.
 
 From those comments, and the id of the last event, follows what another server needs to go on
-(`frontend/dialects/openai/relay.py`).
+(`frontend/dialects/relay.py`).
 """
 
 from __future__ import annotations

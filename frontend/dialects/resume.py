@@ -15,9 +15,9 @@ from quintet.frontend.dialects.answer import Submissions, stream_answer
 from quintet.frontend.dialects.anthropic.events import MessagesWriter
 from quintet.frontend.dialects.openai.answer import ChunkWriter
 from quintet.frontend.dialects.openai.recall import recall
-from quintet.frontend.dialects.openai.relay import relaying
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.registry import answer_of, dialect_of
+from quintet.frontend.dialects.relay import relaying
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Handler, Service
 from quintet.wire.codec import unpack_i32

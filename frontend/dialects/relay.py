@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from quintet.frontend.begun import Begun, Told
 from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.openai import parse
-from quintet.frontend.dialects.openai.answer import told_comments
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 
 RELAY_HEADER = "x-quintet-relay"
+TOLD_AT_ONCE = 1 << 15
+"""Tokens in a comment: nobody holds what is longer than an event may be."""
+_encode = msgspec.json.Encoder().encode
 
 
 class RelayedWriter(Protocol):
@@ -34,6 +38,18 @@ class RelayedWriter(Protocol):
 
 
 WriterT = TypeVar("WriterT", bound=RelayedWriter)
+
+
+def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
+    """Return the comment that tells whoever passes a stream on more tokens of a choice."""
+    return b": ids %d %b\n" % (index, _encode(list(token_ids)))
+
+
+def told_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
+    """Return the comments that tell all tokens of a choice that were told before, whatever is known of them, each for itself."""
+    pieces = [token_ids[first : first + TOLD_AT_ONCE] for first in range(0, len(token_ids), TOLD_AT_ONCE)]
+    first = b": told %d %b\n\n" % (index, _encode(list(pieces[0]) if pieces else []))
+    return [first, *(ids_comment(index, piece) + b"\n" for piece in pieces[1:])]
 
 
 def relaying(
