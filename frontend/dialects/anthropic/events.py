@@ -153,6 +153,9 @@ def _input_of(arguments: str) -> object:
 class MessagesWriter:
     """Writes the events of one streamed answer (an `AnswerWriter`)."""
 
+    name, can_go_on = "", True
+    """See `quintet.frontend.dialects.relay.RelayedWriter`."""
+
     def __init__(
         self, answer: MessagesAnswer, stream_id: StreamId | None = None, position: Position | None = None
     ) -> None:

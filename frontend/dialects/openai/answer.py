@@ -166,6 +166,9 @@ class Shape:
 class ChunkWriter:
     """Writes the events of one streamed answer."""
 
+    name, can_go_on = "", True
+    """See `quintet.frontend.dialects.relay.RelayedWriter`."""
+
     def __init__(
         self,
         shape: Shape,
