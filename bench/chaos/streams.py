@@ -380,5 +380,7 @@ def differences(calm: Run, disturbed: Run, asked: list[Asked]) -> list[str]:
 def shorten(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body without its prompt."""
     return {
-        name: value for name, value in body.items() if name not in ("prompt", "messages", "stream_options")
+        name: value
+        for name, value in body.items()
+        if name not in ("prompt", "messages", "input", "stream_options")
     }

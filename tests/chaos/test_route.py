@@ -165,11 +165,12 @@ def test_a_stream_whose_router_and_then_server_is_killed_goes_on() -> None:
 
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", ITEMS)
-def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(kind: str) -> None:
-    """Reasoning, or the arguments of a call: every event as it comes undisturbed, and behind it the whole response."""
+@pytest.mark.parametrize("how", ["killed", "drained"])
+def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(kind: str, how: str) -> None:
+    """In reasoning, or the arguments of a call: every event as it comes undisturbed, and behind it the whole response."""
     flags, fields = ITEMS[kind]
     asked = as_responses(crowd(7, 8, (200, 300), plain=True), **fields)
-    flags = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", *flags)
+    flags = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--drain-timeout", "0.1", *flags)
     with (
         serve(*flags) as first,
         serve(*flags) as second,
@@ -181,11 +182,15 @@ def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(k
 
         async def disturb() -> None:
             assert 0 < first.gauge("quintet:live_requests") < len(asked)
-            first.process.kill()
+            if how == "killed":
+                first.process.kill()
+            else:
+                first.process.terminate()
 
         run = asyncio.run(play(router.url, asked, disturb))
         assert not differences(calm, run, asked)
         assert router.gauge("quintet_route:resumptions_total") > 0
+        assert router.gauge("quintet_route:broken_streams_total") == 0
         for heard in run.heard:
             [name] = (name for name, ours in heard.names.items() if ours == "own")
             status, kept = router.get(f"/v1/responses/resp_{name}")
