@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -197,6 +198,31 @@ def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(k
             last = heard.events[-1]["response"]
             assert (status, json.loads(kept)["status"]) == (200, last["status"])
             assert json.loads(kept)["usage"]["output_tokens"] == last["usage"]["output_tokens"]
+
+
+@pytest.mark.whole
+def test_a_turn_goes_on_at_its_own_server_once_that_is_back_with_its_file(tmp_path: Path) -> None:
+    """Nobody else keeps what the request follows. That server had noted meanwhile that nobody waits for the response."""
+    flags = (*ALONE, "--response-store", str(tmp_path / "kept.sqlite"))
+    with contextlib.ExitStack() as servers:
+        first = servers.enter_context(serve(*flags))
+        router = servers.enter_context(route("--engine", first.url, "--poll-interval", "0.2"))
+        await_servers(router, 1)
+        _, former = first.post("/v1/responses", {"input": "one", "max_output_tokens": 8})
+        [asked] = as_responses(crowd(8, 1, (300, 300), plain=True), previous_response_id=former["id"])
+        calm = asyncio.run(play(router.url, [asked]))
+
+        async def disturb() -> None:
+            first.process.kill()
+            again = serve(*flags, "--port", first.url.rpartition(":")[2])
+            await asyncio.to_thread(servers.enter_context, again)
+
+        run = asyncio.run(play(router.url, [asked], disturb))
+        assert not differences(calm, run, [asked])
+        [heard] = run.heard
+        [name] = (name for name, ours in heard.names.items() if ours == "own")
+        status, kept = router.get(f"/v1/responses/resp_{name}")
+        assert (status, json.loads(kept)["status"]) == (200, "incomplete") and heard.is_done
 
 
 def with_requests(*servers: Server) -> Server:
