@@ -186,7 +186,7 @@ class Engine:
             state.counters.refusals += 1
             outbox.failed.append(refusal)
             return outbox.effects(state.step, now_ns)
-        num_seen = 0 if spec.tells else len(spec.output_ids) // 4
+        num_seen = spec.num_seen
         if spec.adopts:
             spec.output_ids = self._adopted(message)
         try:
@@ -222,7 +222,7 @@ class Engine:
         """Tell a detokenizer, perhaps another one, of live requests that go on under a newer attempt."""
         assert self.state is not None
         outbox = TokensBuilders()
-        num_seen = len(message.spec.output_ids) // 4
+        num_seen = message.spec.num_seen
         for request in requests:
             request.attempt, request.num_seen = message.spec.attempt, num_seen
             was_opened = request.opened

@@ -18,13 +18,13 @@ from starlette.types import Receive, Scope, Send
 from quintet.frontend import health, kv
 from quintet.frontend.dialects.anthropic import errors as anthropic_errors
 from quintet.frontend.dialects.anthropic.messages import count_tokens, messages, render_messages
+from quintet.frontend.dialects.go_on import go_on
 from quintet.frontend.dialects.inference.generate import generate
 from quintet.frontend.dialects.openai import errors as openai_errors
 from quintet.frontend.dialects.openai.batch import batch
 from quintet.frontend.dialects.openai.chat import chat_completions
 from quintet.frontend.dialects.openai.completions import completions
 from quintet.frontend.dialects.openai.derender import derender_chat, derender_completions
-from quintet.frontend.dialects.openai.go_on import go_on
 from quintet.frontend.dialects.openai.invocations import invocations
 from quintet.frontend.dialects.openai.render import render_chat, render_completions
 from quintet.frontend.dialects.openai.tokenize import detokenize, tokenize, tokenizer_info

@@ -27,6 +27,8 @@ class Begun:
     """Of each prompt."""
     created: int
     """Seconds since 1970."""
+    name: str = ""
+    """What the answer is called, where a server makes names up; else "" as the request says it."""
 
 
 def go_on_behind(stream: Stream, told: Sequence[Told]) -> None:

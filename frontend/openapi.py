@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.dialects.anthropic import types as anthropic_types
+from quintet.frontend.dialects.go_on import GoOnBody
 from quintet.frontend.dialects.inference import types as generate_types
 from quintet.frontend.dialects.openai import types
-from quintet.frontend.dialects.openai.go_on import GoOnBody
 from quintet.frontend.dialects.responses import types as responses_types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import is_open, is_operators

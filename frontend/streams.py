@@ -272,6 +272,7 @@ class Stream:
                     params=params,
                     choice=choice.index,
                     output_ids=choice.output_ids.tobytes(),
+                    tells=False,
                     attempt=self.attempt,
                     adopts=choice.adopts,
                 ),

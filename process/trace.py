@@ -195,18 +195,23 @@ class Tracer:
     def write_beside(self) -> None:
         """Have a thread write the file on `WRITE_NOW`, and on SIGTERM write it and end the process.
 
-        For a process that waits where Python handles no signals. Before it has other threads: they would take them.
+        For a process whose main thread, which calls this, waits where Python handles no signals: what the interpreter's handler
+        writes into a pipe needs no thread that comes back. No signal is blocked, for children would inherit that.
         """
-        signals = (WRITE_NOW, signal.SIGTERM)
-        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-        threading.Thread(target=self._write_at, args=(signals,), name="trace", daemon=True).start()
+        heard, told = os.pipe()
+        os.set_blocking(told, False)
+        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        for number in (WRITE_NOW, signal.SIGTERM):
+            signal.signal(number, lambda number, frame: None)
+            signal.siginterrupt(number, False)
+        threading.Thread(target=self._write_at, args=(heard,), name="trace", daemon=True).start()
 
-    def _write_at(self, signals: tuple[signal.Signals, ...]) -> None:
-        told = None
-        while told != signal.SIGTERM:
-            told = signal.sigwait(signals)
-            self.try_to_write()
-        os._exit(0)
+    def _write_at(self, heard: int) -> None:
+        while numbers := os.read(heard, 64):
+            if WRITE_NOW in numbers or signal.SIGTERM in numbers:
+                self.try_to_write()
+            if signal.SIGTERM in numbers:
+                os._exit(0)
 
 
 def read_trace(path: Path) -> Trace:

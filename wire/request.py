@@ -99,6 +99,11 @@ class RequestSpec(msgspec.Struct, array_like=True):
     handover: Handover | None = None
     """None where its KV is this server's own affair."""
 
+    @property
+    def num_seen(self) -> int:
+        """Outputs that need not be told."""
+        return 0 if self.tells else len(self.output_ids) // 4
+
 
 def room_for_output(max_tokens: int | None, limit_gives_way: bool, max_model_len: int) -> int:
     """Return how many tokens of the context are left to the output where as much of a prompt is kept as fits."""

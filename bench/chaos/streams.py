@@ -71,7 +71,13 @@ class Heard:
     usage: dict[str, int] = field(default_factory=dict)
     error: str = ""
     is_done: bool = False
-    """Whether ``[DONE]`` came."""
+    """Whether ``[DONE]``, or the last event of another dialect, came."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """Of the Responses dialect: all of them, but for what differs from run to run, and where deltas were cut."""
+    numbers: list[int] = field(default_factory=list)
+    """Theirs, as they came."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What a server named, by what it is called in them."""
     times_s: list[float] = field(default_factory=list)
     """`time.perf_counter` of every event."""
     event_ids: list[str] = field(default_factory=list)
@@ -93,12 +99,16 @@ class Heard:
         usage = {
             name: self.usage.get(name) for name in ("prompt_tokens", "completion_tokens", "total_tokens")
         }
-        return json.dumps([self.status, choices, usage, self.error, self.is_done])
+        is_unbroken = self.numbers == list(range(len(self.numbers)))
+        return json.dumps([self.status, choices, usage, self.error, self.is_done, is_unbroken, self.events])
 
     def feed(self, event: dict[str, Any]) -> None:
         """Apply one event."""
         if "error" in event:
             self.error = json.dumps(event["error"])
+            return
+        if event.get("type", "").startswith("response."):
+            self._feed_responses(event)
             return
         if "type" in event:
             self._feed_messages(event)
@@ -132,6 +142,29 @@ class Heard:
                 choice.num_endings += 1
             case "message_stop":
                 self.is_done = True
+
+    def _feed_responses(self, event: dict[str, Any]) -> None:
+        """Apply an event of the Responses dialect."""
+        self.numbers.append(event.pop("sequence_number"))
+        response = event.get("response", {})
+        if "id" in response:
+            self.names.setdefault(response["id"].partition("_")[2], "own")
+            self.is_done = response["status"] != "in_progress"
+            self.error = json.dumps(response["error"]) if response["error"] else ""
+            response |= {"created_at": 0, "completed_at": 0}
+            if response.get("usage"):
+                response["usage"].pop("input_tokens_details")
+        if "call_id" in event.get("item", {}):
+            self.names.setdefault(event["item"]["call_id"], f"call {len(self.names)}")
+        told = json.dumps(event)
+        for name, ours in self.names.items():
+            told = told.replace(name, ours)
+        event = json.loads(told)
+        last = self.events[-1] if self.events else {}
+        if "delta" in event and all(event[name] == last.get(name) for name in ("type", "item_id")):
+            last["delta"] += event["delta"]
+        else:
+            self.events.append(event)
 
 
 def _entries(logprobs: dict[str, Any]) -> list[Any]:
@@ -191,6 +224,18 @@ def as_messages(asked: Sequence[Asked]) -> list[Asked]:
         body["stop_sequences"] = each.body["stop"]
         turns = each.body.get("messages") or [{"role": "user", "content": each.body["prompt"]}]
         found.append(Asked("/v1/messages", {**body, "messages": turns}))
+    return found
+
+
+def as_responses(asked: Sequence[Asked], **fields: Any) -> list[Asked]:
+    """Return what of these requests the Responses dialect can ask for; ``fields``: of each besides."""
+    same = ("stream", "seed", "temperature", "top_p", "top_k", "stop", "ignore_eos", "repetition_penalty")
+    found = []
+    for each in asked:
+        body = {name: each.body[name] for name in same if name in each.body} | fields
+        body["max_output_tokens"] = each.body["max_tokens"]
+        given = each.body.get("messages") or each.body["prompt"]
+        found.append(Asked("/v1/responses", {**body, "input": given}))
     return found
 
 
@@ -335,5 +380,7 @@ def differences(calm: Run, disturbed: Run, asked: list[Asked]) -> list[str]:
 def shorten(body: dict[str, Any]) -> dict[str, Any]:
     """Return a body without its prompt."""
     return {
-        name: value for name, value in body.items() if name not in ("prompt", "messages", "stream_options")
+        name: value
+        for name, value in body.items()
+        if name not in ("prompt", "messages", "input", "stream_options")
     }

@@ -2,7 +2,7 @@
 comments.
 
 From those comments, and the id of the last event, follows what another server needs to go on
-(`frontend/dialects/openai/relay.py`).
+(`frontend/dialects/relay.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from quintet.frontend.error_shape import STATUS
 from quintet.wire.errors import ErrorCode
 
 _NOTE = re.compile(rb"^: ((?:ids|told) \d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULTILINE)
+_WITHDRAWN = re.compile(rb"^: withdrawn\r?\n", re.MULTILINE)
 _EVENT_ID = re.compile(rb"^id: ([^\r\n:]+):([^\r\n]*)", re.MULTILINE)
 _ERROR = re.compile(rb'^(?:event: error\r?\n)?data: (\{(?:"type":"error",)?"error":[^\r\n]*)', re.MULTILINE)
 DONE = b"data: [DONE]"
@@ -72,6 +73,9 @@ class Events:
     def _told(self, piece: bytes) -> bytes:
         if self._is_relayed and b'"error":' in piece:
             piece = self._without_withdrawal(piece)
+        if self._is_relayed and b": withdrawn" in piece and (found := _WITHDRAWN.search(piece)):
+            self.is_withdrawn = True
+            piece = piece[: found.start()]
         if b": ids " in piece or b": told " in piece:
             for note in _NOTE.findall(piece):
                 self._notes += note + b"\n"

@@ -26,8 +26,9 @@ NOT_THEIRS = HOP_BY_HOP | frozenset(
 """Headers of an answer that are between the router and a server, or that its client gets otherwise."""
 
 RELAY = b"x-quintet-relay"
-TICKET = re.compile(rb"(-?[0-9]{1,19}(?:,-?[0-9]{1,19})*)\.([0-9]{1,19})")
-"""What a server says in that header: the seed of each prompt, and when the answer began, in seconds since 1970."""
+TICKET = re.compile(rb"(-?[0-9]{1,19}(?:,-?[0-9]{1,19})*)\.([0-9]{1,19})(?:\.([0-9a-z_]{1,64}))?")
+"""What a server says in that header: the seed of each prompt, when the answer began, in seconds since 1970, and its name, where
+the request does not say that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,7 @@ def going_on(outgoing: Outgoing, ticket: bytes, position: str, outputs: list[lis
             "outputs": outputs,
             "seeds": [int(seed) for seed in match[1].split(b",")],
             "created": int(match[2]),
+            "name": (match[3] or b"").decode(),
         }
     )
     return replace(outgoing, path="/v1/streams", query="", body=body)

@@ -17,6 +17,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from quintet.executor.store.connector import MAX_DAMAGED
@@ -35,7 +36,7 @@ QUESTIONS = 128
 """Asked in one breath: their answers fit what any connection holds while nobody reads it."""
 CONNECT_S = 5.0
 MOST_S = 60.0
-"""Of one message on its way."""
+"""Of one order, or as many questions as are asked in one breath, to the last byte of what is answered."""
 
 
 class NothingCame(ConnectionError):
@@ -56,11 +57,51 @@ def open_lmcache(config: KvStoreConfig) -> LmStore:
     return LmStore(host, port)
 
 
+@dataclass(frozen=True, slots=True)
+class _Talk:
+    """One order on a connection, and what is answered. Raises `OSError`, for one, when its time is over."""
+
+    connection: socket.socket
+    until_s: float
+
+    def say(self, content: bytes | memoryview) -> None:
+        """Send all of it."""
+        self._wait_no_longer()
+        self.connection.sendall(content)
+
+    def hear(self, into: memoryview) -> None:
+        """Fill ``into``."""
+        done = 0
+        while done < len(into):
+            self._wait_no_longer()
+            count = self.connection.recv_into(into[done:])
+            if not count:
+                raise (ConnectionError if done else NothingCame)("LMCache's server hung up")
+            done += count
+
+    def hear_answer(self) -> tuple[int, int]:
+        """Return an answer's code, and how many bytes follow."""
+        answer = bytearray(ANSWER.size)
+        self.hear(memoryview(answer))
+        code, num_bytes, *_ = ANSWER.unpack(answer)
+        if code not in (FOUND, LACKING):
+            raise ConnectionError(f"LMCache's server answers with the code {code}")
+        return code, num_bytes
+
+    def _wait_no_longer(self) -> None:
+        """Have the next call wait as long as is left, in all."""
+        left_s = self.until_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("LMCache's server does not come to an end")
+        self.connection.settimeout(left_s)
+
+
 class LmStore:
     """See `quintet.executor.store.connector.KvConnector`. Raises `OSError`."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, most_s: float = MOST_S) -> None:
         self._address = host, port
+        self._most_s = most_s
         self._idle: list[socket.socket] = []
         """Connections on which nothing is on its way."""
         self._damaged: set[str] = set()
@@ -70,9 +111,9 @@ class LmStore:
         """See `KvConnector.count`."""
         for first in range(0, len(names), QUESTIONS):
             asked = names[first : first + QUESTIONS]
-            with self._connection() as connection:
-                connection.sendall(b"".join(_order(EXIST, name) for name in asked))
-                there = [_read_answer(connection)[0] == FOUND for _ in asked]
+            with self._talk() as talk:
+                talk.say(b"".join(_order(EXIST, name) for name in asked))
+                there = [talk.hear_answer()[0] == FOUND for _ in asked]
             for index, (name, is_there) in enumerate(zip(asked, there, strict=True), first):
                 if not is_there or name in self._damaged:
                     return index
@@ -82,11 +123,11 @@ class LmStore:
         """See `KvConnector.put`."""
         if self.count([name]):
             return True
-        with self._connection() as connection:
-            connection.sendall(_order(PUT, name, len(content)))
-            connection.sendall(content)
-            connection.sendall(_order(EXIST, name))
-            is_there = _read_answer(connection)[0] == FOUND
+        with self._talk() as talk:
+            talk.say(_order(PUT, name, len(content)))
+            talk.say(content)
+            talk.say(_order(EXIST, name))
+            is_there = talk.hear_answer()[0] == FOUND
         if is_there:
             self._damaged.discard(name)
         return is_there
@@ -95,17 +136,17 @@ class LmStore:
         """See `KvConnector.get`."""
         if name in self._damaged:
             return False
-        with self._connection() as connection:
-            connection.sendall(_order(GET, name))
-            code, num_bytes = _read_answer(connection)
+        with self._talk() as talk:
+            talk.say(_order(GET, name))
+            code, num_bytes = talk.hear_answer()
             if code == LACKING:
                 return False
             with contextlib.suppress(NothingCame):
                 if num_bytes == len(into):
-                    _read(connection, into)
+                    talk.hear(into)
                     return True
             # Of another size; or it lacks what its writer was killed before it had sent, and then the server hangs up.
-            connection.close()
+            talk.connection.close()
             self.drop(name)
             return False
 
@@ -127,15 +168,14 @@ class LmStore:
             return None
 
     @contextlib.contextmanager
-    def _connection(self) -> Iterator[socket.socket]:
+    def _talk(self) -> Iterator[_Talk]:
         """Have a connection to oneself. After an error, those that are idle end too: their server may be another by now."""
         connection = self._take_idle()
         if connection is None:
             connection = socket.create_connection(self._address, CONNECT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.settimeout(MOST_S)
         try:
-            yield connection
+            yield _Talk(connection, time.monotonic() + self._most_s)
         except BaseException:
             connection.close()
             self.close()
@@ -150,26 +190,3 @@ def _order(command: int, name: str, num_bytes: int = 0) -> bytes:
     called = f"quintet-{whose}@1@0@1{key}@uint8"
     assert len(called) <= 150, f"{called} is longer than a key may be"
     return ORDER.pack(command, num_bytes, BYTES, UINT8, 0, num_bytes, 0, 0, 0, called.encode().ljust(150))
-
-
-def _read_answer(connection: socket.socket) -> tuple[int, int]:
-    """Return an answer's code, and how many bytes follow."""
-    answer = bytearray(ANSWER.size)
-    _read(connection, memoryview(answer))
-    code, num_bytes, *_ = ANSWER.unpack(answer)
-    if code not in (FOUND, LACKING):
-        raise ConnectionError(f"LMCache's server answers with the code {code}")
-    return code, num_bytes
-
-
-def _read(connection: socket.socket, into: memoryview) -> None:
-    """Fill ``into``."""
-    until_s = time.monotonic() + MOST_S
-    done = 0
-    while done < len(into):
-        if time.monotonic() > until_s:
-            raise TimeoutError("LMCache's server does not come to an end")
-        count = connection.recv_into(into[done:])
-        if not count:
-            raise (ConnectionError if done else NothingCame)("LMCache's server hung up")
-        done += count

@@ -119,13 +119,15 @@ def submit_all(
     return_prompt_ids: bool = False,
     session: str = "",
     begun: Sequence[Sequence[Told]] = (),
+    told: bytes = b"",
     seeds: Sequence[int] = (),
     handover: Handover | None = None,
 ) -> Submissions:
     """Let a request in and send its prompts on their way, all with these checked parameters.
 
     Raises `RequestError`, and then none of them is on its way. What the parameters mean: see `Sessions.submit`. ``begun``: of
-    every prompt, where other servers told the beginnings of their answers; ``seeds``: likewise, as they were drawn there.
+    every prompt, where other servers told the beginnings of their answers; ``told``: the same (int32) of the only prompt, in a
+    dialect whose writers hear all of it once more; ``seeds``: likewise, as they were drawn there.
     """
     service.admission.enter(prompts, params)
     submissions = Submissions()
@@ -150,6 +152,7 @@ def submit_all(
                     reading=reading,
                     session=session,
                     begun=begun[index] if begun else (),
+                    told=told,
                     handover=handover,
                 )
             )

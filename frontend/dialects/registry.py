@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -22,6 +22,7 @@ from quintet.frontend.dialects.openai import errors as openai_errors
 from quintet.frontend.dialects.openai.chat import ChatAnswer
 from quintet.frontend.dialects.openai.completions import CompletionAnswer
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.relay import RelayedWriter
 from quintet.frontend.dialects.responses.events import ResponsesWriter
 from quintet.frontend.dialects.responses.kept import keep_end
 from quintet.frontend.dialects.responses.output import ResponsesAnswer
@@ -29,12 +30,16 @@ from quintet.frontend.error_shape import ErrorShape
 from quintet.wire.request import Claim
 
 
+class Writer(AnswerWriter, RelayedWriter, Protocol):
+    """Writes the events of a stream that can be gone on with, here or elsewhere."""
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """One of them."""
 
     errors: ErrorShape
-    writer: Callable[[Any, StreamId | None, Position | None], AnswerWriter]
+    writer: Callable[[Any, StreamId | None, Position | None], Writer]
     """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
     is_retold: bool = False
     """Whether the writer must be told an answer from its beginning, wherever its reader is."""

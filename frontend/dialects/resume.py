@@ -12,12 +12,11 @@ from urllib.parse import parse_qs
 
 from quintet.frontend.adoption import Seen
 from quintet.frontend.dialects.answer import Submissions, stream_answer
-from quintet.frontend.dialects.anthropic.events import MessagesWriter
 from quintet.frontend.dialects.openai.answer import ChunkWriter
 from quintet.frontend.dialects.openai.recall import recall
-from quintet.frontend.dialects.openai.relay import relaying
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.registry import answer_of, dialect_of
+from quintet.frontend.dialects.relay import relaying
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Handler, Service
 from quintet.wire.codec import unpack_i32
@@ -32,7 +31,8 @@ NOTHING = (None, False)
 async def streams(service: Service, exchange: Exchange) -> None:
     """GET /v1/streams/{id}: the events after a position, given as ``from`` or in ``Last-Event-ID``."""
     query = parse_qs(exchange.query)
-    given = query.get("from", [""])[0] or (exchange.header(LAST_EVENT) or "").partition(":")[2]
+    given = query.get("from", [""])[0].replace(" ", "+")  # as forms spell a plus; no position has a space
+    given = given or (exchange.header(LAST_EVENT) or "").partition(":")[2]
     await resume(service, exchange, StreamId.parse(exchange.path_params["id"]), given)
 
 
@@ -79,8 +79,7 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
             )
             submissions.add(stream)
         writer = dialect.writer(answer, StreamId(first_id, stream_id.key), position)
-        if isinstance(writer, ChunkWriter | MessagesWriter):
-            relaying(exchange, writer, submissions, _told(reclaimed, position, n))
+        relaying(exchange, writer, submissions, _told(reclaimed, position, n))
         if isinstance(writer, ChunkWriter) and writer.options.include_usage:
             await recall(service, submissions)
     except BaseException:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from bench.chaos.streams import Heard, Run, as_messages, crowd, differences, listen, play
+from bench.chaos.streams import Heard, Run, as_messages, as_responses, crowd, differences, listen, play
 
 from tests.chaos.test_kills import assert_empty
 from tests.processes.server import Server, route, serve, wait_until
@@ -23,11 +28,35 @@ FLAGS: dict[str, list[tuple[str, ...]]] = {
     ],
 }
 """Of the first server, which is killed, and of the second."""
+ALONE = (*FLAGS["mock"][0], "--max-model-len", "1024")
+SWITCHES = {"type": "array", "items": {"type": "boolean"}, "minItems": 90, "maxItems": 90}
+LIGHTS = {
+    "type": "function", "name": "lights", "strict": True,
+    "parameters": {"type": "object", "properties": {"on": SWITCHES}, "required": ["on"]},
+}  # fmt: skip
+ITEMS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "reasoning": (("--reasoning-parser", "deepseek_r1"), {}),
+    "function_call": (("--tool-call-parser", "hermes"), {"tools": [LIGHTS], "tool_choice": "required"}),
+}
+"""What servers are told to read, and requests to ask for, so that an answer is items of one type."""
 
 
 def await_servers(router: Server, number: int) -> None:
     """Wait until a router has heard of so many servers that they are well."""
     wait_until(lambda: f'"servers":{number}' in router.get("/readyz")[1], f"{number} servers")
+
+
+@contextlib.contextmanager
+def two_routers(
+    of_first: tuple[str, ...], of_second: tuple[str, ...]
+) -> Iterator[tuple[Server, Server, Server, Server]]:
+    """Run two servers with these flags, and two routers before them; return all once the routers know the servers."""
+    with serve(*of_first) as first, serve(*of_second) as second:
+        flags = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
+        with route(*flags) as one, route(*flags) as other:
+            for router in (one, other):
+                await_servers(router, 2)
+            yield first, second, one, other
 
 
 def assert_came_back(run: Run) -> None:
@@ -41,7 +70,9 @@ def assert_came_back(run: Run) -> None:
 @pytest.mark.whole
 @pytest.mark.parametrize("kind", FLAGS)
 def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
-    asked = crowd(1, 24, (60, 120)) + as_messages(crowd(2, 8, (60, 120)))
+    asked = (
+        crowd(1, 24, (60, 120)) + as_messages(crowd(2, 8, (60, 120))) + as_responses(crowd(4, 8, (60, 120)))
+    )
     of_first, of_second = ((*flags, "--max-model-len", "1024") for flags in FLAGS[kind])
     with (
         serve(*of_first) as first,
@@ -70,79 +101,128 @@ def test_a_server_that_is_killed_changes_no_byte(kind: str) -> None:
 def test_a_router_that_is_killed_changes_no_byte(kind: str) -> None:
     """Half of the clients are at each router; a server answers four at a time, so that most have no byte when one of them has."""
     asked = crowd(3, 32, (60, 120))
-    servers = ((*flags, "--max-model-len", "1024", "--max-num-seqs", "4") for flags in FLAGS[kind])
-    with serve(*next(servers)) as first, serve(*next(servers)) as second:
-        flags = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
-        with route(*flags) as one, route(*flags) as other:
-            for router in (one, other):
-                await_servers(router, 2)
-            calm = asyncio.run(play(one.url, asked, elsewhere=[other.url]))
-            assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
-            assert all(heard.num_connections == 1 for heard in calm.heard)
+    of_first, of_second = (
+        (*flags, "--max-model-len", "1024", "--max-num-seqs", "4") for flags in FLAGS[kind]
+    )
+    with two_routers(of_first, of_second) as (first, second, one, other):
+        calm = asyncio.run(play(one.url, asked, elsewhere=[other.url]))
+        assert all(heard.status == 200 and heard.is_done and not heard.error for heard in calm.heard)
+        assert all(heard.num_connections == 1 for heard in calm.heard)
 
-            async def disturb() -> None:
-                one.process.kill()
+        async def disturb() -> None:
+            one.process.kill()
 
-            def is_time(begun: set[int]) -> bool:
-                return any(number % 2 == 0 for number in begun)
+        def is_time(begun: set[int]) -> bool:
+            return any(number % 2 == 0 for number in begun)
 
-            run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
-            assert not differences(calm, run, asked)
-            assert_came_back(run)
-            wait_until(lambda: other.gauge("quintet_route:server_open_requests") == 0, "an empty router")
-            for server in (first, second):
-                assert_empty(server)
+        run = asyncio.run(play(one.url, asked, disturb, [other.url], is_time))
+        assert not differences(calm, run, asked)
+        assert_came_back(run)
+        wait_until(lambda: other.gauge("quintet_route:server_open_requests") == 0, "an empty router")
+        for server in (first, second):
+            assert_empty(server)
 
 
 @pytest.mark.whole
 def test_a_stream_that_another_server_went_on_with_goes_on_through_another_router() -> None:
     """First its server is killed, then, once the other one has said something, its router."""
     [asked] = crowd(5, 1, (300, 300), plain=True)
-    flags = (*FLAGS["mock"][0], "--max-model-len", "1024")
-    with serve(*flags) as first, serve(*flags) as second:
-        engines = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
-        with route(*engines) as one, route(*engines) as other:
-            for router in (one, other):
-                await_servers(router, 2)
-            calm, heard = Heard(), Heard()
-            asyncio.run(listen(one.url, asked, calm))
+    with two_routers(ALONE, ALONE) as (first, second, one, other):
+        calm, heard = Heard(), Heard()
+        asyncio.run(listen(one.url, asked, calm))
 
-            def disturb() -> None:
-                if len(heard.times_s) == 10:
-                    with_requests(first, second).process.kill()
-                elif len(streams_of(heard)) == 2:
-                    one.process.kill()
+        def disturb() -> None:
+            if len(heard.times_s) == 10:
+                with_requests(first, second).process.kill()
+            elif len(streams_of(heard)) == 2:
+                one.process.kill()
 
-            asyncio.run(listen(one.url, asked, heard, disturb, [other.url]))
-            assert heard.bytes_of() == calm.bytes_of() and calm.is_done
-            assert (len(streams_of(calm)), len(streams_of(heard)), heard.num_asked) == (1, 3, 1)
+        asyncio.run(listen(one.url, asked, heard, disturb, [other.url]))
+        assert heard.bytes_of() == calm.bytes_of() and calm.is_done
+        assert (len(streams_of(calm)), len(streams_of(heard)), heard.num_asked) == (1, 3, 1)
 
 
 @pytest.mark.whole
 def test_a_stream_whose_router_and_then_server_is_killed_goes_on() -> None:
     """For a client that comes back with its request: the other router has then all that another server needs."""
     [asked] = crowd(6, 1, (300, 300), plain=True)
-    flags = (*FLAGS["mock"][0], "--max-model-len", "1024")
-    with serve(*flags) as first, serve(*flags) as second:
-        engines = ("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2")
-        with route(*engines) as one, route(*engines) as other:
-            for router in (one, other):
-                await_servers(router, 2)
-            calm, heard = Heard(), Heard()
-            asyncio.run(listen(one.url, asked, calm))
+    with two_routers(ALONE, ALONE) as (first, second, one, other):
+        calm, heard = Heard(), Heard()
+        asyncio.run(listen(one.url, asked, calm))
 
-            def disturb() -> None:
-                if len(heard.times_s) == 10:
-                    one.process.kill()
-                elif len(streams_of(heard)) == 2 and not killed:
-                    killed.append(with_requests(first, second))
-                    killed[0].process.kill()
+        def disturb() -> None:
+            if len(heard.times_s) == 10:
+                one.process.kill()
+            elif len(streams_of(heard)) == 2 and not killed:
+                killed.append(with_requests(first, second))
+                killed[0].process.kill()
 
-            killed: list[Server] = []
-            asyncio.run(listen(one.url, asked, heard, disturb, [other.url], repeats=True))
-            assert heard.bytes_of() == calm.bytes_of() and calm.is_done
-            assert (len(streams_of(heard)), heard.num_asked, heard.num_connections) == (3, 1, 2)
-            assert other.gauge("quintet_route:broken_streams_total") == 0
+        killed: list[Server] = []
+        asyncio.run(listen(one.url, asked, heard, disturb, [other.url], repeats=True))
+        assert heard.bytes_of() == calm.bytes_of() and calm.is_done
+        assert (len(streams_of(heard)), heard.num_asked, heard.num_connections) == (3, 1, 2)
+        assert other.gauge("quintet_route:broken_streams_total") == 0
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("kind", ITEMS)
+@pytest.mark.parametrize("how", ["killed", "drained"])
+def test_items_of_a_response_go_on_where_they_were_and_are_kept_where_they_end(kind: str, how: str) -> None:
+    """In reasoning, or the arguments of a call: every event as it comes undisturbed, and behind it the whole response."""
+    flags, fields = ITEMS[kind]
+    asked = as_responses(crowd(7, 8, (200, 300), plain=True), **fields)
+    flags = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--drain-timeout", "0.1", *flags)
+    with (
+        serve(*flags) as first,
+        serve(*flags) as second,
+        route("--engine", first.url, "--engine", second.url, "--poll-interval", "0.2") as router,
+    ):
+        await_servers(router, 2)
+        calm = asyncio.run(play(router.url, asked))
+        assert all(heard.is_done and heard.events[-2]["item"]["type"] == kind for heard in calm.heard)
+
+        async def disturb() -> None:
+            assert 0 < first.gauge("quintet:live_requests") < len(asked)
+            if how == "killed":
+                first.process.kill()
+            else:
+                first.process.terminate()
+
+        run = asyncio.run(play(router.url, asked, disturb))
+        assert not differences(calm, run, asked)
+        assert router.gauge("quintet_route:resumptions_total") > 0
+        assert router.gauge("quintet_route:broken_streams_total") == 0
+        for heard in run.heard:
+            [name] = (name for name, ours in heard.names.items() if ours == "own")
+            status, kept = router.get(f"/v1/responses/resp_{name}")
+            last = heard.events[-1]["response"]
+            assert (status, json.loads(kept)["status"]) == (200, last["status"])
+            assert json.loads(kept)["usage"]["output_tokens"] == last["usage"]["output_tokens"]
+
+
+@pytest.mark.whole
+def test_a_turn_goes_on_at_its_own_server_once_that_is_back_with_its_file(tmp_path: Path) -> None:
+    """Nobody else keeps what the request follows. That server had noted meanwhile that nobody waits for the response."""
+    flags = (*ALONE, "--response-store", str(tmp_path / "kept.sqlite"))
+    with contextlib.ExitStack() as servers:
+        first = servers.enter_context(serve(*flags))
+        router = servers.enter_context(route("--engine", first.url, "--poll-interval", "0.2"))
+        await_servers(router, 1)
+        _, former = first.post("/v1/responses", {"input": "one", "max_output_tokens": 8})
+        [asked] = as_responses(crowd(8, 1, (300, 300), plain=True), previous_response_id=former["id"])
+        calm = asyncio.run(play(router.url, [asked]))
+
+        async def disturb() -> None:
+            first.process.kill()
+            again = serve(*flags, "--port", first.url.rpartition(":")[2])
+            await asyncio.to_thread(servers.enter_context, again)
+
+        run = asyncio.run(play(router.url, [asked], disturb))
+        assert not differences(calm, run, [asked])
+        [heard] = run.heard
+        [name] = (name for name, ours in heard.names.items() if ours == "own")
+        status, kept = router.get(f"/v1/responses/resp_{name}")
+        assert (status, json.loads(kept)["status"]) == (200, "incomplete") and heard.is_done
 
 
 def with_requests(*servers: Server) -> Server:

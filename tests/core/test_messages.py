@@ -76,6 +76,17 @@ def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
     assert world.engine.state.counters.generation_tokens == 16  # none was computed twice
 
 
+def test_a_newer_attempt_of_which_nothing_was_told_is_told_from_its_beginning() -> None:
+    """Also the outputs that it came with, where nobody has them as text."""
+    world = World(depth=1)
+    world.admit(0, PROMPT, output_ids=[5, 6], tells=True, ignore_eos=True)
+    world.step()
+    message = changed(world.sent[0], attempt=1, detokenizer=1)
+    (_, (_, opening)) = world.engine.admit(message, world.tick()).tokens
+    (opened,) = opening.opens
+    assert list(codec.unpack_i32(opened.output_ids))[:2] == [5, 6] and opened.num_seen == 0
+
+
 def test_log_probabilities_that_were_lost_are_computed_again() -> None:
     world = World(depth=1)
     world.admit(0, PROMPT, ignore_eos=True, logprobs=2)

@@ -292,6 +292,7 @@ def test_a_stream_goes_on_at_another_server_with_its_tokens() -> None:
             assert (rest["method"], rest["path"]) == ("GET", "/v1/streams/a1-b2?from=2")
             assert json.loads(w.ups[0].asked[0]["body"]) == {
                 "path": C, "request": STREAM, "position": "2", "outputs": [[100, 101]], "seeds": [7], "created": 1_700_000_000,
+                "name": "",
             }  # fmt: skip
             assert all(server.num_open == server.num_queued == 0 for server in w.servers)
 

@@ -11,7 +11,7 @@ import pytest
 
 from quintet.deploy.router.events import MAX_EVENT_BYTES, Events
 from quintet.deploy.router.passing import Patience
-from quintet.frontend.dialects.openai.answer import told_comments
+from quintet.frontend.dialects.relay import told_comments
 from tests.deploy.test_router import (
     BUSY,
     DONE,
@@ -167,8 +167,8 @@ def test_a_stream_whose_server_leaves_goes_on_elsewhere() -> None:
     run(story())
 
 
-def of_messages(name: str, position: str, token: int | None = None, stream: str = "a1-b2") -> bytes:
-    """Return an event of Anthropic's dialect, as a server that is asked for its tokens tells it."""
+def named(name: str, position: str, token: int | None = None, stream: str = "a1-b2") -> bytes:
+    """Return an event with a name, as a server that is asked for its tokens tells it."""
     note = b"" if token is None else b": ids 0 [%d]\n" % token
     words = f'id: {stream}:{position}\nevent: {name}\ndata: {{"type":"{name}"}}\n\n'
     return note + words.encode()
@@ -181,14 +181,14 @@ LEAVES = b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error
 def test_a_stream_of_messages_goes_on_elsewhere(is_killed: bool) -> None:
     async def story() -> None:
         begun = [
-            of_messages("message_start", "0.0n"),
-            of_messages("content_block_start", "0.1t"),
-            of_messages("content_block_delta", "1.1t", 100),
+            named("message_start", "0.0n"),
+            named("content_block_start", "0.1t"),
+            named("content_block_delta", "1.1t", 100),
         ]
         rest = [
-            of_messages("content_block_delta", "2.1t", 101, "c3-d4"),
-            of_messages("content_block_stop", "2.1n", None, "c3-d4"),
-            of_messages("message_stop", "2e.1n", None, "c3-d4"),
+            named("content_block_delta", "2.1t", 101, "c3-d4"),
+            named("content_block_stop", "2.1n", None, "c3-d4"),
+            named("message_stop", "2e.1n", None, "c3-d4"),
         ]
         ticket = b"x-quintet-relay: 7.0"
         second = by_path(go_on=says(head(200, ticket), *rest))
@@ -204,10 +204,37 @@ def test_a_stream_of_messages_goes_on_elsewhere(is_killed: bool) -> None:
     run(story())
 
 
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_stream_of_responses_goes_on_elsewhere_under_its_name(is_killed: bool) -> None:
+    async def story() -> None:
+        begun = [
+            named("response.created", "0.1+0+1"),
+            named("response.output_text.delta", "1.5+3+0", 100),
+        ]
+        rest = [named("response.completed", "2e.9+6+4", 101, "c3-d4")]
+        ticket, name = b"x-quintet-relay: 7.1700000000.resp_ab12", "resp_ab12"
+        second = by_path(go_on=says(head(200, ticket), *rest))
+        leaves = b": withdrawn\nevent: response.failed\ndata: {}\n\n"
+        first = says(head(200, ticket), *begun, b"" if is_killed else leaves, cut=is_killed)
+        async with world(second, by_path(begin=first)) as w:
+            prefer(w, 1, 0)
+            told = await w.ask("/v1/responses", STREAM)
+            assert told.body == re.sub(rb": ids .*\n", b"", b"".join(begun + rest))
+            going = json.loads(w.ups[0].asked[-1]["body"])
+            assert (going["path"], going["position"], going["outputs"]) == (
+                "/v1/responses",
+                "1.5+3+0",
+                [[100]],
+            )
+            assert (going["seeds"], going["created"], going["name"]) == ([7], 1_700_000_000, name)
+
+    run(story())
+
+
 def test_another_error_of_a_stream_of_messages_is_its_clients() -> None:
     async def story() -> None:
         broken = LEAVES.replace(b"overloaded_error", b"api_error")
-        begun = of_messages("message_start", "0.0n")
+        begun = named("message_start", "0.0n")
         async with world(LOST, says(head(200, b"x-quintet-relay: 7.0"), begun, broken)) as w:
             prefer(w, 1, 0)
             assert (await w.ask("/v1/messages", STREAM)).body == begun + broken

@@ -98,6 +98,7 @@ class FakeEngine:
     is_supervisor_silent: bool = False
     fail_after: int | None = None
     """Fail requests after this many tokens."""
+    fails_with: ErrorCode = ErrorCode.INTERNAL
     silent_after: int | None = None
     """Say nothing more after this many tokens."""
     script: list[list[tuple[int, int, str]]] = field(default_factory=list)
@@ -184,7 +185,7 @@ class FakeEngine:
             return
         if self.fail_after == index:
             del self.live[submit.request_id]
-            self.deliver(Failed(submit.request_id, ErrorCode.INTERNAL, "The engine broke."))
+            self.deliver(Failed(submit.request_id, self.fails_with, "The engine broke."))
             return
         params = submit.spec.params
         ids = [submit.request_id + c for c in range(params.n)]

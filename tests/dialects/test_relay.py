@@ -74,7 +74,7 @@ def test_ids_go_on_behind_what_was_told(serve: Any) -> None:
     [
         (
             {"path": "/v1/embeddings"},
-            "of /v1/completions, /v1/chat/completions, /v1/messages, /inference/v1/generate can",
+            "of /v1/completions, /v1/chat/completions, /v1/messages, /inference/v1/generate, /v1/responses can",
         ),
         ({"position": "3"}, "2 tokens of choice 0, of which 3 were told"),
         ({"position": "1,1"}, "The position is"),

@@ -9,6 +9,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 
 PUT, GET, EXIST = 1, 2, 3
@@ -20,7 +21,8 @@ class StandIn:
 
     def __init__(self) -> None:
         self._door = socket.create_server(("127.0.0.1", 0))
-        self.url = f"lm://127.0.0.1:{self._door.getsockname()[1]}"
+        self.address = "127.0.0.1", self._door.getsockname()[1]
+        self.url = f"lm://127.0.0.1:{self.address[1]}"
         self.objects: dict[tuple[str, int], bytes | None] = {}
         """By model and hash. None: of one of which the content did not come whole."""
         self.codes = (200, 400)
@@ -29,6 +31,8 @@ class StandIn:
         """How many bytes it says to have of a content that did not come whole."""
         self.dies_behind: int | None = None
         """So many bytes of a content it sends, and is gone."""
+        self.pause_s = 0.0
+        """Before each answer."""
         self._open: set[socket.socket] = set()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -67,6 +71,7 @@ class StandIn:
                 code = self.codes[0 if key in self.objects else 1]
                 assert command in (GET, EXIST)
                 sent = 0 if command == EXIST else self.torn_bytes if found is None else len(found)
+                time.sleep(self.pause_s)
                 connection.sendall(ANSWER.pack(code, sent, form, dtype, sent, 0, 0, 0, place))
                 if command == GET and found is None:
                     break  # the real one errs here

@@ -104,9 +104,9 @@ def test_a_server_that_is_started_anew_is_an_error_once(server: StandIn) -> None
     barrier = threading.Barrier(4)
 
     def ask() -> None:
-        with store._connection() as connection:
-            connection.sendall(lmcache._order(lmcache.EXIST, NAMES[0]))
-            assert lmcache._read_answer(connection)[0] == lmcache.LACKING
+        with store._talk() as talk:
+            talk.say(lmcache._order(lmcache.EXIST, NAMES[0]))
+            assert talk.hear_answer()[0] == lmcache.LACKING
             barrier.wait()
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
@@ -118,6 +118,17 @@ def test_a_server_that_is_started_anew_is_an_error_once(server: StandIn) -> None
     with pytest.raises(ConnectionError):
         store.count(NAMES)
     assert store.count(NAMES) == 0 and store.put(NAMES[0], memoryview(CONTENT))
+    store.close()
+
+
+def test_a_server_that_says_little_at_a_time_holds_no_order_for_ever(server: StandIn) -> None:
+    """However soon each of its answers comes."""
+    store = lmcache.LmStore(*server.address, most_s=0.3)
+    server.pause_s = 0.05
+    with pytest.raises(TimeoutError):
+        store.count(NAMES[:100])
+    server.pause_s = 0.0
+    assert store.count(NAMES[:100]) == 0
     store.close()
 
 

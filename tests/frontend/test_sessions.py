@@ -12,7 +12,7 @@ import pytest
 
 from quintet.frontend.sessions import Batch, Sessions, Stream
 from quintet.wire import codec
-from quintet.wire.codec import pack_i32
+from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import (
@@ -416,6 +416,23 @@ def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down
         batches = await rest(running)
         assert "".join(d.text for b in batches for d in b.deltas if d.choice == 0) == "abc"
         assert running.error is None
+
+    run(story())
+
+
+@pytest.mark.parametrize("has_text", [False, True])
+def test_outputs_that_came_with_a_request_are_told_until_they_were(has_text: bool) -> None:
+    async def story() -> None:
+        world = World().follow()
+        rid = world.sessions.submit(PROMPT, params(), told=pack_i32([1, 2])).request_id
+        if has_text:
+            world.text([(rid, "abc", 0, 0, [1, 2, 3])], started=[rid])
+        world.seats[Role.DETOKENIZER, 0] = (2, SeatState.READY)
+        world.follow()
+        first, second = (submit.spec for submit in world.of(Submit))
+        assert (first.output_ids, first.num_seen) == (pack_i32([1, 2]), 0)
+        wanted = ([1, 2, 3], 3) if has_text else ([1, 2], 0)
+        assert (list(unpack_i32(second.output_ids)), second.num_seen) == wanted
 
     run(story())
 

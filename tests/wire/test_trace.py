@@ -98,6 +98,21 @@ def test_who_waits_outside_of_python_writes_when_told_and_at_the_end(tmp_path: P
     assert [event.name for event in read_trace(path).traceEvents][-1] == "plan"
 
 
+STARTS_ANOTHER = """
+import subprocess, sys
+from quintet.process.trace import Tracer
+from quintet.wire.ids import Role, WorkerId
+
+Tracer(WorkerId(Role.CORE, 0, 2), sys.argv[1]).write_beside()
+subprocess.run(["grep", "SigBlk", "/proc/self/status"], check=True)
+"""
+
+
+def test_what_a_traced_process_starts_hears_signals(tmp_path: Path) -> None:
+    told = subprocess.check_output([sys.executable, "-c", STARTS_ANOTHER, str(tmp_path)], text=True)
+    assert int(told.split()[1], 16) == 0
+
+
 def test_an_unknown_span_is_not_recorded_under_another_name(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
         Tracer(ME, tmp_path).span("plann", 1)

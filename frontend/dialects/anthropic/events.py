@@ -20,8 +20,9 @@ from quintet.frontend.dialects.answer import Output
 from quintet.frontend.dialects.anthropic.errors import error_body
 from quintet.frontend.dialects.channels import Channels
 from quintet.frontend.dialects.claims import Answer
-from quintet.frontend.dialects.openai.answer import encode_json, ids_comment
+from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.relay import ids_comment
 from quintet.frontend.exchange import Header
 from quintet.frontend.streams import Batch, Delta, Stream, pieces
 from quintet.wire.channels import Channel
@@ -152,13 +153,16 @@ def _input_of(arguments: str) -> object:
 class MessagesWriter:
     """Writes the events of one streamed answer (an `AnswerWriter`)."""
 
+    name, can_go_on = "", True
+    """See `quintet.frontend.dialects.relay.RelayedWriter`."""
+
     def __init__(
         self, answer: MessagesAnswer, stream_id: StreamId | None = None, position: Position | None = None
     ) -> None:
         """``stream_id``: events carry ids and go on after ``position``. Raises `RequestError` for one of another dialect."""
         self.stream_id = stream_id
         self.tells_ids = False
-        """Whether comments before the events tell their tokens: see `quintet.frontend.dialects.openai.relay`."""
+        """Whether comments before the events tell their tokens: see `quintet.frontend.dialects.relay`."""
         self.foretold: list[bytes] = []
         """Such comments, of tokens that were told before this writer's first event."""
         self.created: int | None = None

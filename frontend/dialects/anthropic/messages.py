@@ -16,9 +16,9 @@ from quintet.frontend.dialects.openai.chat import (
     checked_chat,
     parse_conversation,
 )
-from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.render import respond_rendered
 from quintet.frontend.dialects.openai.types import ChatBody
+from quintet.frontend.dialects.relay import behind, relaying
 from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service

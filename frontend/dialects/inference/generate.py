@@ -19,9 +19,9 @@ from quintet.frontend.dialects.openai.answer import (
 )
 from quintet.frontend.dialects.openai.completions import token_prompt
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
-from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.types import CompletionBody
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.relay import behind, relaying
 from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service

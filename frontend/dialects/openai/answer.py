@@ -16,6 +16,7 @@ from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.errors import error_body
 from quintet.frontend.dialects.openai.types import CompletionBody, GenerationBody
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.relay import ids_comment
 from quintet.frontend.exchange import Exchange, Header
 from quintet.frontend.streams import Batch, Delta, Stream
 from quintet.wire.config import ModelConfig
@@ -139,22 +140,6 @@ def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
     return b',"token_ids":' + (b"null" if token_ids is None else encode_json(list(token_ids)))
 
 
-TOLD_AT_ONCE = 1 << 15
-"""Tokens in a comment: nobody holds what is longer than an event may be."""
-
-
-def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
-    """Return the comment that tells whoever passes a stream on more tokens of a choice (`relay.py`)."""
-    return b": ids %d %b\n" % (index, encode_json(list(token_ids)))
-
-
-def told_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
-    """Return the comments that tell all tokens of a choice that were told before, whatever is known of them, each for itself."""
-    pieces = [token_ids[first : first + TOLD_AT_ONCE] for first in range(0, len(token_ids), TOLD_AT_ONCE)]
-    first = b": told %d %b\n\n" % (index, encode_json(list(pieces[0]) if pieces else []))
-    return [first, *(ids_comment(index, piece) + b"\n" for piece in pieces[1:])]
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
     """How a dialect spells one choice of a streamed chunk."""
@@ -181,6 +166,9 @@ class Shape:
 class ChunkWriter:
     """Writes the events of one streamed answer."""
 
+    name, can_go_on = "", True
+    """See `quintet.frontend.dialects.relay.RelayedWriter`."""
+
     def __init__(
         self,
         shape: Shape,
@@ -194,7 +182,7 @@ class ChunkWriter:
         self.streams_per_prompt = 1
         """As in `Submissions`."""
         self.tells_ids = False
-        """Whether comments before the events tell their tokens: see `relay.py`."""
+        """Whether comments before the events tell their tokens: see `quintet.frontend.dialects.relay`."""
         self.foretold: list[bytes] = []
         """Such comments, of tokens that were told before this writer's first event."""
         self.created: int | None = options.created

@@ -27,7 +27,6 @@ from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best
 from quintet.frontend.dialects.openai.handover import take_handover, with_params
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.recall import recall
-from quintet.frontend.dialects.openai.relay import behind, relaying
 from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, reading_of
 from quintet.frontend.dialects.openai.types import (
     ChatBody,
@@ -38,6 +37,7 @@ from quintet.frontend.dialects.openai.types import (
     Tool,
 )
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.relay import behind, relaying
 from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service

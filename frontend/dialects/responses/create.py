@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import secrets
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
+from quintet.frontend.begun import Begun
 from quintet.frontend.dialects.answer import Submissions, stream_answer, submit_all, whole_answer
 from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.openai import parse
@@ -15,6 +19,7 @@ from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.dialects.openai.chat import channels_of, checked_chat
 from quintet.frontend.dialects.openai.render import respond_rendered
 from quintet.frontend.dialects.openai.types import ChatBody
+from quintet.frontend.dialects.relay import behind, relaying
 from quintet.frontend.dialects.responses.background import note_request, run, start
 from quintet.frontend.dialects.responses.conversations import items_so_far
 from quintet.frontend.dialects.responses.events import ResponsesWriter, response_of_output
@@ -28,6 +33,7 @@ from quintet.frontend.dialects.responses.kept import (
 )
 from quintet.frontend.dialects.responses.output import CANCELLED, ResponsesAnswer, response_json
 from quintet.frontend.dialects.responses.parse import (
+    LOGPROBS,
     THEIR_NAMES,
     chat_body,
     conversation_of,
@@ -38,14 +44,16 @@ from quintet.frontend.dialects.responses.stored import tell_events
 from quintet.frontend.dialects.responses.types import InputItem, ResponsesBody
 from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
-from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseStore
+from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
 from quintet.frontend.service import Service
+from quintet.wire.codec import pack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt
-from quintet.wire.params import SamplingParams
+from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import Claim, Reading
 
 ID_BYTES = 24
+RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
@@ -85,7 +93,7 @@ async def responses(service: Service, exchange: Exchange) -> None:
         background=bool(body.background),
         streams=bool(body.background and body.stream),
     )
-    await service.responses.do(lambda file: file.begin(record))
+    is_new = await service.responses.do(functools.partial(_keep, record, exchange.begun))
     is_told = False
     try:
         if body.background:
@@ -94,16 +102,26 @@ async def responses(service: Service, exchange: Exchange) -> None:
             is_told = await _answer(service, exchange, asked)
     finally:
         if not is_told:
-            await _forget(service, exchange, asked)
+            await _forget(service, exchange, asked, is_new)
     if body.background and body.stream:
         await tell_events(service, exchange, record, 0)
     elif body.background:
         await exchange.respond(200, response_of(record))
 
 
+def _keep(record: Record, begun: Begun | None, file: ResponseFile) -> bool:
+    """Keep a response; return whether it was not kept yet: this server may be the one that was lost with it, and has its file."""
+    if begun is not None and file.find(record.id) is not None:
+        return False
+    file.begin(record)
+    return True
+
+
 async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> Asked:
     """Check a request, with the conversation that it goes on with."""
     config, store = service.config, service.responses
+    if exchange.begun is not None:
+        _check_begun(exchange.begun, body)
     is_kept = store.keeps and body.store is not False
     if body.background and not is_kept:
         why = "store is false" if store.keeps else "this server keeps none (--response-store-entries 0)"
@@ -124,9 +142,10 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
         parse.refuse_missing(chat)
     except RequestError as error:
         raise parse.renamed(error, THEIR_NAMES) from None
+    begun = exchange.begun
     options = AnswerOptions(
-        response_id=f"resp_{secrets.token_hex(ID_BYTES)}",
-        created=int(time.time()),
+        response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if begun is None else begun.name,
+        created=int(time.time()) if begun is None else begun.created,
         model=config.model.served_names[0],
         num_choices=1,
         logprobs=params.logprobs,
@@ -146,6 +165,25 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
     answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named)
     deadline_ns = parse.deadline_ns(chat, exchange)
     return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
+
+
+def _check_begun(begun: Begun, body: ResponsesBody) -> None:
+    """Refuse to go on with what cannot be. Raises `RequestError`."""
+    if RESPONSE_ID.fullmatch(begun.name) is None:
+        raise parse.invalid(
+            f"name is {shown(begun.name)}; it must be the response's id, as the header X-Quintet-Relay had it.",
+            "name",
+        )
+    if body.background:
+        raise parse.invalid(
+            "request is answered in the background, where that is: read its events by the response's id.",
+            "background",
+        )
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        raise parse.invalid(
+            "request asks for log-probabilities, which nobody has of tokens that were told: send it again to its path.",
+            "top_logprobs",
+        )
 
 
 async def _chat_of(
@@ -170,7 +208,14 @@ async def render_responses(service: Service, exchange: Exchange) -> None:
         raise parse.renamed(error, THEIR_NAMES) from None
 
 
-def _submit(service: Service, asked: Asked, exchange: Exchange, claim: Claim | None) -> Submissions:
+def _submit(
+    service: Service,
+    asked: Asked,
+    exchange: Exchange,
+    claim: Claim | None,
+    told: bytes = b"",
+    seeds: Sequence[int] = (),
+) -> Submissions:
     body = asked.body
     return submit_all(
         service,
@@ -183,6 +228,8 @@ def _submit(service: Service, asked: Asked, exchange: Exchange, claim: Claim | N
         claim=claim,
         reading=asked.reading,
         session=session_of(exchange, body.prompt_cache_key, body.user),
+        told=told,
+        seeds=seeds,
     )
 
 
@@ -190,10 +237,12 @@ async def _answer(service: Service, exchange: Exchange, asked: Asked) -> bool:
     """Answer a client that waits; return True: its answer has ended."""
     answer = asked.answer
     claim = claim_for(answer, service.config) if asked.body.stream else None
-    submissions = _submit(service, asked, exchange, claim)
+    seeds, position, begun = behind(exchange.begun, 1, 1)
+    told = begun[0][0] if begun else None
+    submissions = _submit(service, asked, exchange, claim, pack_i32(told[0]) if told else b"", seeds)
     if asked.body.stream:
-        writer = ResponsesWriter(answer, submissions.stream_id)
-        await stream_answer(service, exchange, submissions, writer, keep_end)
+        writer = ResponsesWriter(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions), keep_end)
         return True
     (output,) = await whole_answer(exchange, submissions)
     status, response = response_of_output(answer, output)
@@ -219,10 +268,10 @@ async def _answer_later(service: Service, exchange: Exchange, asked: Asked, reco
     return True
 
 
-async def _forget(service: Service, exchange: Exchange, asked: Asked) -> None:
+async def _forget(service: Service, exchange: Exchange, asked: Asked, is_new: bool) -> None:
     """Keep nothing of a response that nobody heard of; one whose client hung up is cancelled, unless it comes back."""
     response_id = asked.response_id
-    if not exchange.started:
+    if not exchange.started and is_new:
         await service.responses.do(lambda file: file.delete(response_id))
         return
     response = response_json(asked.answer.head, CANCELLED, [])

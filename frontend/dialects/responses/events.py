@@ -20,6 +20,7 @@ from quintet.frontend.dialects.answer import Output
 from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs
 from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.dialects.relay import WITHDRAWN, ids_comment
 from quintet.frontend.dialects.responses.output import (
     CALL,
     CANCELLED,
@@ -104,8 +105,18 @@ class ResponsesWriter:
         """``stream_id``: events carry ids. What a reader has who is at ``position`` is left out; the writer must be told
         the answer from its beginning all the same. Raises `RequestError` for a position of another dialect."""
         self.stream_id = stream_id
+        self.tells_ids = False
+        """Whether comments before the events tell their tokens: see `quintet.frontend.dialects.relay`."""
+        self.foretold: list[bytes] = []
+        """Such comments, of tokens that were told before this writer's first event."""
+        self.created: int | None = answer.options.created
+        self.name = answer.options.response_id
+        self.can_go_on = answer.options.logprobs is None
+        """The last event has the log-probabilities of all tokens, and nobody keeps them."""
         self._answer = answer
         self._position = position or Position(1)
+        self._num_known = self._position.counts[0] or 0
+        """Tokens whose comments the reader needs no more."""
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self._number, *seen = _state_of(self._position.note)
         self._seen = (seen[0], seen[1])
@@ -143,12 +154,17 @@ class ResponsesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt, with one choice."""
         self._frames = frames
+        if self.foretold:
+            frames += self.foretold
+            self.foretold = []
         if batch.started is not None and self._started is None:
             self._started = batch.started
             self._position.counts[0] = self._position.counts[0] or 0
             self._begin()
         for delta in batch.deltas:
             self._position.counts[0] = num_taken = stream.choices[0].num_taken
+            if self.tells_ids:
+                self._tell_ids(delta.token_ids, num_taken)
             if self._more and _is_more(delta):
                 if delta.text:
                     self._write_more(delta.text, num_taken)
@@ -156,6 +172,12 @@ class ResponsesWriter:
                 self._write_delta(delta)
             if delta.finish is not None:
                 self._finish(delta.finish, stream.num_output_tokens)
+
+    def _tell_ids(self, token_ids: Sequence[int], num_taken: int) -> None:
+        """Tell tokens, the last of which are ``num_taken``, but for those that the reader knows."""
+        num_new = min(len(token_ids), num_taken - self._num_known)
+        if num_new > 0:
+            self._frames.append(ids_comment(0, token_ids[-num_new:]))
 
     def _begin(self) -> None:
         begun = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
@@ -271,7 +293,8 @@ class ResponsesWriter:
         self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
         number, self._number = self._number, self._number + 1
         fields = {"sequence_number": number, "response": msgspec.Raw(self.response)}
-        return _frame("response.failed", fields)
+        is_withdrawn = self.tells_ids and error.code is ErrorCode.UNAVAILABLE
+        return (WITHDRAWN if is_withdrawn else b"") + _frame("response.failed", fields)
 
     def silence(self) -> bytes:
         """See `AnswerWriter.silence`."""

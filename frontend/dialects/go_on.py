@@ -1,8 +1,8 @@
 """POST /v1/streams: go on here with a stream that began at another server, which is lost.
 
-Whoever passed the stream on sends the request as it came, the seed and time that the response named, where its client is, and the
-tokens of every choice (`relay.py`). The answer goes on behind that as if nothing had happened, with the same text if the other
-server had the same model: tokens are what it is made of.
+Whoever passed the stream on sends the request as it came, the seed, time and name that the response told, where its client is,
+and the tokens of every choice (`relay.py`). The answer goes on behind that as if nothing had happened, with the same text if the
+other server had the same model: tokens are what it is made of.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.chat import chat_completions
 from quintet.frontend.dialects.openai.completions import completions
 from quintet.frontend.dialects.openai.errors import ERRORS
+from quintet.frontend.dialects.responses.create import responses
 from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Handler, Service
@@ -27,6 +28,7 @@ HANDLERS: dict[str, tuple[Handler, ErrorShape]] = {
     "/v1/chat/completions": (chat_completions, ERRORS),
     "/v1/messages": (messages, anthropic_errors.ERRORS),
     "/inference/v1/generate": (generate, ERRORS),
+    "/v1/responses": (responses, ERRORS),
 }
 """The requests whose streams can go on elsewhere, by path, and how their clients are told of errors."""
 
@@ -46,6 +48,8 @@ class GoOnBody(msgspec.Struct):
     seeds: list[int]
     """Of each prompt."""
     created: int
+    name: str = ""
+    """As the header X-Quintet-Relay had it behind them; empty where it had none."""
 
 
 class _Going(msgspec.Struct):
@@ -81,6 +85,8 @@ async def go_on(service: Service, exchange: Exchange) -> None:
         )
     for ids in body.outputs:
         check_token_ids(ids, service.config.model.vocab_size, "outputs")
-    exchange.take_over(bytes(body.request), Begun(body.position, body.outputs, body.seeds, body.created))
+    exchange.take_over(
+        bytes(body.request), Begun(body.position, body.outputs, body.seeds, body.created, body.name)
+    )
     handler, exchange.errors = HANDLERS[body.path]
     await handler(service, exchange)

@@ -11,14 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
+import msgspec
+
 from quintet.frontend.begun import Begun, Told
 from quintet.frontend.dialects.answer import Submissions
 from quintet.frontend.dialects.openai import parse
-from quintet.frontend.dialects.openai.answer import told_comments
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.exchange import Exchange
 
 RELAY_HEADER = "x-quintet-relay"
+TOLD_AT_ONCE = 1 << 15
+"""Tokens in a comment: nobody holds what is longer than an event may be."""
+WITHDRAWN = b": withdrawn\n"
+"""Before an event that ends a stream with an error, and has no status: another server can go on."""
+_encode = msgspec.json.Encoder().encode
 
 
 class RelayedWriter(Protocol):
@@ -31,9 +37,25 @@ class RelayedWriter(Protocol):
     """Such comments, of tokens that were told before this writer's first event."""
     created: int | None
     """When the answer began, in seconds since 1970; None where its events do not say."""
+    name: str
+    """What the answer is called, where the request does not say; else empty."""
+    can_go_on: bool
+    """Whether its tokens are enough for another server to go on."""
 
 
 WriterT = TypeVar("WriterT", bound=RelayedWriter)
+
+
+def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
+    """Return the comment that tells whoever passes a stream on more tokens of a choice."""
+    return b": ids %d %b\n" % (index, _encode(list(token_ids)))
+
+
+def told_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
+    """Return the comments that tell all tokens of a choice that were told before, whatever is known of them, each for itself."""
+    pieces = [token_ids[first : first + TOLD_AT_ONCE] for first in range(0, len(token_ids), TOLD_AT_ONCE)]
+    first = b": told %d %b\n\n" % (index, _encode(list(pieces[0]) if pieces else []))
+    return [first, *(ids_comment(index, piece) + b"\n" for piece in pieces[1:])]
 
 
 def relaying(
@@ -42,15 +64,18 @@ def relaying(
     submissions: Submissions,
     told: Iterable[tuple[int, Sequence[int]]] = (),
 ) -> WriterT:
-    """Have the events tell their tokens, and the response its seeds, if the client asks and can come back for the stream.
+    """Have the events tell their tokens, and the response its ticket, if the client asks and can come back for the stream.
 
+    The ticket is the seed of each prompt, when the answer began, and its name, if the request does not say that.
     told: choices and their tokens that an earlier connection was told. Who asks for the rest may know them or not.
     """
-    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None:
+    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_go_on:
         writer.tells_ids = True
         writer.foretold = [note for index, ids in told for note in told_comments(index, ids)]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
-        exchange.headers_out.append((RELAY_HEADER.encode(), f"{seeds}.{writer.created or 0}".encode()))
+        name = f".{writer.name}" if writer.name else ""
+        ticket = f"{seeds}.{writer.created or 0}{name}"
+        exchange.headers_out.append((RELAY_HEADER.encode(), ticket.encode()))
     return writer
 
 
