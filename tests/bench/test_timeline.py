@@ -1,0 +1,8 @@
+"""The picture of a step: of everything that processes note."""
+
+from bench.timeline.figure import COLOURS
+from quintet.process.trace import SPANS
+
+
+def test_every_span_has_a_colour() -> None:
+    assert COLOURS.keys() == SPANS.keys()
