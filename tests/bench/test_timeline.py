@@ -1,6 +1,7 @@
 """The picture of a step: of everything that processes note."""
 
 from bench.timeline.figure import COLOURS
+
 from quintet.process.trace import SPANS
 
 
