@@ -123,5 +123,26 @@ void fill_codes(const void* described, index_t begin, index_t end) {
   }
 }
 
+// Tables beside the codes that choose from them.
+void fill_tables(const void* described, index_t begin, index_t end) {
+  const TablesCall& call = *(const TablesCall*)described;
+  const Weight& weight = *call.codes.weight;
+  const auto report = [&](Problem problem) { __atomic_or_fetch(call.problems, std::uint32_t(problem), __ATOMIC_RELAXED); };
+  for (index_t i = begin; i < end; ++i) {
+    const index_t tile = call.codes.first_tile + i;
+    const Rows rows = rows_of(call.codes, tile);
+    char* const memory = weight.memory + tile * weight.tile_bytes;
+    if (put_codes(weight, rows, memory, 0, weight.depth, 0) > 15) report(Problem::code);
+    for (index_t lane = 0; lane < kTileColumns; ++lane) {
+      if (!rows.of[lane]) continue;
+      const float* const table = call.tables + (column_of(weight, tile, lane) - call.codes.first) * 16;
+      for (int n = 0; n < 16; ++n)
+        if (!is_finite(table[n])) report(Problem::scale);
+      ((float*)memory)[lane] = 1.0f;
+      std::memcpy(table_at(memory, lane), table, 16 * sizeof(float));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace qt::QT_ISA

@@ -87,7 +87,7 @@ QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v&
 
 // The head of a block, and where the codes of a k begin: its block's, or those of its step.
 QT_INLINE char* head_at(const Weight& weight, char* tile, index_t block) {
-  return tile + kTileColumns * 4 + block * weight.block_bytes;
+  return tile + weight.tile_head + block * weight.block_bytes;
 }
 QT_INLINE char* codes_at(const Weight& weight, char* tile, index_t k) {
   const CodeStep step = step_of(weight.codes);
@@ -182,12 +182,17 @@ class Reader {
   // k [begin, begin + count) of one group.
   void read(index_t begin, index_t count, float* out) const {
     const index_t block = begin / weight_.block, in_block = begin % weight_.block, group = in_block / in_group();
-    const char* const head = tile_ + kTileColumns * 4 + block * weight_.block_bytes;
+    const char* const head = tile_ + weight_.tile_head + block * weight_.block_bytes;
     const ScalesOfLane of = scales_of_lane(weight_, head, group, lane_);
     const float column = ((const float*)tile_)[lane_], scale = of.scale * column, minimum = of.minimum * column;
     const unsigned char* const codes = (const unsigned char*)head + weight_.head_bytes;
     const bool has_zero = weight_.scales == Scales::half_zero || weight_.scales == Scales::single_zero;
     const bool has_minimum = shifts(weight_.scales) && !has_zero;
+    if (weight_.values == Values::tables) {
+      const float* const table = table_at(tile_, lane_);
+      for (index_t i = 0; i < count; ++i) out[i] = table[code_at(weight_, codes, lane_, in_block + i)];
+      return put_outliers_of_lane(begin, count, out);
+    }
     if (weight_.values != Values::integer) {
       for (index_t i = 0; i < count; ++i)
         out[i] = number_of(weight_.values, code_at(weight_, codes, lane_, in_block + i)) * scale;
@@ -200,6 +205,19 @@ class Reader {
   }
 
  private:
+  void put_outliers_of_lane(index_t begin, index_t count, float* out) const {
+    const Outliers& outliers = weight_.outliers;
+    const index_t tile = (tile_ - weight_.memory) / weight_.tile_bytes;
+    for (index_t k = begin / kOutlierDepth * kOutlierDepth; outliers.begins && k < begin + count; k += kOutlierDepth) {
+      const std::uint32_t* const run = outliers.begins + outlier_run(weight_, tile, k, lane_);
+      for (std::uint32_t i = run[0]; i < run[1]; ++i) {
+        const Outlier its = outliers.numbers[i];
+        const index_t at = k + its.k - begin;
+        if (its.lane == lane_ && at >= 0 && at < count) out[at] = its.number;
+      }
+    }
+  }
+
   const Weight& weight_;
   const char* const tile_;
   const index_t lane_;
