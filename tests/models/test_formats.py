@@ -328,6 +328,17 @@ def test_the_packed_cache_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
         load(ours, packed_cache=str(tmp_path / "cache"))
 
 
+def test_it_keeps_tables_and_outliers_and_dummies_have_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
+    first = alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS)
+    monkeypatch.delattr("quintet.executor.quant.fill.fill_tables")  # nothing is filled
+    assert alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS).bits == first.bits
+    monkeypatch.undo()
+    check_dummies(ours)
+
+
 def change(folder: Path, change_card: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:
     """Change a checkpoint; None takes a tensor away."""
     path = folder / "config.json"

@@ -40,8 +40,8 @@ class SqueezeLlm:
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
-        nothing = dict.fromkeys((self.mark, *SPARSE), 0.0)
-        return total_bytes(contents, {"qweight": dtype_bytes * 8 / self.bits} | nothing)
+        growth = dict.fromkeys(SPARSE, 0.0) | {"qweight": 4 / self.bits, self.mark: 16 / (1 << self.bits)}
+        return total_bytes(contents, growth | {"vals": 2.0, "full_rows": 2.0})
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -50,10 +50,13 @@ class SqueezeLlm:
         if layer.depth * self.bits % 32:
             layer.refuse(f"columns of {self.bits} bits must fill whole words of 32 in SqueezeLLM's tensors")
         sparse = {ending: layer.entry(ending) for ending in SPARSE}
-        stored = [
-            Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
-            Stored(self.mark, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
-        ]
+        outliers, stored = (
+            0,
+            [
+                Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
+                Stored(self.mark, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
+            ],
+        )
         for first, others in (("rows", ("cols", "vals")), ("full_rows", ("full_row_indices",))):
             entry, together = sparse[first], [sparse[each] for each in others]
             if entry is None:
@@ -63,6 +66,7 @@ class SqueezeLlm:
                     f"the checkpoint has outliers in {first!r}, and none in {others[together.index(None)]!r}"
                 )
             count = together[-1].shape[:1] if together[-1] is not None else ()
+            outliers += sum(count) if first == "rows" else layer.depth * sum(count)
             stored.append(
                 Stored(
                     first, (layer.rows + 1,) if first == "rows" else (layer.depth, *count), (SPARSE[first],)
@@ -74,6 +78,7 @@ class SqueezeLlm:
             codes=Packing(self.bits, "depth", transposed=True),
             group=0,
             row_tables=True,
+            outliers=outliers,
             decoder="quintet.executor.quant.decode_squeezellm:decode",
         )
 
