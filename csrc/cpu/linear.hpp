@@ -7,7 +7,7 @@
 //   integers     float column_scale[64]
 //                then for each block of k: its head, which has the scales (Scales), and its codes (Codes)
 //   tables       float column_scale[64], all 1; float table[64][16], which the codes of a column choose from
-//                then the codes: one block after another of a line each
+//                then the codes, in blocks of 128 k: see linear_tables.hpp
 //
 // Codes of 8 and 4 bits are in lines [64][4] of bytes, one for 4 or 8 k: of a column's four bytes k 0..3 are all, or the low
 // halves, 4..7 the high ones. Others are in steps of several lines, for each bit of a code above the fourth, or second, planes of
@@ -72,7 +72,7 @@ constexpr bool shifts(Scales scales) {
          scales == Scales::nibbles || scales == Scales::single_zero || scales == Scales::single_shift;
 }
 
-// A number in the place of the one that its column's table has for it.
+// What is added to a number that its column's table has.
 struct Outlier {
   std::uint16_t k, lane;  // of a run; of a tile
   float number;
@@ -80,7 +80,7 @@ struct Outlier {
 
 // Runs of them: those of one tile, of kOutlierDepth k and kOutlierColumns lanes, side by side; see outlier_run. Behind the tiles
 // in memory, runs' begins first.
-inline constexpr index_t kOutlierDepth = 256, kOutlierColumns = 8;
+inline constexpr index_t kOutlierDepth = 256, kOutlierColumns = 16;
 struct Outliers {
   std::uint32_t* begins;  // of all runs, and the end; null: there are no outliers
   Outlier* numbers;
@@ -237,6 +237,7 @@ struct PackKernels {
 
 QT_DECLARE_KERNELS(LinearKernels, float_linear)
 QT_DECLARE_KERNELS(LinearKernels, integer_linear)
+QT_DECLARE_KERNELS(LinearKernels, tables_linear)
 QT_DECLARE_KERNELS(PackKernels, pack)
 
 }  // namespace qt

@@ -89,7 +89,8 @@ bool describe_integers(const Form& form, index_t group, Weight& weight) {
   const CodeStep step = step_of(weight.codes);
   const auto codes_bytes = [&](index_t k) { return rounded_up(k, step.k) / step.k * step.bytes; };
   weight.block_bytes = weight.head_bytes + codes_bytes(weight.block);
-  const index_t in_last = weight.depth - (weight.blocks - 1) * weight.block;
+  const index_t left = weight.depth - (weight.blocks - 1) * weight.block;
+  const index_t in_last = form.values == Values::tables ? weight.block : left;
   weight.tile_bytes =
       weight.tile_head + (weight.blocks - 1) * weight.block_bytes + weight.head_bytes + codes_bytes(in_last);
   return true;

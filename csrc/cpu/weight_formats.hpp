@@ -66,7 +66,7 @@ inline constexpr Form kForms[] = {
     {Codes::eight, Scales::single, 0, 0},                        // INT8_SINGLE
     {Codes::four, Scales::single_zero, 0, 0},                    // INT4_SINGLE_ZEROS
     {Codes::eight, Scales::single_zero, 0, 0},                   // INT8_SINGLE_ZEROS
-    {Codes::four, Scales::column, 0, 8, nullptr, Values::tables},  // TABLES
+    {Codes::four, Scales::column, 0, 128, nullptr, Values::tables},  // TABLES
 };
 
 // What the numbers of a checkpoint are that the packed form does not hold; see qt_weight_fill_codes.

@@ -1,7 +1,7 @@
-// Numbers of a weight of tables that its tables do not have: a checkpoint's sparse outliers, and its whole rows.
+// What is added to some numbers of a weight of tables: a checkpoint's sparse outliers, and its whole rows.
 //
-// They lie behind the weight's tiles in the caller's memory, in runs (linear.hpp), each by k and then by lane. Kernels put a run's
-// numbers in the place of those that codes chose, so nothing is added, and no order matters.
+// They lie behind the weight's tiles in the caller's memory, in runs (linear.hpp), each by k and then by lane; of one place as they
+// came. Kernels multiply them with x after what codes chose, in that order (linear_tables.cpp).
 #include <algorithm>
 #include <vector>
 
@@ -69,7 +69,7 @@ QT_EXPORT void qt_weight_set_outliers(qt::Weight* weight, void* memory, index_t 
 }
 
 // Makes these all outliers of columns [first, first + count): of column first + i those from begins[i] to begins[i + 1], whose k are
-// `inputs`; of several at one place the last holds. Returns 1; 0, and changes nothing, where there is no room for them, or no such k.
+// `inputs`; of several at one place all. Returns 1; 0, and changes nothing, where there is no room for them, or no such k.
 QT_EXPORT int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, const std::int64_t* begins,
                                       const std::int64_t* inputs, const float* numbers) {
   qt::Outliers& outliers = weight->outliers;

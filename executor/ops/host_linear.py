@@ -58,7 +58,7 @@ class WeightFormat(IntEnum):
     INT4_SINGLE_ZEROS = 24
     INT8_SINGLE_ZEROS = 25
     TABLES = 26
-    """4 bits that choose from 16 numbers in fp32, which each output has for itself; and outliers, which no table has."""
+    """4 bits that choose from 16 numbers in fp32, which each output has for itself, and outliers that are added to some."""
 
     @property
     def is_float(self) -> bool:

@@ -1,4 +1,4 @@
-"""Codes that choose from a table of each output on their way into packed weights, and outliers, which no table has.
+"""Codes that choose from a table of each output on their way into packed weights, and outliers, which are added to some numbers.
 
 Owns what `WeightFormat.TABLES` is filled with; the kernels are those of `quintet.executor.ops.packed_weight`.
 """
@@ -18,12 +18,12 @@ TABLE_SIZE = 16
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """Numbers of rows that are others than what their codes choose."""
+    """What is added to numbers of rows that codes choose."""
 
     begins: torch.Tensor
     """int64 ``[rows + 1]``: which of them each row has."""
     inputs: torch.Tensor
-    """int64 ``[count]``: the places in their rows."""
+    """int64 ``[count]``: the places in their rows; a place may have several."""
     numbers: torch.Tensor
     """fp32 ``[count]``."""
 
@@ -33,10 +33,10 @@ class Outliers:
         first, last = int(begins[0]), int(begins[-1])
         return Outliers(begins - first, self.inputs[first:last], self.numbers[first:last])
 
-    def put(self, matrix: torch.Tensor) -> None:
-        """Write them to their places in ``matrix [rows, depth]``."""
-        places = torch.repeat_interleave(torch.arange(len(matrix)), self.begins.diff())
-        matrix[places, self.inputs] = self.numbers
+    def add_to(self, matrix: torch.Tensor) -> None:
+        """Add them to their places in ``matrix [rows, depth]``."""
+        places = torch.repeat_interleave(torch.arange(len(matrix)), self.begins.diff()), self.inputs
+        matrix.index_put_(places, self.numbers, accumulate=True)
 
 
 def fill_tables(
@@ -49,8 +49,8 @@ def fill_tables(
     """Pack ``codes [count, depth]``, uint8, into the columns from ``first_column`` on, as `WeightFormat.TABLES` has them.
 
     tables: float32 ``[count, 16]``. outliers: of these columns; None: there are none. `PackedWeight.read` gives
-    ``tables[row, code]``, and the outliers. Raises `PackedWeightError` for codes above 15, numbers that are not finite, and more
-    outliers than the weight has room for.
+    ``tables[row, code]``, and outliers added to it in fp32; products have a term for each. Raises `PackedWeightError` for codes
+    above 15, numbers that are not finite, and more outliers than the weight has room for.
     """
     count = codes.shape[0]
     if not weight.format.has_tables:

@@ -42,7 +42,7 @@ class Coded:
     row_tables: torch.Tensor | None = None
     """fp32 ``[rows, 16]``: the number that each code means in a row. Scales are 1."""
     outliers: Outliers | None = None
-    """What rows have in the place of some of these."""
+    """What is added to some of these."""
 
     def rows(self, some: range) -> Coded:
         """Return some of the rows."""
@@ -67,7 +67,7 @@ class Coded:
         if self.row_tables is not None:
             numbers = self.row_tables.gather(1, self.codes.long())
             if self.outliers is not None:
-                self.outliers.put(numbers)
+                self.outliers.add_to(numbers)
             return numbers
         if self.table is not None:
             values = self.table.to(self.codes.device)[self.codes.int()]

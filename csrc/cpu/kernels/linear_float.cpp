@@ -27,8 +27,7 @@
 namespace qt::QT_ISA {
 namespace {
 
-static_assert(kPiece % 8 == 0 && kPiece % kLanes == 0);  // whole lines of codes, and vectors of k of them
-static_assert(kPiece == kOutlierDepth);
+static_assert(kPiece % 8 == 0);  // whole lines of codes
 
 constexpr index_t kDirectRows = 36;  // rows for which weights are widened in registers, by each unit
 
@@ -96,10 +95,9 @@ void widen_singles(const Element* weight, index_t depth, index_t block, float* o
     for (index_t c = 0; c < block; c += kLanes) store(out + c, load(weight + c));
 }
 
-// `depth` k of a tile's `block` columns as fp32 [k][block]. weight: where those from `begin` on are stored.
-void widen_block(const Weight& of, index_t tile, index_t begin, const char* weight, index_t depth, index_t column, index_t block,
-                 float* out) {
-  if (is_coded(of)) return widen_codes(of, tile, begin, weight, depth, column, block, out);
+// `depth` k of a tile's `block` columns as fp32 [k][block].
+void widen_block(const Weight& of, const char* weight, index_t depth, index_t column, index_t block, float* out) {
+  if (is_coded(of)) return widen_codes(of, weight, depth, column, block, out);
   if (of.format == Dtype::fp16) return widen_singles((const fp16*)weight + column, depth, block, out);
   if (of.format == Dtype::fp32) return widen_singles((const float*)weight + column, depth, block, out);
   weight += column * 4;
@@ -150,7 +148,7 @@ Ahead ahead_of_block(const char* next, index_t steps, index_t step_bytes, index_
 
 const char* memory_at(const Weight& weight, index_t tile, index_t k) {
   const Stored stored = stored_of(weight);
-  const char* const begin = weight.memory + tile * weight.tile_bytes + (is_coded(weight) ? weight.tile_head : 0);
+  const char* const begin = weight.memory + tile * weight.tile_bytes + (is_coded(weight) ? kTileColumns * 4 : 0);
   return begin + k / stored.k * stored.bytes;
 }
 
@@ -195,7 +193,7 @@ void multiply_slices(const LinearCall& call, const LinearItem& item, const char*
     for (index_t place = 0; place < width; place += block) {
       const index_t column = column_of(item, place);
       if (!whole) ahead = ahead_of_block(next, next_steps, stored.bytes, column, block, units.count);
-      if (widens) widen_block(weight, item.tile, begin, piece, depth, column, block, buffers.weights);
+      if (widens) widen_block(weight, piece, depth, column, block, buffers.weights);
       unit.weight = widens ? (const char*)buffers.weights : piece + column * (stored.bytes / kTileColumns);
       for (index_t u = 0; u < units.count; ++u) {
         const index_t row = units.begin(u), at = row * kTileColumns + column;

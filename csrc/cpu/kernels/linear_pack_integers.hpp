@@ -12,6 +12,7 @@
 
 #include "linear_codes.hpp"
 #include "linear_pack.hpp"
+#include "linear_tables.hpp"
 #include "linear_values.hpp"
 
 namespace qt::QT_ISA {
@@ -181,6 +182,7 @@ class Reader {
   index_t in_group() const { return weight_.group != kWholeDepth ? weight_.group : weight_.depth; }
   // k [begin, begin + count) of one group.
   void read(index_t begin, index_t count, float* out) const {
+    if (weight_.values == Values::tables) return read_tables(begin, count, out);
     const index_t block = begin / weight_.block, in_block = begin % weight_.block, group = in_block / in_group();
     const char* const head = tile_ + weight_.tile_head + block * weight_.block_bytes;
     const ScalesOfLane of = scales_of_lane(weight_, head, group, lane_);
@@ -188,11 +190,6 @@ class Reader {
     const unsigned char* const codes = (const unsigned char*)head + weight_.head_bytes;
     const bool has_zero = weight_.scales == Scales::half_zero || weight_.scales == Scales::single_zero;
     const bool has_minimum = shifts(weight_.scales) && !has_zero;
-    if (weight_.values == Values::tables) {
-      const float* const table = table_at(tile_, lane_);
-      for (index_t i = 0; i < count; ++i) out[i] = table[code_at(weight_, codes, lane_, in_block + i)];
-      return put_outliers_of_lane(begin, count, out);
-    }
     if (weight_.values != Values::integer) {
       for (index_t i = 0; i < count; ++i)
         out[i] = number_of(weight_.values, code_at(weight_, codes, lane_, in_block + i)) * scale;
@@ -205,7 +202,13 @@ class Reader {
   }
 
  private:
-  void put_outliers_of_lane(index_t begin, index_t count, float* out) const {
+  void read_tables(index_t begin, index_t count, float* out) const {
+    const float* const table = table_at(tile_, lane_);
+    for (index_t k = begin; k < begin + count; ++k) {
+      std::uint32_t word;
+      std::memcpy(&word, line_at(weight_, tile_, k / kTableBlock, lane_) + word_of(k) * 4, sizeof word);
+      out[k - begin] = table[word >> shift_of(k) & 15];
+    }
     const Outliers& outliers = weight_.outliers;
     const index_t tile = (tile_ - weight_.memory) / weight_.tile_bytes;
     for (index_t k = begin / kOutlierDepth * kOutlierDepth; outliers.begins && k < begin + count; k += kOutlierDepth) {
@@ -213,7 +216,7 @@ class Reader {
       for (std::uint32_t i = run[0]; i < run[1]; ++i) {
         const Outlier its = outliers.numbers[i];
         const index_t at = k + its.k - begin;
-        if (its.lane == lane_ && at >= 0 && at < count) out[at] = its.number;
+        if (its.lane == lane_ && at >= 0 && at < count) out[at] += its.number;
       }
     }
   }

@@ -1,4 +1,4 @@
-// Codes that stand for floating-point numbers: fp8 (e4m3), and what 4 bits choose from a table, of all columns or of one (Values).
+// Codes that stand for floating-point numbers: fp8 (e4m3), and what 4 bits choose from a table (Values).
 #pragma once
 
 #include "linear_codes.hpp"
@@ -51,62 +51,8 @@ void widen_codes_as(const Weight& weight, const char* head, index_t depth, index
     }
 }
 
-// The table of a lane.
-QT_INLINE float* table_at(char* tile, index_t lane) { return (float*)(tile + kTileColumns * 4) + lane * 16; }
-QT_INLINE const float* table_at(const char* tile, index_t lane) { return (const float*)(tile + kTileColumns * 4) + lane * 16; }
-
-// Where a column's word of a line has each k.
-alignas(64) constexpr std::int32_t kBitsOfWord[16] = {0, 8, 16, 24, 4, 12, 20, 28, 0, 8, 16, 24, 4, 12, 20, 28};
-
-// Lanes from the eighth on are the other's.
-QT_INLINE i32v with_upper_lanes(i32v lanes, i32v other) {
-  i32v upper{};
-  for (int i = 8; i < kLanes; ++i) upper[i] = -1;
-  return upper ? other : lanes;
-}
-
-// Tables of a tile's columns. A vector of k of one column chooses from its table, which is in a register or two; so many columns are
-// turned over then. Whole lines, and whole vectors of k: `out` has room for them.
-void widen_tables(const char* tile, const char* line, index_t depth, index_t column, index_t block, float* out) {
-  constexpr index_t in_line = 8, together = kLanes > in_line ? kLanes : in_line;  // k
-  for (index_t k = 0; k < depth; k += together, line += together / in_line * kCodeLine, out += together * block) {
-    const char* const second = depth - k > in_line ? line + kCodeLine : line;  // where a vector is two lines
-    for (index_t c = 0; c < block; c += kLanes) {
-      __builtin_prefetch(line + kWidenAhead + (column + c) * 4, 0, 3);
-      if (kLanes > in_line) __builtin_prefetch(line + kWidenAhead + kCodeLine + (column + c) * 4, 0, 3);
-      for (index_t from = 0; from < together; from += kLanes) {
-        const u32v shifts = (u32v)load_bits(kBitsOfWord + from);
-        i32v turned[kLanes];
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) {
-          i32v words = spread_word(line + (column + c + i) * 4);
-          if constexpr (kLanes > in_line) words = with_upper_lanes(words, spread_word(second + (column + c + i) * 4));
-          turned[i] = as_bits(look_up(table_at(tile, column + c + i), (i32v)((u32v)words >> shifts) & 15));
-        }
-        transpose(turned);
-#pragma GCC unroll 16
-        for (int i = 0; i < kLanes; ++i) store(out + (from + i) * block + c, as_float(turned[i]));
-      }
-    }
-  }
-}
-
-// Outliers among the numbers of a tile's `block` columns, of the piece of k that begins at `k`.
-void put_outliers(const Weight& weight, index_t tile, index_t k, index_t column, index_t block, float* out) {
-  const Outliers& outliers = weight.outliers;
-  if (!outliers.begins) return;
-  const std::uint32_t* const runs = outliers.begins + outlier_run(weight, tile, k, column);
-  const Outlier* const end = outliers.numbers + runs[block / kOutlierColumns];
-  for (const Outlier* its = outliers.numbers + runs[0]; its < end; ++its) out[its->k * block + its->lane - column] = its->number;
-}
-
-// `depth` k of a tile's `block` columns, from a block's head on, which is at `begin`, as fp32 [k][block].
-void widen_codes(const Weight& weight, index_t tile, index_t begin, const char* head, index_t depth, index_t column, index_t block,
-                 float* out) {
-  if (weight.values == Values::tables) {
-    widen_tables(weight.memory + tile * weight.tile_bytes, head, depth, column, block, out);
-    return put_outliers(weight, tile, begin, column, block, out);
-  }
+// `depth` k of a tile's `block` columns, from a block's head on, as fp32 [k][block].
+void widen_codes(const Weight& weight, const char* head, index_t depth, index_t column, index_t block, float* out) {
   for (index_t k = 0; k < depth; k += weight.block, head += weight.block_bytes, out += weight.block * block) {
     const index_t count = depth - k < weight.block ? depth - k : weight.block;
     if (weight.values == Values::fp8) widen_codes_as<Values::fp8>(weight, head, count, column, block, out);

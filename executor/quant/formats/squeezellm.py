@@ -21,6 +21,10 @@ from quintet.wire.config import Quantization
 
 SPARSE = {"rows": "I32", "cols": "I32", "vals": "F32", "full_rows": "F32", "full_row_indices": "I32"}
 """Endings of a layer's outliers, with their number formats."""
+BLOCK = 128
+"""Inputs whose codes, of 4 bits, lie together in memory: rows are whole blocks."""
+TABLE_BYTES = 68
+"""Of an output in memory: 16 numbers in fp32, and a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,13 @@ class SqueezeLlm:
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
-        growth = dict.fromkeys(SPARSE, 0.0) | {"qweight": 4 / self.bits, self.mark: 16 / (1 << self.bits)}
-        return total_bytes(contents, growth | {"vals": 2.0, "full_rows": 2.0})
+        kept = dict.fromkeys((*SPARSE, "qweight", self.mark), 0.0) | {"vals": 2.0, "full_rows": 2.0}
+        total = total_bytes(contents, kept)
+        for name, entry in contents.items():
+            if name.endswith(".qweight") and len(entry.shape) == 2:
+                words, rows = entry.shape
+                total += rows * (-(-words * 32 // (BLOCK * self.bits)) * BLOCK // 2 + TABLE_BYTES)
+        return total
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
