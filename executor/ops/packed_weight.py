@@ -62,10 +62,10 @@ class PackedWeight:
         outliers: int = 0,
     ) -> None:
         self._handle: int | None = None
-        if depth % leaves or leaves not in LEAVES or (leaves > 1 and paired):
+        if depth % leaves or leaves not in LEAVES or (leaves > 1 and (paired or weight_format.has_tables)):
             raise PackedWeightError(
                 f"no packed weight [{columns}, {depth}] in {leaves} leaves, paired {paired}: there are 1, 2, 4 or 8, which"
-                " divide the depth; 1 of paired columns"
+                " divide the depth; 1 of paired columns, and of tables"
             )
         leaf_depth = depth // leaves
         size_bytes = (
@@ -78,8 +78,8 @@ class PackedWeight:
                 "16, 32, 64 or 128 for int4, with zero points and of coded floats; 0 for GGUF's formats and fp4, and their "
                 "depth whole blocks"
             )
-        if outliers and not (weight_format.has_tables and leaves == 1):
-            raise PackedWeightError(f"outliers of a {weight_format.name} weight in {leaves} leaves")
+        if outliers and not weight_format.has_tables:
+            raise PackedWeightError(f"outliers of a {weight_format.name} weight, which has no tables")
         tiles_bytes = size_bytes
         size_bytes += library.weight_outlier_bytes(columns, depth, int(paired), outliers)
         if memory is None:

@@ -178,10 +178,12 @@ def test_what_is_not_held_is_refused() -> None:
         weight.fill_codes(codes, torch.ones(64, 1))
     with pytest.raises(PackedWeightError, match="8-bit activations"):
         weight.linear(torch.zeros(1, 128), int8_activations=True)
-    with pytest.raises(PackedWeightError, match="outliers of a INT8 weight"):
+    with pytest.raises(PackedWeightError, match="outliers of a INT8 weight, which has no tables"):
         PackedWeight(kernels(), WeightFormat.INT8, 64, 128, outliers=1)
     with pytest.raises(PackedWeightError, match="with group 32"):
         PackedWeight(kernels(), WeightFormat.TABLES, 64, 128, group=32)
+    with pytest.raises(PackedWeightError, match="2 leaves"):
+        PackedWeight(kernels(), WeightFormat.TABLES, 64, 256, leaves=2)
     none = PackedWeight(kernels(), WeightFormat.TABLES, 64, 128)
     with pytest.raises(PackedWeightError, match="room for 0"):
         fill_tables(none, codes, tables, outliers)

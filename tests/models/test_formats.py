@@ -94,6 +94,7 @@ MORE_FORMATS: dict[str, Written] = {
         "nv_fp", 4, quantized.four_bit_floats(16, global_scale="weight_global_scale")
     ),
     "squeezellm": tools.squeezellm(4),
+    "squeezellm, tables alone": tools.squeezellm(3, outliers=False),
     "torchao": tools.torchao("Int8WeightOnlyConfig"),
     "torchao, 4 bits": tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False),
     "torchao, fp8": tools.torchao("Float8WeightOnlyConfig"),
@@ -206,7 +207,7 @@ KINDS = {
 }
 BITNET = transformers.BitNetConfig(**SETTINGS)  # type: ignore[arg-type]
 KINDS_OF_MORE = {
-    "experts": (EXPERTS, ("hqq", "quark, fp4", "torchao")),
+    "experts": (EXPERTS, ("hqq", "quark, fp4", "torchao", "squeezellm", "squeezellm, tables alone")),
     "fused": (FUSED, ("squeezellm", "quark, uint4")),
     "bitnet": (BITNET, ("bitnet",)),
 }
