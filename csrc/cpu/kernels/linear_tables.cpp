@@ -24,8 +24,8 @@ namespace qt::QT_ISA {
 namespace {
 
 constexpr index_t kPiece = kOutlierDepth;
-constexpr index_t kAhead = 2 * kTableBlock * kTileColumns / 2;  // bytes: a piece
-constexpr int kVectors = int(kWordsOfLine) / kLanes;            // of a line
+constexpr index_t kAhead = kPiece * kTileColumns / 2;  // bytes: a piece
+constexpr int kVectors = int(kWordsOfLine) / kLanes;   // of a line
 #if defined(__AVX512F__)
 constexpr int kUnitRows = 12;
 constexpr int columns_of(int rows) { return rows == 1 ? 8 : rows <= 4 ? 4 : 2; }
@@ -33,7 +33,7 @@ constexpr int columns_of(int rows) { return rows == 1 ? 8 : rows <= 4 ? 4 : 2; }
 constexpr int kUnitRows = 3;
 constexpr int columns_of(int rows) { return rows == 1 ? 4 : 2; }
 #endif
-static_assert(kPiece == kOutlierDepth && kOutlierColumns % columns_of(1) == 0);
+static_assert(kOutlierColumns % columns_of(1) == 0 && kWordsOfLine % kLanes == 0);
 
 // A thread's.
 struct alignas(64) Buffers {
