@@ -30,6 +30,7 @@ from bench.kernels.limits import Limits, Multiply
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.huge_pages import HugePages
+from quintet.executor.ops.packed_tables import TABLE_SIZE, Outliers, fill_tables
 from quintet.executor.ops.packed_weight import PackedWeight
 
 SHAPES = {
@@ -68,6 +69,8 @@ class Format:
     multiply: tuple[Multiply, ...]
     passes: int = 1
     """Multiplications of the limit's kind that each weight takes."""
+    outliers: float = 0.0
+    """Which share of the numbers are outliers, beside tables."""
 
     @property
     def has_blocks(self) -> bool:
@@ -86,6 +89,9 @@ FORMATS = {
     "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, False, BYTES, 2),
     "gptq": Format(WeightFormat.INT4_ZEROS, 128, torch.bfloat16, False, BYTES, 2),
     "hqq": Format(WeightFormat.INT4_SINGLE_ZEROS, 64, torch.bfloat16, False, BYTES, 2),
+    "nf4": Format(WeightFormat.NF4, 64, torch.bfloat16, False, (Multiply.FLOATS,)),
+    "squeezellm": Format(WeightFormat.TABLES, 0, torch.bfloat16, False, (Multiply.FLOATS,), outliers=0.0045),
+    "tables": Format(WeightFormat.TABLES, 0, torch.bfloat16, False, (Multiply.FLOATS,)),
     "q8_0": Format(WeightFormat.INT8, 32, torch.bfloat16, False, BYTES, 2),
     "q4_0": Format(WeightFormat.INT4, 32, torch.bfloat16, False, BYTES, 2),
 } | {
@@ -93,7 +99,8 @@ FORMATS = {
     for name in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4")
 }
 USUAL = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
-"""What is measured unless others are asked for. gptq, hqq: 4 bits with zero points, of bytes and of fp32; others are GGUF's."""
+"""What is measured unless others are asked for. gptq, hqq: 4 bits with zero points, of bytes and of fp32; tables: those of
+outputs, squeezellm: with outliers; nf4: bitsandbytes'; others are GGUF's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +127,8 @@ class Timing:
 
 def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
     """Return weights to be quantized, or blocks of bytes that are small numbers of fp16 wherever they are scales."""
-    if chosen.weight.has_singles:
-        return torch.randint(0, chosen.weight.code_levels, (columns, depth), dtype=torch.uint8)
+    if chosen.weight.has_singles or chosen.weight.is_coded_float:
+        return torch.randint(0, chosen.weight.code_levels or TABLE_SIZE, (columns, depth), dtype=torch.uint8)
     if not chosen.has_blocks:
         return torch.randn(columns, depth, dtype=torch.float32).to(torch.bfloat16)
     k, size = chosen.weight.block(0) or (1, 1)
@@ -131,10 +138,23 @@ def source_of(chosen: Format, columns: int, depth: int) -> torch.Tensor:
 
 def filler_of(chosen: Format, weight: PackedWeight) -> Callable[[torch.Tensor], None]:
     """Return what fills a weight from `source_of`."""
-    if not chosen.weight.has_singles:
+    if chosen.weight.has_tables:
+        tables, outliers = (
+            torch.randn(weight.columns, TABLE_SIZE),
+            evenly(weight) if weight.outliers else None,
+        )
+        return partial(fill_tables, weight, tables=tables, outliers=outliers)
+    if not chosen.weight.has_singles and not chosen.weight.is_coded_float:
         return weight.fill_blocks if chosen.has_blocks else weight.fill
     scales = torch.rand(weight.columns, -(-weight.depth // chosen.group)) * 0.01
-    return partial(weight.fill_codes, scales=scales, zeros=scales * 1600)
+    return partial(weight.fill_codes, scales=scales, zeros=scales * 1600 if chosen.weight.has_zeros else None)
+
+
+def evenly(weight: PackedWeight) -> Outliers:
+    """Return as many outliers as a weight has room for, as far apart in each row as in any other."""
+    places = torch.arange(weight.outliers) * (weight.columns * weight.depth // weight.outliers)
+    begins = torch.searchsorted(places, torch.arange(weight.columns + 1) * weight.depth)
+    return Outliers(begins, places % weight.depth, torch.ones(weight.outliers))
 
 
 def measure(
@@ -143,13 +163,14 @@ def measure(
     """Time one format and shape at every number of rows."""
     chosen, (columns, depth) = FORMATS[name], SHAPES[shape]
     source = source_of(chosen, columns, depth)
-    weights: list[PackedWeight] = []
-    fill_s: list[float] = []
-    size = 0
+    weights, fill_s, size = list[PackedWeight](), list[float](), 0
+    outliers = int(columns * depth * chosen.outliers)
     each = library.weight_bytes(int(chosen.weight), columns, depth, chosen.group, 0)
+    each += library.weight_outlier_bytes(columns, depth, 0, outliers)
+    described = partial(PackedWeight, library, chosen.weight, columns, depth, group=chosen.group)
     while size < WEIGHT_BYTES:
         pages = HugePages(each)
-        weight = PackedWeight(library, chosen.weight, columns, depth, group=chosen.group, memory=pages.memory)
+        weight = described(memory=pages.memory, outliers=outliers)
         fill = filler_of(chosen, weight)
         fill(source)  # the first time its pages are new
         begun = time.perf_counter()

@@ -6,6 +6,8 @@
 //   fp16, fp32   [depth][64]
 //   integers     float column_scale[64]
 //                then for each block of k: its head, which has the scales (Scales), and its codes (Codes)
+//   tables       float column_scale[64], all 1; float table[64][16], which the codes of a column choose from
+//                then the codes, in blocks of 128 k: see linear_tables.hpp
 //
 // Codes of 8 and 4 bits are in lines [64][4] of bytes, one for 4 or 8 k: of a column's four bytes k 0..3 are all, or the low
 // halves, 4..7 the high ones. Others are in steps of several lines, for each bit of a code above the fourth, or second, planes of
@@ -70,6 +72,21 @@ constexpr bool shifts(Scales scales) {
          scales == Scales::nibbles || scales == Scales::single_zero || scales == Scales::single_shift;
 }
 
+// What is added to a number that its column's table has.
+struct Outlier {
+  std::uint16_t k, lane;  // of a run; of a tile
+  float number;
+};
+
+// Runs of them: those of one tile, of kOutlierDepth k and kOutlierColumns lanes, side by side; see outlier_run. Behind the tiles
+// in memory, runs' begins first.
+inline constexpr index_t kOutlierDepth = 256, kOutlierColumns = 16;
+struct Outliers {
+  std::uint32_t* begins;  // of all runs, and the end; null: there are no outliers
+  Outlier* numbers;
+  index_t most, bytes;
+};
+
 // Of a weight in leaves the first; the others follow in memory, and say of themselves what this one says.
 struct Weight {
   Dtype format;  // int8 for integers of all kinds
@@ -87,14 +104,25 @@ struct Weight {
   index_t block;        // k of a head; all of them without groups
   index_t blocks;       // how many
   index_t block_bytes;  // from one to the next
+  index_t tile_head;    // bytes of a tile before them
   index_t head_bytes;   // of these before the codes
   unsigned char table[16];
   Values values;
+  Outliers outliers;  // of tables alone
   // k [i * slice_depth, (i + 1) * slice_depth) are slice i; the last may be shorter. A multiple of 256, and so of whole groups
   index_t slices, slice_depth;
   index_t leaves;  // `depth`, `slices`, and all else but these, is of one
   index_t whole_depth, whole_slices;
 };
+
+// The tile of a column, and where it lies there.
+void tile_and_lane(const Weight& weight, index_t column, index_t& tile, index_t& lane);
+
+// Which run of outliers a lane of a tile has at k. Those of its next lanes follow.
+constexpr index_t outlier_run(const Weight& weight, index_t tile, index_t k, index_t lane) {
+  const index_t pieces = (weight.depth + kOutlierDepth - 1) / kOutlierDepth;
+  return (tile * pieces + k / kOutlierDepth) * (kTileColumns / kOutlierColumns) + lane / kOutlierColumns;
+}
 
 // One multiplication. Its work's items are slices of panels of parts: the first of k, or all of it, for rows
 // [panel * panel_rows, ...) by `width` columns of one tile, then other columns, other rows, the next slice. See item_of.
@@ -191,9 +219,17 @@ struct PackedEmbeddingCall {
   Dtype dtype;
 };
 
+// The same columns from codes, bytes as well, and a table for each. Work over the weight's tiles.
+struct TablesCall {
+  PackCall codes;
+  const float* tables;  // [count][16]
+  std::uint32_t* problems;  // as of a CodesCall
+};
+
 struct PackKernels {
   void (*fill)(const void* pack_call, index_t begin, index_t end);
   void (*fill_codes)(const void* codes_call, index_t begin, index_t end);
+  void (*fill_tables)(const void* tables_call, index_t begin, index_t end);
   void (*fill_blocks)(const void* pack_call, index_t begin, index_t end);  // source: bytes, as files of GGUF have them
   void (*read)(const void* pack_call, index_t begin, index_t end);  // work over columns
   void (*embed)(const void* embedding_call, index_t begin, index_t end);
@@ -201,6 +237,7 @@ struct PackKernels {
 
 QT_DECLARE_KERNELS(LinearKernels, float_linear)
 QT_DECLARE_KERNELS(LinearKernels, integer_linear)
+QT_DECLARE_KERNELS(LinearKernels, tables_linear)
 QT_DECLARE_KERNELS(PackKernels, pack)
 
 }  // namespace qt

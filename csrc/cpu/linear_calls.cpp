@@ -71,7 +71,8 @@ struct Linear {
     const index_t grain = grain_of(call, preparation.together, call.threads, call.items);
     Work work{call.items, grain, linear_kernels_of(*call.weight).multiply, &call};
     work.cost = cost_of_item;
-    const index_t weight_bytes = call.weight->leaves * call.weight->tiles * call.weight->tile_bytes;
+    const Weight& weight = *call.weight;
+    const index_t weight_bytes = weight.leaves * weight.tiles * weight.tile_bytes + weight.outliers.bytes;
     work.bytes = call.panels * weight_bytes, work.bytes_again = work.bytes - weight_bytes * (call.panels > 0);
     if (call.panels == 1) work.region = region_of_item;
     return work;

@@ -44,6 +44,7 @@ double cost_of(const Weight& weight, index_t rows, index_t threads, const Cut& c
 }  // namespace
 
 const LinearKernels& linear_kernels_of(const Weight& weight) {
+  if (weight.values == Values::tables) return QT_CHOOSE(tables_linear);
   const bool floats = int(weight.format) <= int(Dtype::fp32) || weight.values != Values::integer;
   return floats ? QT_CHOOSE(float_linear) : QT_CHOOSE(integer_linear);
 }

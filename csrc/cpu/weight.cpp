@@ -73,8 +73,11 @@ bool describe_integers(const Form& form, index_t group, Weight& weight) {
   weight.codes = form.codes, weight.scales = form.scales, weight.values = form.values;
   for (int i = 0; form.table != nullptr && i < 16; ++i) weight.table[i] = (unsigned char)(form.table[i] + middle_of(form.codes));
   weight.group = form.group != 0 ? form.group : group;
+  weight.tile_head = kTileColumns * 4 * (form.values == Values::tables ? 17 : 1);
   if (form.group != 0 && (group != 0 || weight.depth % form.block != 0)) return false;
-  if (weight.group == kWholeDepth) {
+  if (form.values == Values::tables) {
+    if (group != 0) return false;
+  } else if (weight.group == kWholeDepth) {
     if (form.codes != Codes::eight || form.scales != Scales::half) return false;  // int8 alone
     weight.scales = Scales::column;
   } else if (weight.group != 16 && weight.group != 32 && weight.group != 64 && weight.group != 128) {
@@ -86,9 +89,10 @@ bool describe_integers(const Form& form, index_t group, Weight& weight) {
   const CodeStep step = step_of(weight.codes);
   const auto codes_bytes = [&](index_t k) { return rounded_up(k, step.k) / step.k * step.bytes; };
   weight.block_bytes = weight.head_bytes + codes_bytes(weight.block);
-  const index_t in_last = weight.depth - (weight.blocks - 1) * weight.block;
+  const index_t left = weight.depth - (weight.blocks - 1) * weight.block;
+  const index_t in_last = form.values == Values::tables ? weight.block : left;
   weight.tile_bytes =
-      kTileColumns * 4 + (weight.blocks - 1) * weight.block_bytes + weight.head_bytes + codes_bytes(in_last);
+      weight.tile_head + (weight.blocks - 1) * weight.block_bytes + weight.head_bytes + codes_bytes(in_last);
   return true;
 }
 
@@ -159,9 +163,19 @@ void fill_tiles(PackCall& call, void (*fill)(const void*, index_t, index_t), con
 }
 
 }  // namespace
+
+void tile_and_lane(const Weight& weight, index_t column, index_t& tile, index_t& lane) {
+  if (!weight.paired) {
+    tile = column / kTileColumns, lane = column % kTileColumns;
+    return;
+  }
+  const index_t half = weight.columns / 2, place = column < half ? column : column - half;
+  tile = place / kPairedColumns, lane = place % kPairedColumns + (column < half ? 0 : kPairedColumns);
+}
+
 }  // namespace qt
 
-// Bytes of a packed weight [columns, depth], or of one of its leaves; 0 where there is no such format. group: of k that share a
+// Bytes of a packed weight [columns, depth], or of one of its leaves, without outliers (weight_outliers.cpp); 0 where there is no such format. group: of k that share a
 // scale (16, 32, 64, 128), 0 for one scale per column (int8), for floating-point formats and those that have their own. format: a Dtype of
 // floats, or kFirstForm and on: kForms.
 QT_EXPORT index_t qt_weight_bytes(int format, index_t columns, index_t depth, index_t group, int paired) {
@@ -227,6 +241,19 @@ QT_EXPORT int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is
   call.zeros = zeros, call.zero_stride = zero_stride;
   call.problems = &problems;
   qt::fill_tiles(call.codes, QT_CHOOSE(pack).fill_codes, &call);
+  return int(problems);
+}
+
+// Packs codes [count, depth] of one byte each, rows `stride` apart, which choose from tables [count][16], into columns
+// [first, first + count), of a weight of tables. Returns the sum of the Problem's found, 0 if all numbers are packed exactly.
+QT_EXPORT int qt_weight_fill_tables(qt::Weight* weight, const void* codes, index_t stride, const float* tables, index_t first,
+                                    index_t count) {
+  QT_REQUIRE(weight->leaves == 1 && weight->values == qt::Values::tables, "tables of a weight %s",
+             weight->leaves == 1 ? "that has none" : "in leaves");
+  std::uint32_t problems = 0;
+  qt::TablesCall call{qt::pack_call(*weight, first, count), tables, &problems};
+  call.codes.source = codes, call.codes.source_dtype = qt::Dtype::int8, call.codes.source_stride = stride;
+  qt::fill_tiles(call.codes, QT_CHOOSE(pack).fill_tables, &call);
   return int(problems);
 }
 

@@ -27,8 +27,8 @@ enum class Scales : int {
   single_shift,   // no format's own: fp32 scale and shift of each group (linear_scales.hpp)
 };
 
-// What codes stand for. All but integers are multiplied as floating-point numbers, scaled first.
-enum class Values : int { integer, fp8, nf4, fp4 };
+// What codes stand for. All but integers are multiplied as floating-point numbers, scaled first. tables: each column has its own.
+enum class Values : int { integer, fp8, nf4, fp4, tables };
 
 // The integers among them, from kFirstForm on; the floats before are Dtypes. group 0: as asked for, and blocks are groups.
 struct Form {
@@ -66,6 +66,7 @@ inline constexpr Form kForms[] = {
     {Codes::eight, Scales::single, 0, 0},                        // INT8_SINGLE
     {Codes::four, Scales::single_zero, 0, 0},                    // INT4_SINGLE_ZEROS
     {Codes::eight, Scales::single_zero, 0, 0},                   // INT8_SINGLE_ZEROS
+    {Codes::four, Scales::column, 0, 128, nullptr, Values::tables},  // TABLES
 };
 
 // What the numbers of a checkpoint are that the packed form does not hold; see qt_weight_fill_codes.

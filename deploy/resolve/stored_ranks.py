@@ -9,7 +9,7 @@ from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, 
 from quintet.executor.quant.formats.cut import why_not
 from quintet.executor.quant.formats.scheme import Format, StoredLayer
 
-DIVIDED_FORMATS = ("gptq", "awq", "compressed-tensors")
+DIVIDED_FORMATS = ("gptq", "awq", "compressed-tensors", "squeezellm")
 """Those of whose tensors each rank reads its part (`quintet.executor.quant.formats.cut`)."""
 EXAMPLES = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj")
 """Names of layers whose inputs are divided: a configuration may speak of names. What others have the loader finds out."""

@@ -57,6 +57,8 @@ class WeightFormat(IntEnum):
     INT8_SINGLE = 23
     INT4_SINGLE_ZEROS = 24
     INT8_SINGLE_ZEROS = 25
+    TABLES = 26
+    """4 bits that choose from 16 numbers in fp32, which each output has for itself, and outliers that are added to some."""
 
     @property
     def is_float(self) -> bool:
@@ -71,12 +73,17 @@ class WeightFormat(IntEnum):
     @property
     def has_real_zeros(self) -> bool:
         """Whether they are numbers in fp32; otherwise they are bytes."""
-        return self >= WeightFormat.INT4_SINGLE_ZEROS
+        return self in (WeightFormat.INT4_SINGLE_ZEROS, WeightFormat.INT8_SINGLE_ZEROS)
 
     @property
     def has_singles(self) -> bool:
         """Whether scales of groups of integers are in fp32; nothing is rounded into such a format."""
-        return self >= WeightFormat.INT4_SINGLE
+        return WeightFormat.INT4_SINGLE <= self <= WeightFormat.INT8_SINGLE_ZEROS
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether each column has its own; nothing is rounded into such a format."""
+        return self is WeightFormat.TABLES
 
     @property
     def has_own_group(self) -> bool:
@@ -86,14 +93,14 @@ class WeightFormat(IntEnum):
     @property
     def is_coded_float(self) -> bool:
         """Whether codes stand for floating-point numbers, which are scaled and multiplied as such; x is what it is."""
-        return WeightFormat.FP8 <= self <= WeightFormat.FP4
+        return WeightFormat.FP8 <= self <= WeightFormat.FP4 or self.has_tables
 
     @property
     def code_levels(self) -> int:
         """How many codes there are that `PackedWeight.fill_codes` takes; 0: it takes none."""
         if self in _OF_BYTES:
             return 256
-        takes_none = self.is_float or (self.has_own_group and not self.bytes_group)
+        takes_none = self.is_float or self.has_tables or (self.has_own_group and not self.bytes_group)
         return 0 if takes_none else 16
 
     @property
@@ -173,6 +180,16 @@ class LinearLibrary:
                 _SIZE,
             ),
             result=_INT,
+        )
+        self.weight_fill_tables = function(
+            "qt_weight_fill_tables", _ADDRESS, _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, result=_INT
+        )
+        self.weight_outlier_bytes = function(
+            "qt_weight_outlier_bytes", _SIZE, _SIZE, _INT, _SIZE, result=_SIZE
+        )
+        self.weight_set_outliers = function("qt_weight_set_outliers", _ADDRESS, _ADDRESS, _SIZE)
+        self.weight_fill_outliers = function(
+            "qt_weight_fill_outliers", _ADDRESS, _SIZE, _SIZE, _ADDRESS, _ADDRESS, _ADDRESS, result=_INT
         )
         self.weight_fill_blocks = function("qt_weight_fill_blocks", _ADDRESS, _ADDRESS, _SIZE, _SIZE, _SIZE)
         self.weight_read = function("qt_weight_read", _ADDRESS, _SIZE, _SIZE, _ADDRESS)

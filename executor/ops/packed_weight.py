@@ -30,10 +30,22 @@ class PackedWeight:
     bytes packed before, which may be read-only; otherwise zeros, to be filled. ``leaves``: 2, 4 or 8 pieces of k alike, that are
     packed and rounded each for itself, and whose sums are added as a tree: what is not paired, and not filled with codes or
     blocks. ``cut_columns``: for how many outputs k is cut into slices, which decide on bits: those of other processes and of all
-    leaves among them; None: this weight's.
+    leaves among them; None: this weight's. ``outliers``: for how many there is room, of `WeightFormat.TABLES` alone
+    (`quintet.executor.ops.packed_tables`).
     """
 
-    __slots__ = ("_handle", "_library", "columns", "depth", "format", "group", "leaves", "memory", "paired")
+    __slots__ = (
+        "_handle",
+        "columns",
+        "depth",
+        "format",
+        "group",
+        "leaves",
+        "library",
+        "memory",
+        "outliers",
+        "paired",
+    )
 
     def __init__(
         self,
@@ -47,12 +59,13 @@ class PackedWeight:
         memory: torch.Tensor | None = None,
         leaves: int = 1,
         cut_columns: int | None = None,
+        outliers: int = 0,
     ) -> None:
         self._handle: int | None = None
-        if depth % leaves or leaves not in LEAVES or (leaves > 1 and paired):
+        if depth % leaves or leaves not in LEAVES or (leaves > 1 and (paired or weight_format.has_tables)):
             raise PackedWeightError(
                 f"no packed weight [{columns}, {depth}] in {leaves} leaves, paired {paired}: there are 1, 2, 4 or 8, which"
-                " divide the depth; 1 of paired columns"
+                " divide the depth; 1 of paired columns, and of tables"
             )
         leaf_depth = depth // leaves
         size_bytes = (
@@ -65,6 +78,10 @@ class PackedWeight:
                 "16, 32, 64 or 128 for int4, with zero points and of coded floats; 0 for GGUF's formats and fp4, and their "
                 "depth whole blocks"
             )
+        if outliers and not weight_format.has_tables:
+            raise PackedWeightError(f"outliers of a {weight_format.name} weight, which has no tables")
+        tiles_bytes = size_bytes
+        size_bytes += library.weight_outlier_bytes(columns, depth, int(paired), outliers)
         if memory is None:
             memory = HugePages(size_bytes).memory
         elif memory.dtype is not torch.uint8 or memory.shape != (size_bytes,) or not memory.is_contiguous():
@@ -75,17 +92,20 @@ class PackedWeight:
             raise PackedWeightError(
                 f"packed bytes lie at {memory.data_ptr():#x}; expected a multiple of {ALIGNMENT}"
             )
-        self._library = library
+        self.library = library
         self.format, self.columns, self.depth = weight_format, columns, depth
         self.group, self.paired, self.memory, self.leaves = group, paired, memory, leaves
+        self.outliers = outliers
         self._handle = library.weight_new(
             *(int(weight_format), columns, leaf_depth, group, int(paired), leaves),
             *(columns if cut_columns is None else cut_columns, memory.data_ptr()),
         )
+        if outliers:
+            library.weight_set_outliers(self._handle, memory.data_ptr() + tiles_bytes, outliers)
 
     def __del__(self) -> None:
         if self._handle is not None:
-            self._library.weight_delete(self._handle)
+            self.library.weight_delete(self._handle)
 
     @property
     def handle(self) -> int:
@@ -107,14 +127,14 @@ class PackedWeight:
             raise PackedWeightError(
                 f"source is {source.dtype}{list(source.shape)}; expected bfloat16, float16 or float32[count, {self.depth}]"
             )
-        self._check_columns(first_column, source.shape[0])
+        self.check_columns(first_column, source.shape[0])
         if self.format.has_own_group or self.format.is_coded_float or self.format.has_singles:
             raise PackedWeightError(
                 f"nothing is rounded into {self.format.name}: it takes a checkpoint's numbers"
             )
         if source.stride(1) != 1:
             source = source.contiguous()
-        self._library.weight_fill(
+        self.library.weight_fill(
             self.handle,
             source.data_ptr(),
             FLOAT_CODES[source.dtype],
@@ -151,10 +171,10 @@ class PackedWeight:
             group = self.depth
         self._check_codes(codes, scales, zeros, group)
         self._check_is_whole()
-        self._check_columns(first_column, count)
+        self.check_columns(first_column, count)
         codes, scales = _with_rows(codes), _with_rows(scales)
         zeros = None if zeros is None else _with_rows(zeros)
-        problems = self._library.weight_fill_codes(
+        problems = self.library.weight_fill_codes(
             *(self.handle, codes.data_ptr(), int(codes.dtype is torch.int8), codes.stride(0)),
             *(scales.data_ptr(), FLOAT_CODES[scales.dtype], scales.stride(0), group, None),
             *((None, 0) if zeros is None else (zeros.data_ptr(), zeros.stride(0))),
@@ -201,10 +221,10 @@ class PackedWeight:
             raise PackedWeightError(
                 f"factors are {factors.dtype}{list(factors.shape)}; expected float32[{count}]"
             )
-        self._check_columns(first_column, count)
+        self.check_columns(first_column, count)
         codes, scales = _with_rows(codes), _with_rows(scales)
         factors = None if factors is None else factors.contiguous()
-        problems = self._library.weight_fill_codes(
+        problems = self.library.weight_fill_codes(
             *(self.handle, codes.data_ptr(), 0, codes.stride(0)),
             *(scales.data_ptr(), int(WeightFormat.INT8), scales.stride(0), group),
             *(None if factors is None else factors.data_ptr(), None, 0, first_column, count),
@@ -233,18 +253,18 @@ class PackedWeight:
             raise PackedWeightError(
                 f"blocks are {blocks.dtype}{list(blocks.shape)}; expected uint8[count, {row_bytes}]"
             )
-        self._check_columns(first_column, blocks.shape[0])
+        self.check_columns(first_column, blocks.shape[0])
         blocks = _with_rows(blocks)
-        self._library.weight_fill_blocks(
+        self.library.weight_fill_blocks(
             self.handle, blocks.data_ptr(), blocks.stride(0), first_column, blocks.shape[0]
         )
 
     def read(self, first_column: int = 0, num_columns: int | None = None) -> torch.Tensor:
         """Return columns as ``float32[num_columns, depth]``: exactly the numbers that are multiplied."""
         count = self.columns - first_column if num_columns is None else num_columns
-        self._check_columns(first_column, count)
+        self.check_columns(first_column, count)
         out = torch.empty((count, self.depth), dtype=torch.float32)
-        self._library.weight_read(self.handle, first_column, count, out.data_ptr())
+        self.library.weight_read(self.handle, first_column, count, out.data_ptr())
         return out
 
     def linear(
@@ -275,7 +295,7 @@ class PackedWeight:
             )
         if residual is not None and self.paired:
             raise PackedWeightError("a paired weight takes no residual: its output is not added to anything")
-        self._library.linear(
+        self.library.linear(
             self.handle,
             x.data_ptr(),
             x.stride(0),
@@ -350,7 +370,8 @@ class PackedWeight:
                 f"a weight in {self.leaves} leaves takes numbers that are rounded by leaf, not a checkpoint's codes and blocks"
             )
 
-    def _check_columns(self, first: int, count: int) -> None:
+    def check_columns(self, first: int, count: int) -> None:
+        """Raise `PackedWeightError` unless there are such columns."""
         if first < 0 or count < 0 or first + count > self.columns:
             raise PackedWeightError(f"columns {first} to {first + count} of a weight that has {self.columns}")
 

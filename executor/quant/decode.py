@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from quintet.executor.ops.packed_tables import Outliers
 from quintet.executor.quant.formats.scheme import E2M1, Packing, Scheme
 from quintet.wire.errors import ConfigError
 
@@ -38,6 +39,10 @@ class Coded:
     """uint8 ``[rows, groups]``: the scales of fp4 numbers as the checkpoint has them, before `factor`."""
     factor: torch.Tensor | None = None
     """fp32 ``[1]``: what all of them are multiplied with besides."""
+    row_tables: torch.Tensor | None = None
+    """fp32 ``[rows, 16]``: the number that each code means in a row. Scales are 1."""
+    outliers: Outliers | None = None
+    """What is added to some of these."""
 
     def rows(self, some: range) -> Coded:
         """Return some of the rows."""
@@ -47,12 +52,23 @@ class Coded:
         zeros = None if self.zeros is None else self.zeros[cut]
         scale_bytes = None if self.scale_bytes is None else self.scale_bytes[cut]
         return replace(
-            self, codes=self.codes[cut], scales=self.scales[cut], zeros=zeros, scale_bytes=scale_bytes
+            self,
+            codes=self.codes[cut],
+            scales=self.scales[cut],
+            zeros=zeros,
+            scale_bytes=scale_bytes,
+            row_tables=None if self.row_tables is None else self.row_tables[cut],
+            outliers=None if self.outliers is None else self.outliers.rows(some),
         )
 
     def floats(self) -> torch.Tensor:
         """Return the numbers, fp32 ``[rows, depth]``."""
         depth = self.codes.shape[1]
+        if self.row_tables is not None:
+            numbers = self.row_tables.gather(1, self.codes.long())
+            if self.outliers is not None:
+                self.outliers.add_to(numbers)
+            return numbers
         if self.table is not None:
             values = self.table.to(self.codes.device)[self.codes.int()]
         else:

@@ -8,6 +8,7 @@ import torch
 
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.ops.packed_tables import fill_tables
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import Coded
@@ -33,7 +34,7 @@ _SINGLES = (
     (WeightFormat.INT8_SINGLE, WeightFormat.INT8_SINGLE_ZEROS),
 )
 """Likewise, of which both are fp32."""
-ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values()}
+ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values(), WeightFormat.TABLES}
 """What nothing else is widened to."""
 
 
@@ -67,6 +68,8 @@ def _exact(scheme: Scheme) -> Numbers | None:
     if scheme.is_fp4:
         has_factor = scheme.global_scale is not None
         return Numbers(FP4[scheme.group]) if scheme.group == (16 if has_factor else 32) else None
+    if scheme.row_tables:
+        return Numbers(WeightFormat.TABLES)
     if scheme.table or scheme.weight_kind == "F8_E4M3":
         group = next((each for each in GROUPS if scheme.group % each == 0), 0)
         return Numbers(TABLES.get(scheme.table, WeightFormat.FP8), group) if group else None
@@ -99,7 +102,10 @@ def fill(packed: PackedWeight, rows: Rows, first_column: int) -> None:
         packed.fill(floats if floats.dtype in FLOAT_CODES else floats.float(), first_column)
         return
     try:
-        if packed.format.is_coded_float:
+        if packed.format.has_tables:
+            assert rows.row_tables is not None, "these numbers have tables"
+            fill_tables(packed, rows.codes, rows.row_tables, rows.outliers, first_column)
+        elif packed.format.is_coded_float:
             packed.fill_codes(rows.codes.view(torch.uint8), rows.scales, None, first_column, rows.group)
         elif rows.scale_bytes is not None:
             _fill_fp4(packed, rows, first_column)

@@ -16,7 +16,7 @@ from quintet.executor.quant.fill import fill
 from quintet.executor.quant.method import LinearMethod, LinearShape, PackedRun
 from quintet.executor.quant.numbers import FLOAT_FORMATS, LAYOUT, Numbers
 from quintet.executor.quant.order import declare_order
-from quintet.executor.quant.source import Rows, RowSource
+from quintet.executor.quant.source import CodedRows, Rows, RowSource
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import Description
@@ -99,11 +99,15 @@ class PackedLinear:
         self._numbers = numbers
         self._sources = shape.sources if sources is None else sources
         self._packed: PackedWeight | None = None
+        self._outliers = _outliers_of(self._sources) if numbers.weight_format.has_tables else 0
         self.is_quantized = sources is None and not numbers.weight_format.is_float
         self.int8_activations = numbers.int8_activations
         self.num_bytes: int = shape.leaves * library.weight_bytes(
             *(int(numbers.weight_format), shape.columns, shape.depth // shape.leaves),
             *(numbers.group, bool(shape.activation)),
+        )
+        self.num_bytes += library.weight_outlier_bytes(
+            shape.columns, shape.depth, bool(shape.activation), self._outliers
         )
         plan.store(self)
         first = 0
@@ -137,6 +141,7 @@ class PackedLinear:
             "depth": self._shape.depth,
             "paired": bool(self._shape.activation),
             "leaves": self._shape.leaves,
+            "outliers": self._outliers,
         }
 
     def open(self, memory: torch.Tensor) -> None:
@@ -152,6 +157,7 @@ class PackedLinear:
             memory=memory,
             leaves=shape.leaves,
             cut_columns=shape.cut_columns,
+            outliers=self._outliers,
         )
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -166,3 +172,9 @@ class PackedLinear:
 
     def _fill(self, first_column: int, place: int, rows: Rows) -> None:
         fill(self.packed, rows, first_column + place)
+
+
+def _outliers_of(sources: Sequence[RowSource]) -> int:
+    """Return how many there are at most, of a tensor that several parts are of once."""
+    coded = [source for source in sources if isinstance(source, CodedRows)]
+    return sum({source.part.name: source.scheme.outliers for source in coded}.values())

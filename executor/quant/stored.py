@@ -103,7 +103,8 @@ class StoredQuantization:
         if plan.device.type != "cpu" or library is None:
             return RowMajorStack(shape, plan)
         numbers = numbers_of(schemes, plan.dtype)
-        if shape.is_exact or is_ordered:
+        has_outliers = any(scheme is not None and scheme.outliers for scheme in schemes)
+        if shape.is_exact or is_ordered or has_outliers:
             numbers = Numbers(FLOAT_FORMATS[plan.dtype])  # as above
         return PackedStack(library, shape, plan, numbers)
 

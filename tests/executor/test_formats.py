@@ -183,14 +183,15 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
     "hqq, 3 bits": (tools.hqq(3, 16), WeightFormat.INT4_SINGLE_ZEROS, 16),
     "hqq, 2 bits, as floats": (tools.hqq(2, 32, as_floats=True), WeightFormat.INT4_SINGLE_ZEROS, 32),
     "hqq, 8 bits, one group": (tools.hqq(8, 0), WeightFormat.INT8_SINGLE_ZEROS, 128),
+    "squeezellm": (tools.squeezellm(4), WeightFormat.TABLES, 0),
+    "squeezellm, 3 bits": (tools.squeezellm(3), WeightFormat.TABLES, 0),
+    "squeezellm, 3 bits, tables alone": (tools.squeezellm(3, outliers=False), WeightFormat.TABLES, 0),
 }
 """With the numbers in which the host keeps them, and their groups."""
 
 ROUNDED = {
     "modelopt, factors of inputs": tools.modelopt_integers("W4A16_AWQ", 32, factors=True),
     "modelopt, smoothed": tools.modelopt_integers("W8A8_SQ_PER_CHANNEL", factors=True),
-    "squeezellm": tools.squeezellm(4),
-    "squeezellm, 3 bits, tables alone": tools.squeezellm(3, outliers=False),
     "hqq, along axis 0": tools.hqq(4, 64, axis=0),
     "hqq, groups across rows": tools.hqq(4, 64),
     "gptq, groups of 20": quantized.gptq(4, 20, symmetric=True),
@@ -326,6 +327,8 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
         tools.torchao("Int8WeightOnlyConfig"),
         tools.torchao("IntxWeightOnlyConfig", 32, symmetric=False),
         tools.torchao("Float8WeightOnlyConfig"),
+        tools.squeezellm(4),
+        tools.squeezellm(3, outliers=False),
     ],
     ids=lambda each: each.section["quant_method"],
 )

@@ -25,7 +25,7 @@ SANITIZED = (
         "-Wno-frame-larger-than",
     ),
 )
-NEEDED = ("weight", "pool", "cores", "dispatch", "linear_pack", "matrix_check")
+NEEDED = ("weight", "weight_outliers", "pool", "cores", "dispatch", "linear_pack", "matrix_check")
 """Sources that filling and reading a packed weight comes to."""
 SECONDS = "4"
 

@@ -94,6 +94,7 @@ MORE_FORMATS: dict[str, Written] = {
         "nv_fp", 4, quantized.four_bit_floats(16, global_scale="weight_global_scale")
     ),
     "squeezellm": tools.squeezellm(4),
+    "squeezellm, tables alone": tools.squeezellm(3, outliers=False),
     "torchao": tools.torchao("Int8WeightOnlyConfig"),
     "torchao, 4 bits": tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False),
     "torchao, fp8": tools.torchao("Float8WeightOnlyConfig"),
@@ -206,7 +207,7 @@ KINDS = {
 }
 BITNET = transformers.BitNetConfig(**SETTINGS)  # type: ignore[arg-type]
 KINDS_OF_MORE = {
-    "experts": (EXPERTS, ("hqq", "quark, fp4", "torchao")),
+    "experts": (EXPERTS, ("hqq", "quark, fp4", "torchao", "squeezellm", "squeezellm, tables alone")),
     "fused": (FUSED, ("squeezellm", "quark, uint4")),
     "bitnet": (BITNET, ("bitnet",)),
 }
@@ -326,6 +327,17 @@ def test_the_packed_cache_keeps_them(tmp_path: Path, monkeypatch: pytest.MonkeyP
     change(ours, {"bits": 8, "group_size": 32}, {})
     with pytest.raises(ConfigError, match=r"config\.json asks for"):  # the file is of other numbers
         load(ours, packed_cache=str(tmp_path / "cache"))
+
+
+def test_it_keeps_tables_and_outliers_and_dummies_have_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
+    first = alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS)
+    monkeypatch.delattr("quintet.executor.quant.fill.fill_tables")  # nothing is filled
+    assert alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS).bits == first.bits
+    monkeypatch.undo()
+    check_dummies(ours)
 
 
 def change(folder: Path, change_card: dict[str, Any], tensors: dict[str, torch.Tensor | None]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import transformers
-from bench import quantized
+from bench import quantized, quantized_tools
 from bench.quantized import Written
 from tests.models.equal import WAYS, alone, in_every_way, load, logits_of
 from tests.models.quantized import SETTINGS, write
@@ -27,6 +27,7 @@ FORMATS: dict[str, Written] = {
     "gptq": quantized.gptq(4, 32, symmetric=True),
     "awq": quantized.awq(32),
     "compressed-tensors": quantized.compressed(IN_32, "pack-quantized"),
+    "squeezellm": quantized_tools.squeezellm(4),
 }
 MORE_FORMATS: dict[str, Written] = {
     "gptq, zeros": quantized.gptq(4, 32, symmetric=False),
@@ -35,6 +36,7 @@ MORE_FORMATS: dict[str, Written] = {
     "gptq, 8 bits, one group": quantized.gptq(8, 0, symmetric=True),
     "gptq, second version": quantized.gptq(4, 32, symmetric=False, version=2),
     "awq, gemv": quantized.awq(16, "gemv"),
+    "squeezellm, 3 bits, tables alone": quantized_tools.squeezellm(3, outliers=False),
     "compressed-tensors, zeros": quantized.compressed(IN_32 | {"symmetric": False}, "pack-quantized"),
     "compressed-tensors, a row": quantized.compressed(BY_ROW, "pack-quantized"),
     "compressed-tensors, bytes": quantized.compressed(BY_ROW, "int-quantized"),

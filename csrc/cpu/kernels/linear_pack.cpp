@@ -153,6 +153,6 @@ void embed(const void* described, index_t begin, index_t end) {
 
 }  // namespace
 
-const PackKernels pack = {fill, fill_codes, fill_blocks, read, embed};
+const PackKernels pack = {fill, fill_codes, fill_tables, fill_blocks, read, embed};
 
 }  // namespace qt::QT_ISA

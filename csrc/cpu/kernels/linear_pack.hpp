@@ -20,15 +20,6 @@ index_t column_of(const Weight& weight, index_t tile, index_t lane) {
   return column >= half ? -1 : lane < kPairedColumns ? column : half + column;
 }
 
-void tile_and_lane(const Weight& weight, index_t column, index_t& tile, index_t& lane) {
-  if (!weight.paired) {
-    tile = column / kTileColumns, lane = column % kTileColumns;
-    return;
-  }
-  const index_t half = weight.columns / 2, place = column < half ? column : column - half;
-  tile = place / kPairedColumns, lane = place % kPairedColumns + (column < half ? 0 : kPairedColumns);
-}
-
 // The source's rows for the lanes of one tile; null where a lane is not filled.
 struct Rows {
   const char* of[kTileColumns];

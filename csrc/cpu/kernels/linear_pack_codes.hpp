@@ -123,5 +123,42 @@ void fill_codes(const void* described, index_t begin, index_t end) {
   }
 }
 
+// A column's codes. Returns all their bits.
+int put_lines(const Weight& weight, const char* row, const char* tile, index_t lane) {
+  int any = 0;
+  for (index_t begin = 0; begin < weight.depth; begin += kTableBlock) {
+    std::uint32_t words[kWordsOfLine] = {};
+    const index_t count = weight.depth - begin < kTableBlock ? weight.depth - begin : kTableBlock;
+    for (index_t k = 0; k < count; ++k) {
+      const std::uint32_t code = (unsigned char)row[begin + k];
+      any |= int(code);
+      words[word_of(k)] |= (code & 15) << shift_of(k);
+    }
+    std::memcpy((char*)line_at(weight, tile, begin / kTableBlock, lane), words, sizeof words);
+  }
+  return any;
+}
+
+// Tables beside the codes that choose from them.
+void fill_tables(const void* described, index_t begin, index_t end) {
+  const TablesCall& call = *(const TablesCall*)described;
+  const Weight& weight = *call.codes.weight;
+  const auto report = [&](Problem problem) { __atomic_or_fetch(call.problems, std::uint32_t(problem), __ATOMIC_RELAXED); };
+  for (index_t i = begin; i < end; ++i) {
+    const index_t tile = call.codes.first_tile + i;
+    const Rows rows = rows_of(call.codes, tile);
+    char* const memory = weight.memory + tile * weight.tile_bytes;
+    for (index_t lane = 0; lane < kTileColumns; ++lane) {
+      if (!rows.of[lane]) continue;
+      if (put_lines(weight, rows.of[lane], memory, lane) > 15) report(Problem::code);
+      const float* const table = call.tables + (column_of(weight, tile, lane) - call.codes.first) * kTableSize;
+      for (int n = 0; n < kTableSize; ++n)
+        if (!is_finite(table[n])) report(Problem::scale);
+      ((float*)memory)[lane] = 1.0f;
+      std::memcpy((char*)table_at(memory, lane), table, kTableSize * sizeof(float));
+    }
+  }
+}
+
 }  // namespace
 }  // namespace qt::QT_ISA

@@ -12,6 +12,7 @@
 
 #include "linear_codes.hpp"
 #include "linear_pack.hpp"
+#include "linear_tables.hpp"
 #include "linear_values.hpp"
 
 namespace qt::QT_ISA {
@@ -87,7 +88,7 @@ QT_INLINE void choose_scale(const float* block, index_t count, bool zeros, f32v&
 
 // The head of a block, and where the codes of a k begin: its block's, or those of its step.
 QT_INLINE char* head_at(const Weight& weight, char* tile, index_t block) {
-  return tile + kTileColumns * 4 + block * weight.block_bytes;
+  return tile + weight.tile_head + block * weight.block_bytes;
 }
 QT_INLINE char* codes_at(const Weight& weight, char* tile, index_t k) {
   const CodeStep step = step_of(weight.codes);
@@ -181,8 +182,9 @@ class Reader {
   index_t in_group() const { return weight_.group != kWholeDepth ? weight_.group : weight_.depth; }
   // k [begin, begin + count) of one group.
   void read(index_t begin, index_t count, float* out) const {
+    if (weight_.values == Values::tables) return read_tables(begin, count, out);
     const index_t block = begin / weight_.block, in_block = begin % weight_.block, group = in_block / in_group();
-    const char* const head = tile_ + kTileColumns * 4 + block * weight_.block_bytes;
+    const char* const head = tile_ + weight_.tile_head + block * weight_.block_bytes;
     const ScalesOfLane of = scales_of_lane(weight_, head, group, lane_);
     const float column = ((const float*)tile_)[lane_], scale = of.scale * column, minimum = of.minimum * column;
     const unsigned char* const codes = (const unsigned char*)head + weight_.head_bytes;
@@ -200,6 +202,25 @@ class Reader {
   }
 
  private:
+  void read_tables(index_t begin, index_t count, float* out) const {
+    const float* const table = table_at(tile_, lane_);
+    for (index_t k = begin; k < begin + count; ++k) {
+      std::uint32_t word;
+      std::memcpy(&word, line_at(weight_, tile_, k / kTableBlock, lane_) + word_of(k) * 4, sizeof word);
+      out[k - begin] = table[word >> shift_of(k) & 15];
+    }
+    const Outliers& outliers = weight_.outliers;
+    const index_t tile = (tile_ - weight_.memory) / weight_.tile_bytes;
+    for (index_t k = begin / kOutlierDepth * kOutlierDepth; outliers.begins && k < begin + count; k += kOutlierDepth) {
+      const std::uint32_t* const run = outliers.begins + outlier_run(weight_, tile, k, lane_);
+      for (std::uint32_t i = run[0]; i < run[1]; ++i) {
+        const Outlier its = outliers.numbers[i];
+        const index_t at = k + its.k - begin;
+        if (its.lane == lane_ && at >= 0 && at < count) out[at] += its.number;
+      }
+    }
+  }
+
   const Weight& weight_;
   const char* const tile_;
   const index_t lane_;

@@ -2,6 +2,7 @@
 
     inputs          0 … 127 | 128 … 255 | 256 … 383 | …      a rank has whole groups of them, in whole words of codes
     codes           those of its inputs, in each row
+    outliers        those of its inputs; of others nothing is left
     scales, zeros   those of its groups; what a whole row has is everybody's
 
 Rows are taken behind this, some at a time, as they are of a layer that is not divided (`quintet.executor.quant.source`).
@@ -25,7 +26,7 @@ DECODER = "quintet.executor.quant.decode:decode"
 
 def why_not(scheme: Scheme, kept: Kept) -> str | None:
     """Return why no rank can read these inputs of a layer alone; None if one can."""
-    if scheme.decoder != DECODER or scheme.table:
+    if (scheme.decoder != DECODER and not scheme.row_tables) or scheme.table:
         return "tensors of this format are not divided yet"
     if scheme.order is not None:
         return "its inputs are grouped in the order of activations, so those of a rank are in all groups"
@@ -48,6 +49,8 @@ def of_inputs(scheme: Scheme, tensors: Mapping[str, torch.Tensor], kept: Kept) -
     codes, scales, *others = scheme.stored
     cut = dict(tensors)
     cut[codes.ending] = _inputs_of(tensors[codes.ending], codes, scheme.codes, kept)
+    if scheme.row_tables:
+        return cut | _outliers_of(tensors, kept)
     if not scheme.group:
         return cut
     groups = _groups(scheme, kept)
@@ -56,6 +59,23 @@ def of_inputs(scheme: Scheme, tensors: Mapping[str, torch.Tensor], kept: Kept) -
     if scheme.zeros is not None or scheme.has_int8_zeros:
         zeros = others[0]
         cut[zeros.ending] = _inputs_of(tensors[zeros.ending], zeros, scheme.zeros, groups)
+    return cut
+
+
+def _outliers_of(tensors: Mapping[str, torch.Tensor], kept: Kept) -> dict[str, torch.Tensor]:
+    """Return what is added to the numbers of tables (`quintet.executor.quant.formats.squeezellm`): of other inputs zeros, to the
+    first one of these."""
+    cut = {}
+    if "cols" in tensors:
+        columns = tensors["cols"]
+        before, behind = (
+            (columns >= 0) & (columns < kept.begin),
+            (columns >= kept.end) & (columns < kept.whole),
+        )
+        cut["cols"] = (columns - kept.begin).masked_fill(before | behind, 0)
+        cut["vals"] = tensors["vals"].masked_fill(before | behind, 0)
+    if "full_rows" in tensors:
+        cut["full_rows"] = tensors["full_rows"].narrow(0, kept.begin, kept.count)
     return cut
 
 

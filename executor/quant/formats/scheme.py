@@ -108,6 +108,8 @@ class Scheme:
     """Whether codes are those of `E2M1`."""
     row_tables: bool = False
     """Whether codes stand for numbers that differ from row to row."""
+    outliers: int = 0
+    """How many numbers, at most, are added to those of such tables."""
     table: str = ""
     """``nf4`` or ``fp4``: which of bitsandbytes' numbers codes stand for."""
     decoder: str = "quintet.executor.quant.decode:decode"

@@ -21,6 +21,10 @@ from quintet.wire.config import Quantization
 
 SPARSE = {"rows": "I32", "cols": "I32", "vals": "F32", "full_rows": "F32", "full_row_indices": "I32"}
 """Endings of a layer's outliers, with their number formats."""
+BLOCK = 128
+"""Inputs whose codes, of 4 bits, lie together in memory: rows are whole blocks."""
+TABLE_BYTES = 68
+"""Of an output in memory: 16 numbers in fp32, and a scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,13 @@ class SqueezeLlm:
 
     def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
         """See `Format`."""
-        nothing = dict.fromkeys((self.mark, *SPARSE), 0.0)
-        return total_bytes(contents, {"qweight": dtype_bytes * 8 / self.bits} | nothing)
+        kept = dict.fromkeys((*SPARSE, "qweight", self.mark), 0.0) | {"vals": 2.0, "full_rows": 2.0}
+        total = total_bytes(contents, kept)
+        for name, entry in contents.items():
+            if name.endswith(".qweight") and len(entry.shape) == 2:
+                words, rows = entry.shape
+                total += rows * (-(-words * 32 // (BLOCK * self.bits)) * BLOCK // 2 + TABLE_BYTES)
+        return total
 
     def scheme(self, layer: StoredLayer) -> Scheme | None:
         """See `Format`."""
@@ -50,10 +59,13 @@ class SqueezeLlm:
         if layer.depth * self.bits % 32:
             layer.refuse(f"columns of {self.bits} bits must fill whole words of 32 in SqueezeLLM's tensors")
         sparse = {ending: layer.entry(ending) for ending in SPARSE}
-        stored = [
-            Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
-            Stored(self.mark, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
-        ]
+        outliers, stored = (
+            0,
+            [
+                Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
+                Stored(self.mark, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
+            ],
+        )
         for first, others in (("rows", ("cols", "vals")), ("full_rows", ("full_row_indices",))):
             entry, together = sparse[first], [sparse[each] for each in others]
             if entry is None:
@@ -63,6 +75,7 @@ class SqueezeLlm:
                     f"the checkpoint has outliers in {first!r}, and none in {others[together.index(None)]!r}"
                 )
             count = together[-1].shape[:1] if together[-1] is not None else ()
+            outliers += sum(count) if first == "rows" else layer.depth * sum(count)
             stored.append(
                 Stored(
                     first, (layer.rows + 1,) if first == "rows" else (layer.depth, *count), (SPARSE[first],)
@@ -74,6 +87,7 @@ class SqueezeLlm:
             codes=Packing(self.bits, "depth", transposed=True),
             group=0,
             row_tables=True,
+            outliers=outliers,
             decoder="quintet.executor.quant.decode_squeezellm:decode",
         )
 

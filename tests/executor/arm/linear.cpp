@@ -4,7 +4,8 @@
 // bits must be the same. Every kEvery-th is compared with its sums, which meets all places in a unit of rows. Columns straddle
 // tiles; depths straddle pieces and groups and are odd.
 //
-// Integers are multiplied exactly, and what follows is in one order: results of integer formats go into the findings' digest.
+// Integers are multiplied exactly, and what follows is in one order, as are sums of numbers of tables: results of these formats go
+// into the findings' digest.
 //
 // Bounds. A sum of K products in fp32 is off by at most K 2^-24 of the sum of the products' magnitudes, rounding adds half a
 // unit of the result's format at each place where the layer rounds. Integer weights are compared with the numbers they stand
@@ -29,6 +30,12 @@ qt::Weight* qt_weight_new(int format, index_t columns, index_t depth, index_t gr
                           index_t cut_columns, void* memory);
 void qt_weight_delete(qt::Weight* weight);
 void qt_weight_fill(qt::Weight* weight, const void* source, int dtype, index_t stride, index_t first, index_t count);
+int qt_weight_fill_tables(qt::Weight* weight, const void* codes, index_t stride, const float* tables, index_t first,
+                          index_t count);
+index_t qt_weight_outlier_bytes(index_t columns, index_t depth, int paired, index_t most);
+void qt_weight_set_outliers(qt::Weight* weight, void* memory, index_t most);
+int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, const std::int64_t* begins,
+                            const std::int64_t* inputs, const float* numbers);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
 void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype, const void* bias,
                       const void* residual, void* y, index_t y_stride, int activation, int int8_activations);
@@ -38,6 +45,8 @@ namespace check {
 namespace {
 
 constexpr index_t kEvery = 7;  // shares no factor with the rows of a unit: 4, 6 or 12
+constexpr int kTables = 26;  // 4 bits that choose from a table of each column, and outliers
+constexpr index_t kOutlierEvery = 37;
 constexpr index_t kRows[] = {1, 2, 3, 12, 13, 37, 193};
 
 struct Format {
@@ -45,7 +54,15 @@ struct Format {
   int code;  // 5: int4 with zero points
   index_t group;
   bool bytes_of_x;  // x in 8 bits
+  bool is_integer() const { return code >= 3 && code != kTables; }
 };
+
+// Of tables: column c chooses from its first 16 numbers, and has one of its numbers added here and there.
+index_t code_at(index_t c, index_t k) { return (k * 7 + c) % 16; }
+bool is_outlier(index_t c, index_t k) { return (c + k) % kOutlierEvery == 0; }
+float number_at(const Matrix& source, index_t c, index_t k) {
+  return float(source.at(c, code_at(c, k))) + (is_outlier(c, k) ? float(source.at(c, k)) : 0.0f);
+}
 
 struct Shape {
   index_t columns, depth, rows;
@@ -64,12 +81,18 @@ class Packed {
   // Filled in two parts: a layer's matrices come one after another. Gates and ups each are a part of their own.
   Packed(Format format, const Matrix& source, bool paired) : columns_(source.rows), depth_(source.width) {
     const index_t bytes = qt_weight_bytes(format.code, columns_, depth_, format.group, paired);
-    memory_.reset(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
-    std::memset(memory_.get(), 0, bytes);
+    const index_t most = columns_ * (depth_ / kOutlierEvery + 1);
+    const index_t all_bytes = bytes + (format.code == kTables ? qt_weight_outlier_bytes(columns_, depth_, paired, most) : 0);
+    memory_.reset(std::aligned_alloc(64, (all_bytes + 63) / 64 * 64));
+    std::memset(memory_.get(), 0, all_bytes);
     weight_ = qt_weight_new(format.code, columns_, depth_, format.group, paired, 1, columns_, memory_.get());
+    if (format.code == kTables) qt_weight_set_outliers(weight_, (char*)memory_.get() + bytes, most);
     const index_t cut = paired ? columns_ / 2 : columns_ / 3;
     for (auto [first, count] : {std::pair(index_t(0), cut), std::pair(cut, columns_ - cut)})
-      if (count) qt_weight_fill(weight_, source.row(first), int(source.dtype), depth_, first, count);
+      if (count && format.code == kTables)
+        fill_tables(source, first, count);
+      else if (count)
+        qt_weight_fill(weight_, source.row(first), int(source.dtype), depth_, first, count);
   }
   ~Packed() { qt_weight_delete(weight_); }
   Packed(const Packed&) = delete;
@@ -83,6 +106,22 @@ class Packed {
   }
 
  private:
+  void fill_tables(const Matrix& source, index_t first, index_t count) {
+    std::vector<unsigned char> codes;
+    std::vector<std::int64_t> begins{0}, inputs;
+    std::vector<float> tables, numbers;
+    for (index_t c = first; c < first + count; ++c) {
+      for (index_t i = 0; i < 16; ++i) tables.push_back(float(source.at(c, i)));
+      for (index_t k = 0; k < depth_; ++k) {
+        codes.push_back((unsigned char)code_at(c, k));
+        if (is_outlier(c, k)) inputs.push_back(k), numbers.push_back(float(source.at(c, k)));
+      }
+      begins.push_back(std::int64_t(inputs.size()));
+    }
+    qt_weight_fill_tables(weight_, codes.data(), depth_, tables.data(), first, count);
+    qt_weight_fill_outliers(weight_, first, count, begins.data(), inputs.data(), numbers.data());
+  }
+
   index_t columns_, depth_;
   std::unique_ptr<void, Free> memory_;
   qt::Weight* weight_;
@@ -91,6 +130,11 @@ class Packed {
 // Floating-point weights are kept as they are. Integers: see the bounds of each.
 void check_packing(Findings& findings, Format format, const Matrix& source, const std::vector<float>& numbers) {
   const index_t depth = source.width, group = format.group ? format.group : depth;
+  if (format.code == kTables) {
+    for (index_t c = 0; c < source.rows; ++c)
+      for (index_t k = 0; k < depth; ++k) findings.near(numbers[c * depth + k], number_at(source, c, k), 0, c, k);
+    return;
+  }
   for (index_t c = 0; c < source.rows; ++c)
     for (index_t begin = 0; begin < depth; begin += group) {
       const index_t end = std::min(depth, begin + group);
@@ -121,7 +165,7 @@ void check_packing(Findings& findings, Format format, const Matrix& source, cons
 std::vector<double> errors_of_x(const Format& format, const Matrix& x, index_t row) {
   const index_t group = format.bytes_of_x ? x.width : format.group ? format.group : 256;
   std::vector<double> errors(x.width);
-  if (format.code < 3) return errors;
+  if (!format.is_integer()) return errors;
   for (index_t begin = 0; begin < x.width; begin += group) {
     const index_t end = std::min(x.width, begin + group);
     double largest = 0;
@@ -219,7 +263,7 @@ void check_multiplying(Findings& findings, const std::string& name, Format forma
     Matrix again(dtype, rows, width);
     run(0, rows, again);
     findings.same(again.row(0), whole.row(0), rows * whole.row_bytes(), 0);
-    if (format.code < 3 || paired || variant.bias) continue;
+    if (!format.is_integer() || paired || variant.bias) continue;
     findings.begin(name + ", " + variant.name + ", a row with an infinity");
     Matrix poisoned = x;
     const index_t bad = 7, few = 13;
@@ -241,6 +285,7 @@ void check_linear(Findings& findings) {
       {"int8", 3, 0, false},       {"int8 by 32", 3, 32, false},   {"int4 by 32", 4, 32, false},
       {"int4+0 by 128", 5, 128, false}, {"w8a8", 3, 0, true},      {"w8a8 by 128", 3, 128, true},
       {"w4a8 by 64", 4, 64, true}, {"w4a8+0 by 128", 5, 128, true},
+      {"tables", kTables, 0, false},
   };
   // Many rows over two tiles; few over much depth, whose one tile is split among threads.
   const Shape shapes[] = {{98, 281, 388}, {34, 2103, 40}};

@@ -22,6 +22,12 @@ void qt_weight_fill(qt::Weight* weight, const void* source, int source_dtype, in
 int qt_weight_fill_codes(qt::Weight* weight, const void* codes, int is_signed, index_t stride, const void* scales,
                          int scale_dtype, index_t scale_stride, index_t scale_group, const float* factors, const void* zeros,
                          index_t zero_stride, index_t first, index_t count);
+int qt_weight_fill_tables(qt::Weight* weight, const void* codes, index_t stride, const float* tables, index_t first,
+                          index_t count);
+index_t qt_weight_outlier_bytes(index_t columns, index_t depth, int paired, index_t most);
+void qt_weight_set_outliers(qt::Weight* weight, void* memory, index_t most);
+int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, const std::int64_t* begins,
+                            const std::int64_t* inputs, const float* numbers);
 void qt_weight_fill_blocks(qt::Weight* weight, const void* blocks, index_t stride, index_t first, index_t count);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
 }
@@ -62,10 +68,11 @@ constexpr Format kFormats[] = {
     {0, 0, false, true, 0, false},      // int8 again
     {0, 0, false, true, 4, false},      // int4, zeros in fp32 too
     {0, 0, false, true, 4, false},      // int8, likewise
+    {0, 0, false, false, 0, false},     // tables
 };
 constexpr int kFormatCount = int(std::size(kFormats));
 static_assert(kFormatCount == QT_NUM_FORMATS, "a format of WeightFormat has no row here");
-constexpr index_t kInt8 = 3, kInt4Single = 22, kSizes[] = {2, 2, 4};  // of floats
+constexpr index_t kInt8 = 3, kInt4Single = 22, kTables = 26, kSizes[] = {2, 2, 4};  // of floats
 
 class Fuzzer {
  public:
@@ -82,15 +89,20 @@ class Fuzzer {
     const bool paired = columns % 2 == 0 && below(2);
     const index_t bytes = qt_weight_bytes(format, columns, depth, group, paired);
     if (bytes == 0) return false;
+    const index_t most = format == kTables ? below(3) * below(500) : 0;
+    const index_t all_bytes = bytes + qt_weight_outlier_bytes(columns, depth, paired, most);
     void* memory = nullptr;
-    if (posix_memalign(&memory, 64, bytes)) std::abort();
-    std::memset(memory, 0, bytes);
+    if (posix_memalign(&memory, 64, all_bytes)) std::abort();
+    std::memset(memory, 0, all_bytes);
     qt::Weight* weight = qt_weight_new(format, columns, depth, group, paired, 1, columns, memory);
     if (!weight) std::abort();
+    if (most > 0) qt_weight_set_outliers(weight, (char*)memory + bytes, most);
     const index_t first = below(columns), count = 1 + below(columns - first);
     const bool has_blocks = of.numbers && depth % of.numbers == 0 && (format > kInt8 + 1 || group == of.numbers);
     bool filled = true;
-    if (has_blocks && (!of.codes || below(2)))
+    if (format == kTables)
+      for (index_t times = 1 + below(3); times > 0; --times) fill_tables(weight, columns, depth);
+    else if (has_blocks && (!of.codes || below(2)))
       fill_blocks(weight, depth / of.numbers * of.bytes, first, count);
     else if (of.codes && (!of.floats || below(2)))
       filled = fill_codes(weight, format, depth, first, count);
@@ -146,6 +158,25 @@ class Fuzzer {
                          zeros ? groups : 0, first, count);
     for (char* each : {codes, scales, zeros, factors}) std::free(each);
     return true;
+  }
+
+  // Some columns, and outliers of them, a few of which lie nowhere.
+  void fill_tables(qt::Weight* weight, index_t columns, index_t depth) {
+    const index_t first = below(columns), count = 1 + below(columns - first);
+    char* codes = bytes(count * depth);
+    if (below(2))
+      for (index_t i = 0; i < count * depth; ++i) codes[i] &= 15;
+    char* tables = bytes(count * 16 * 4);
+    qt_weight_fill_tables(weight, codes, depth, (const float*)tables, first, count);
+    std::int64_t* begins = (std::int64_t*)std::malloc((count + 1) * sizeof(std::int64_t));
+    begins[0] = 0;
+    for (index_t i = 0; i < count; ++i) begins[i + 1] = begins[i] + below(4) * below(3);
+    std::int64_t* inputs = (std::int64_t*)std::malloc(begins[count] * sizeof(std::int64_t));
+    const bool wrong = below(4) == 0;
+    for (index_t i = 0; i < begins[count]; ++i) inputs[i] = wrong ? below(depth + 2) - 1 : below(depth);
+    char* numbers = bytes(begins[count] * 4);
+    qt_weight_fill_outliers(weight, first, count, begins, inputs, (const float*)numbers);
+    for (void* each : {(void*)codes, (void*)tables, (void*)begins, (void*)inputs, (void*)numbers}) std::free(each);
   }
 
   void fill_floats(qt::Weight* weight, index_t depth, index_t first, index_t count) {
