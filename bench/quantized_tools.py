@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -42,11 +43,16 @@ def hqq(bits: int, group: int, axis: int = 1, as_floats: bool = False) -> Writte
 def squeezellm(bits: int, outliers: bool = True, rounds: int = 0) -> Written:
     """SqueezeLLM: tables of each row's own quantiles, what they miss most beside them, and two whole rows.
 
-    rounds: of Lloyd's k-means, from the quantiles on, all weights alike: its authors' count by how much the loss feels them.
+    rounds: of Lloyd's k-means, all weights alike: its authors' count by how much the loss feels them. It begins with quantiles as
+    dense as the cube root of a normal distribution, near which the best tables lie (Panter and Dite, "Quantization distortion in
+    pulse-count modulation with nonuniform spacing of levels", 1951).
     """
+    normal, levels = NormalDist(), [(code + 0.5) / (1 << bits) for code in range(1 << bits)]
+    if rounds:
+        levels = [normal.cdf(3**0.5 * normal.inv_cdf(level)) for level in levels]
 
     def tensors(name: str, weight: Array) -> tuple[Tensors, Array]:
-        table = np.quantile(weight, (np.arange(1 << bits) + 0.5) / (1 << bits), axis=1).T.astype(np.float32)
+        table = np.quantile(weight, levels, axis=1).T.astype(np.float32)
         codes = np.abs(weight[..., None] - table[:, None]).argmin(-1)
         for _ in range(rounds):
             for code in range(1 << bits):
