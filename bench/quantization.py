@@ -31,6 +31,7 @@ from bench.quantized import (
     awq,
     bitsandbytes,
     compressed,
+    eight_bit_floats_of_powers,
     four_bit_floats,
     fp8,
     gptq,
@@ -67,19 +68,32 @@ GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, 
 BY_ROW = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
 BY_TOKEN = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
+FP8 = FP4 | {"num_bits": 8}
 FORMATS: Mapping[str, Written] = {
     "GPTQ, 8 bits, groups of 128": gptq(8, 128, symmetric=True),
     "GPTQ, 4 bits, groups of 128": gptq(4, 128, symmetric=True),
     "GPTQ, 4 bits, groups of 32, zero points": gptq(4, 32, symmetric=False),
     "GPTQ, 3 bits, groups of 128, zero points": gptq(3, 128, symmetric=False),
     "AWQ, groups of 128": awq(128),
+    "GPTQ, 2 bits, groups of 32, zero points": gptq(2, 32, symmetric=False),
+    "HQQ, 8 bits, groups of 64": hqq(8, 64),
     "HQQ, 4 bits, groups of 64": hqq(4, 64),
     "HQQ, 3 bits, groups of 64": hqq(3, 64),
+    "HQQ, 2 bits, groups of 16": hqq(2, 16),
+    "torchao, 8 bits": torchao("Int8WeightOnlyConfig"),
+    "torchao, 4 bits, groups of 128": torchao("Int4WeightOnlyConfig", 128, symmetric=False),
     "torchao, 4 bits, groups of 32": torchao("Int4WeightOnlyConfig", 32, symmetric=False),
-    "SqueezeLLM, 4 bits, no outliers": squeezellm(4, outliers=False),
+    "SqueezeLLM, 4 bits": squeezellm(4, outliers=False, rounds=20),
+    "SqueezeLLM, 3 bits": squeezellm(3, outliers=False, rounds=20),
     "compressed-tensors W4A16": compressed(GROUPS, "pack-quantized"),
+    "compressed-tensors W8A16": compressed(BY_ROW, "pack-quantized"),
     "compressed-tensors W8A8": compressed(BY_ROW, "int-quantized", BY_TOKEN),
     "FP8, blocks of 128 by 128": fp8(block=True),
+    "FP8, a scale for each row": fp8(block=False, method="fbgemm_fp8"),
+    "FP8, a scale for each tensor": fp8(block=False),
+    "MXFP8": compressed(
+        FP8 | {"strategy": "group", "group_size": 32}, "mxfp8-quantized", tensors=eight_bit_floats_of_powers
+    ),
     "NVFP4": compressed(
         FP4 | {"strategy": "tensor_group", "group_size": 16},
         "nvfp4-pack-quantized",
@@ -89,6 +103,7 @@ FORMATS: Mapping[str, Written] = {
         FP4 | {"strategy": "group", "group_size": 32}, "mxfp4-pack-quantized", tensors=four_bit_floats(32)
     ),
     "bitsandbytes nf4": bitsandbytes("nf4", nested=True),
+    "bitsandbytes fp4": bitsandbytes("fp4", nested=True),
     "bitsandbytes int8": bitsandbytes("int8"),
 }
 
@@ -143,7 +158,9 @@ def main() -> None:
         variants = VARIANTS
         if arguments.formats:
             folders = {
-                name: write(each, Path(folder) / str(i)) for i, (name, each) in enumerate(FORMATS.items())
+                name: write(each, Path(folder) / str(i))
+                for i, (name, each) in enumerate(FORMATS.items())
+                if name in arguments.only or not arguments.only
             }
             variants = {"bf16": {}, **folders}
         if arguments.made:

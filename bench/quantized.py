@@ -242,6 +242,16 @@ def eight_bit_floats(
     return tensors
 
 
+def eight_bit_floats_of_powers(name: str, weight: Array) -> tuple[Tensors, Array]:
+    """Make MXFP8: fp8 weights with an exponent for each 32, the least that keeps them in range."""
+    most = np.abs(weight.reshape(len(weight), -1, 32)).max(2)
+    exponents = np.ceil(np.log2(np.maximum(most, 1e-30) / 448)).astype(np.int64)
+    each = np.repeat((2.0**exponents).astype(np.float32), 32, axis=1)
+    stored = torch.from_numpy((weight / each).astype(np.float32)).to(torch.float8_e4m3fn)
+    scale = torch.from_numpy((exponents + 127).astype(np.uint8))
+    return {"weight": stored, "weight_scale": scale}, stored.float().numpy() * each
+
+
 def four_bit_floats(
     group: int, weight_name: str = "weight_packed", global_scale: str | None = None, divides: bool = True
 ) -> Callable[[str, Array], tuple[Tensors, Array]]:

@@ -50,7 +50,7 @@ def load_model(
         else:
             load_checkpoint(model.weights, files, _packed_cache(config, share))
             if config.cache.dtype == "fp8":
-                read_kv_scales(files, model.attentions)
+                read_kv_scales(files, model.attentions, by_head=platform.device.type == "cpu")
         model.weights.release()
     return model
 

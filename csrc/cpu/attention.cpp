@@ -82,18 +82,19 @@ void check(const AttentionLayer& layer) {
                  (layer.kv_dtype == layer.dtype || layer.kv_dtype == int(Dtype::int8) || layer.kv_dtype == int(Dtype::int4) ||
                   layer.kv_dtype == int(Dtype::fp8)),
              "activations of format %d, a cache of %d", layer.dtype, layer.kv_dtype);
-  QT_REQUIRE(layer.key_scale > 0.0f && layer.value_scale > 0.0f &&
-                 (layer.kv_dtype == int(Dtype::fp8) || (layer.key_scale == 1.0f && layer.value_scale == 1.0f)),
-             "scales of keys and values %g and %g for a cache of format %d", double(layer.key_scale), double(layer.value_scale),
-             layer.kv_dtype);
+  QT_REQUIRE(layer.kv_dtype == int(Dtype::fp8) || (!layer.key_scales && !layer.value_scales),
+             "scales of keys or values for a cache of format %d", layer.kv_dtype);
+  for (const float* scales : {layer.key_scales, layer.value_scales})
+    for (index_t head = 0; scales && head < layer.kv_heads; ++head)
+      QT_REQUIRE(scales[head] > 0.0f, "scale %g of keys or values of head %lld", double(scales[head]), (long long)head);
   QT_REQUIRE(layer.window >= 0 && layer.chunk >= 0 && (layer.window == 0 || layer.chunk == 0), "window %lld, chunk %lld",
              (long long)layer.window, (long long)layer.chunk);
   QT_REQUIRE(layer.rotary >= 0 && layer.rotary % 2 == 0 && layer.rotary_first >= 0 && layer.rope >= 0 &&
                  layer.rotary_first + layer.rotary <= layer.key_width,
              "%lld rotary dimensions from %lld on of %lld, by rotation %lld", (long long)layer.rotary,
              (long long)layer.rotary_first, (long long)layer.key_width, (long long)layer.rope);
-  QT_REQUIRE(!layer.values_in_keys || layer.value_scale == layer.key_scale, "scales %g and %g of one number",
-             double(layer.key_scale), double(layer.value_scale));
+  QT_REQUIRE(!layer.values_in_keys || layer.value_scales == layer.key_scales, "scales of values at %p, and of their keys at %p",
+             (const void*)layer.value_scales, (const void*)layer.key_scales);
   QT_REQUIRE(!layer.values_in_keys || (layer.value_width <= layer.key_width && !layer.k_norm &&
                                        (layer.rotary == 0 || layer.rotary_first >= layer.value_width)),
              "values of %lld numbers that keys of %lld, rotated from %lld on, begin with", (long long)layer.value_width,
@@ -152,7 +153,6 @@ AttentionCall attention_call(const AttentionLayer& layer, const void* q, index_t
   AttentionCall call{};
   call.kv = paged_at(*kv, layer);
   call.layer = layer;
-  call.layer.scale *= layer.key_scale;
   call.q = q;
   call.out = out;
   call.q_stride = q_stride;

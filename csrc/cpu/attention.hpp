@@ -7,7 +7,7 @@
 //   fp16, fp32   keys   [key_dim][16]
 //                values [16][value_dim]
 //   int8         keys and values as in fp16, a byte a number; then fp32 scales: of the 16 keys, of the 16 values
-//   fp8          the same without scales: e4m3, of what the layer's two scales divide
+//   fp8          the same without scales: e4m3, of what the head's two scales divide
 //   int4         keys   [key_dim / 2][16]        a byte is a pair of dimensions of a key, the lower one in its low bits; then
 //                       [key_dim / 32][2][16]    fp16 factors of each 32 dimensions: scales of 16 keys, and their least numbers
 //                values [8][value_dim]           ... or a pair of keys in a dimension; then
@@ -52,11 +52,11 @@ struct AttentionLayer {
   const float* alibi_slopes;         // [heads]; null: none
   const float* sinks;                // [heads]; null: none
   const void *q_norm, *k_norm;       // [key_width]; null: none
+  const float *key_scales, *value_scales;  // [kv_heads]: what an fp8 cache's numbers are multiplied with; null: 1
   index_t norms_behind;              // 1: they follow the rotation
   float scale, softcap;              // softcap 0: none
   float eps, norm_offset;            // of the norms: what is added to their weights
   float growth;                      // queries are multiplied by 1 + growth * log(1 + (position + shift) / period), if more than 1; 0: not
-  float key_scale, value_scale;      // what an fp8 cache's numbers are multiplied with; 1 of other caches
   int dtype, kv_dtype;
   index_t period, shift;
   index_t in_parts;                  // 1: parts of periods count; 0: whole ones only

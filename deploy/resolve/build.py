@@ -205,7 +205,7 @@ def _cache_config(
     cache = CacheConfig(
         memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
         enable_prefix_caching=shares_beginnings,
-        dtype=rules.kv_format(options, facts),
+        dtype=rules.kv_format(options, device, facts),
         gpu_memory_utilization=options.gpu_memory_utilization,
         swap_bytes=rules.derive_swap_bytes(
             options.swap_space, device, kind, room_bytes * options.tensor_parallel_size

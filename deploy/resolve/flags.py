@@ -331,8 +331,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Flag(
             MEMORY,
             "number format of KV: int8 (on a CPU) and fp8 hold about twice the tokens of bf16, a little less exactly; int4 (on a"
-            " CPU) three times as many, at a loss one can measure; model: the model's own; auto: fp8 where the checkpoint"
-            " says so, else the model's own",
+            " CPU) three times as many, at a loss one can measure; model: the model's own; auto: fp8 or int8 where the"
+            " checkpoint says so, else the model's own",
         ),
     ] = "auto"
     swap_space: Annotated[

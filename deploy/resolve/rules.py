@@ -147,7 +147,7 @@ def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> Non
 
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
     """Return what KV takes; reject a number format that the device does not compute with."""
-    block_size, kind = options.block_size, kv_format(options, facts)
+    block_size, kind = options.block_size, kv_format(options, device, facts)
     if kind == "model":
         return _groups(facts, block_size, dtype_bytes, lambda width: width * dtype_bytes)
     if device != "cpu" and kind != "fp8":
@@ -172,11 +172,11 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
     )
 
 
-def kv_format(options: Options, facts: ModelFacts) -> KvFormat:
+def kv_format(options: Options, device: str, facts: ModelFacts) -> KvFormat:
     """Return the number format of keys and values: as asked, else as the checkpoint says, else the model's own."""
     if options.kv_cache_dtype != "auto":
         return options.kv_cache_dtype
-    return "fp8" if facts.kv_wish is not None and facts.kv_wish.is_fp8 else "model"
+    return (facts.kv_wish and facts.kv_wish.format_on(device)) or "model"
 
 
 def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> dict[KvFormat, KvSpec]:

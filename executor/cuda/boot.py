@@ -21,7 +21,7 @@ from quintet.executor.cuda.runner import DeviceRunner
 from quintet.executor.cuda.steps import DeviceSteps
 from quintet.executor.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.cuda.worker import DeviceWorker
-from quintet.executor.layers.attention import AttentionLayer, KvScales
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.models.model import CausalModel
 from quintet.executor.parallel.ranks import Ranks
 from quintet.process.trace import Span, no_span
@@ -137,7 +137,7 @@ def _attention_of_prompts(
         log.info("attention of prompts: quintet (layers in %d groups)", len(config.model.kv.groups))
         return None
     scales = {layer.scale for layer in layers}
-    has_kv_scales = any(layer.kv_scales != KvScales() for layer in layers)
+    has_kv_scales = any(layer.kv_scales.of_layer != (1.0, 1.0) for layer in layers)
     if plan is None or len(scales) > 1 or has_kv_scales:
         log.info("attention of prompts: quintet (layers differ in heads or scale)")
         return None

@@ -249,6 +249,7 @@ class DevicePass:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
         of_norms = (None, None) if together is None else (together[0].weight, together[1].weight)
+        key_scale, value_scale = layer.kv_scales.of_layer
         turn = Turn(
             *of_norms,
             0.0 if together is None else together[0].eps,
@@ -256,7 +257,7 @@ class DevicePass:
             layer.rotary_first,
             layer.interleaved,
             layer.temperature,
-            (layer.kv_scales.key, layer.kv_scales.value),
+            (key_scale, value_scale),
         )
         queries, keys = (in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k))
         values = in_packs(v.settled).unflatten(1, (-1, layer.value_width))
@@ -271,13 +272,13 @@ class DevicePass:
                 queries,
                 kv,
                 rows,
-                layer.scale * layer.kv_scales.key,
+                layer.scale * key_scale,
                 layer.window,
                 layer.softcap or 0.0,
                 layer.alibi_slopes,
                 chunk=layer.chunk,
                 sinks=layer.sinks,
-                value_scale=layer.kv_scales.value,
+                value_scale=value_scale,
             )
         return Value(attended.view(rows.num_tokens, -1))
 

@@ -50,6 +50,8 @@ class Recipe:
     """One below the other, unless ``finish`` puts them together."""
     shape: tuple[int, ...]
     finish: Finish | None = None
+    computes: bool = False
+    """Whether ``finish`` computes with numbers: it is given fp32, so that what comes of it is rounded once."""
 
 
 def all_rows(name: str, tensor: Tensor) -> Rows:
@@ -71,11 +73,12 @@ def scaled(recipe: Recipe, tensors: Mapping[str, Tensor]) -> Recipe:
     scale = tensors.get(f"{stem}.scale") if leaf == "weight" and len(recipe.rows) == 1 else None
     if scale is None or scale.shape != (1,) or recipe.finish is not None:
         return recipe
-    return replace(recipe, rows=(*recipe.rows, all_rows(f"{stem}.scale", scale)), finish=_product)
+    rows = (*recipe.rows, all_rows(f"{stem}.scale", scale))
+    return replace(recipe, rows=rows, finish=_product, computes=True)
 
 
 def _product(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0].float() * parts[1]
+    return parts[0] * parts[1]
 
 
 def unpaired(heads: int, dim: int) -> NDArray[np.int64]:

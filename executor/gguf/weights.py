@@ -129,7 +129,7 @@ class GgufFile:
             raw = [_taken(self._owners[each.name].blocks(self._tensor(each)), each) for each in rows]
             return raw[0] if len(raw) == 1 else torch.cat(raw)
         recipe = self._recipes[name]
-        parts = [self._numbers(rows) for rows in recipe.rows]
+        parts = [self._numbers(rows, recipe.computes) for rows in recipe.rows]
         if recipe.finish is not None:
             return recipe.finish(parts).reshape(recipe.shape)
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(recipe.shape)
@@ -164,9 +164,12 @@ class GgufFile:
         return Entry(kind.name, (recipe.shape[0], row_bytes), tensors[0].begin, recipe.shape[0] * row_bytes)
 
     def kind(self, name: str) -> str | None:
-        """Return the number format of a tensor of `made` in the file; None where it is quantized, or its parts differ."""
-        kinds = {self._tensor(rows).type.name for rows in self._recipes[name].rows}
-        return kinds.pop() if len(kinds) == 1 and kinds <= set(PLAIN) else None
+        """Return the number format that holds a tensor of `made` as the file has it; None where it is quantized."""
+        recipe = self._recipes[name]
+        kinds = {self._tensor(rows).type.name for rows in recipe.rows}
+        if not kinds <= set(PLAIN):
+            return None
+        return kinds.pop() if len(kinds) == 1 and not recipe.computes else "F32"
 
     def _entry(self, name: str) -> Entry:
         recipe = self._recipes[name]
@@ -174,13 +177,17 @@ class GgufFile:
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         return Entry(self.kind(name) or "F32", recipe.shape, tensors[0].begin, num_bytes)
 
-    def _numbers(self, rows: Rows) -> torch.Tensor:
+    def _numbers(self, rows: Rows, in_single: bool) -> torch.Tensor:
         """Return the numbers of some rows, ``[rows, depth]``, of a vector ``[rows]``."""
+        numbers = self._numbers_of(rows, torch.float32 if in_single else self._dtype)
+        return numbers.float() if in_single else numbers
+
+    def _numbers_of(self, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._tensor(rows)
         blocks = self._owners[rows.name].blocks(tensor)
         if len(tensor.shape) == 1:  # a row in the file, whose numbers are what is taken
-            return _taken(_of_blocks(blocks, tensor, self._dtype, self._read).view(-1), rows)
-        return _of_blocks(_taken(blocks, rows), tensor, self._dtype, self._read).view(-1, tensor.shape[-1])
+            return _taken(_of_blocks(blocks, tensor, dtype, self._read).view(-1), rows)
+        return _of_blocks(_taken(blocks, rows), tensor, dtype, self._read).view(-1, tensor.shape[-1])
 
 
 def _taken(values: torch.Tensor, rows: Rows) -> torch.Tensor:

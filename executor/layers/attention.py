@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import NormKind, Temperature
 from quintet.executor.layers.norm import Norm
 
@@ -34,15 +35,28 @@ class Heads:
     value_width: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class KvScales:
     """What a layer's keys and values are divided by before they are rounded to fp8, and multiplied with where they are read.
 
     Set once, while a checkpoint is loaded that has them; other caches than fp8 do not look.
     """
 
-    key: float = 1.0
-    value: float = 1.0
+    key: torch.Tensor | None = None
+    """fp32 ``[num_kv_heads]`` in the host's memory; None: 1. ``value`` likewise."""
+    value: torch.Tensor | None = None
+
+    @property
+    def of_layer(self) -> tuple[float, float]:
+        """Those of keys and of values, where all heads have the same."""
+        return _only(self.key), _only(self.value)
+
+
+def _only(scales: torch.Tensor | None) -> float:
+    if scales is None:
+        return 1.0
+    (value,) = set(scales.tolist())
+    return float(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,6 +105,8 @@ class AttentionLayer:
     temperature: Temperature | None = None
     """Of queries, after their rotation."""
     kv_scales: KvScales = field(default_factory=KvScales)
+    kept_kv_heads: Kept | None = None
+    """Which of the model's KV heads these are, of a rank; None: all."""
 
     def __post_init__(self) -> None:
         assert self.num_heads % self.num_kv_heads == 0, (self.num_heads, self.num_kv_heads)

@@ -4,7 +4,7 @@ Owns the cache of a layer (`PagedKv`), the declarations of the C functions that 
 are given. A compiled step calls the same kernels by `quintet.executor.program.library`. What a token's attention comes to
 has the same bits in every batch, however its prompt was cut into chunks. An int8 cache holds a head's keys and values in 255
 steps between their largest magnitude and its negative, with an fp32 scale for each; an int4 cache each 32 numbers of
-them in 16 steps between their least and their largest, both fp16; an fp8 cache e4m3 of what a layer's scales divide.
+them in 16 steps between their least and their largest, both fp16; an fp8 cache e4m3 of what a head's scales divide.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class CAttention(ctypes.Structure):
         *((name, _SIZE) for name in ("heads", "kv_heads", "key_width", "value_width", "block_size")),
         *((name, _SIZE) for name in ("window", "chunk", "rope", "rotary", "rotary_first", "interleaved")),
         *((name, _ADDRESS) for name in ("alibi_slopes", "sinks", "q_norm", "k_norm")),
+        *((name, _ADDRESS) for name in ("key_scales", "value_scales")),
         ("norms_behind", _SIZE),
         *((name, _FLOAT) for name in ("scale", "softcap", "eps", "norm_offset", "growth")),
-        *((name, _FLOAT) for name in ("key_scale", "value_scale")),
         *((name, _INT) for name in ("dtype", "kv_dtype")),
         *((name, _SIZE) for name in ("period", "shift", "in_parts", "values_in_keys")),
     )
@@ -142,15 +142,7 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
     kv_code: of the numbers stored. Norms are the kernels' business only where `AttentionLayer.norms_with_rotation`.
     """
     norms, temperature = layer.norms_with_rotation, layer.temperature
-    for name, vector in (("alibi_slopes", layer.alibi_slopes), ("sinks", layer.sinks)):
-        if vector is not None and (
-            vector.dtype is not torch.float32
-            or vector.shape != (layer.num_heads,)
-            or not vector.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} are {vector.dtype}{list(vector.shape)}; expected contiguous float32[{layer.num_heads}]"
-            )
+    _check_vectors(layer)
     for norm in norms or ():
         weight = norm.weight
         if weight is None or weight.dtype is not dtype or weight.shape != (layer.head_dim,):
@@ -176,14 +168,14 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
         sinks=_address(layer.sinks),
         q_norm=None if norms is None else _address(norms[0].weight),
         k_norm=None if norms is None else _address(norms[1].weight),
+        key_scales=_address(layer.kv_scales.key) if kv_code == _FP8 else None,
+        value_scales=_address(layer.kv_scales.value) if kv_code == _FP8 else None,
         norms_behind=layer.norms_behind,
         scale=layer.scale,
         softcap=layer.softcap or 0.0,
         eps=0.0 if norms is None else norms[0].eps,
         norm_offset=0.0 if norms is None else norms[0].offset,
         growth=0.0 if temperature is None else temperature.growth,
-        key_scale=layer.kv_scales.key if kv_code == _FP8 else 1.0,
-        value_scale=layer.kv_scales.value if kv_code == _FP8 else 1.0,
         dtype=DTYPE_CODES[dtype],
         kv_dtype=kv_code,
         period=1 if temperature is None else temperature.period,
@@ -191,6 +183,21 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
         in_parts=temperature is not None and not temperature.whole,
         values_in_keys=layer.values_in_keys,
     )
+
+
+def _check_vectors(layer: AttentionLayer) -> None:
+    for name, vector, count in (
+        ("alibi_slopes", layer.alibi_slopes, layer.num_heads),
+        ("sinks", layer.sinks, layer.num_heads),
+        ("kv_scales.key", layer.kv_scales.key, layer.num_kv_heads),
+        ("kv_scales.value", layer.kv_scales.value, layer.num_kv_heads),
+    ):
+        if vector is not None and (
+            vector.dtype is not torch.float32 or vector.shape != (count,) or not vector.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} are {vector.dtype}{list(vector.shape)}; expected contiguous float32[{count}]"
+            )
 
 
 def query_width(head_dim: int) -> int:

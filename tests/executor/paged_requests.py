@@ -19,7 +19,8 @@ Row = tuple[int, int, int]
 
 
 FP8_SCALES = 0.00785, 0.5
-"""Of keys, some of which are then beyond what e4m3 holds, and of values, many of which are below its normal numbers."""
+"""Of the first head's keys, some of which are then beyond what e4m3 holds, and of its values, many of which are below its normal
+numbers; those of each other head are 1.375 times the last one's."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class Shape:
 
     @property
     def kv_scales(self) -> KvScales:
-        key, value = FP8_SCALES
+        """Of each head its own."""
+        key, value = (each * 1.375 ** torch.arange(self.kv_heads, dtype=torch.float32) for each in FP8_SCALES)
         return KvScales(key, key if self.values_in_keys else value)
 
 
@@ -152,7 +154,9 @@ class Requests:
         q, k = (x.unflatten(1, (-1, shape.head_dim)) for x in (q, k))
         v = v.unflatten(1, (-1, shape.value_width))
         if shape.kv_dtype is torch.float8_e4m3fn:
-            k, v = in_eighths(k, shape.kv_scales.key), in_eighths(v, shape.kv_scales.value)
+            key_scales, value_scales = shape.kv_scales.key, shape.kv_scales.value
+            assert key_scales is not None and value_scales is not None
+            k, v = in_eighths(k, key_scales[:, None]), in_eighths(v, value_scales[:, None])
         else:
             stored = STORED.get(shape.kv_dtype, torch.Tensor.double)
             k, v = stored(k), stored(v)
@@ -183,11 +187,10 @@ def in_16_steps(x: torch.Tensor) -> torch.Tensor:
     return torch.cat(groups, -1)
 
 
-def in_eighths(x: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return the nearest e4m3 of what ``scale`` divides, at most 448, times it, in fp64."""
-    of_scale = torch.tensor(scale)  # in fp32, as the kernels have it
-    codes = (x.float() / of_scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    return codes.double() * of_scale.double()
+def in_eighths(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return the nearest e4m3 of what ``scale`` divides, at most 448, times it, in fp64. scale: fp32, of all or of each head."""
+    codes = (x.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    return codes.double() * scale.double()
 
 
 def away_to_bf16(x: torch.Tensor) -> torch.Tensor:

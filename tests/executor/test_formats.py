@@ -103,6 +103,15 @@ KEPT: dict[str, tuple[Written, WeightFormat, int]] = {
         WeightFormat.NVFP4,
         0,
     ),
+    "compressed-tensors, mxfp8": (
+        quantized.compressed(
+            FLOATS | {"num_bits": 8, "strategy": "group", "group_size": 32},
+            "mxfp8-quantized",
+            tensors=quantized.eight_bit_floats_of_powers,
+        ),
+        WeightFormat.FP8,
+        32,
+    ),
     "modelopt, nvfp4": (
         Written(
             {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},

@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from quintet.deploy import cli
 from tests.gguf.test_tokens import said_by_llama_cpp
 from tests.gguf.vocabularies import LLAMA_CPP
 from tests.models.equal import alone, load
@@ -142,3 +143,46 @@ def test_llama_cpp_says_the_same(way: str, tmp_path: Path) -> None:
     """Its products with blocks of three values round what they multiply."""
     expected = made(of_three_values(way, tmp_path / "model.gguf"), tmp_path)
     assert said_by_llama_cpp(tmp_path / "model.gguf", expected) == _outputs(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "scales", "written"),
+    [
+        ("F16", np.float16, torch.float32),
+        ("BF16", np.float32, torch.float32),
+        ("TQ2_0", np.float32, torch.bfloat16),
+    ],
+)
+def test_a_product_is_rounded_once(kind: str, scales: type, written: torch.dtype, tmp_path: Path) -> None:
+    """A matrix that is quantized, and its scale, become bf16; a plain one keeps all its bits, whatever else the file has."""
+    of_transformers("BitNetConfig", **SETTINGS).make(tmp_path)
+    tensors, draw = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(1)
+    writer = writer_of(tmp_path / "model.gguf", 512, THETA)
+    wanted = {}
+    for name, tensor in tensors.items():
+        if name.endswith("_proj.weight"):
+            numbers = torch.randn(tensor.shape, generator=draw)
+            if kind == "TQ2_0":
+                numbers = 0.3 * torch.randint(-1, 2, tensor.shape, generator=draw)
+            raw_kind, scale = gguf.GGMLQuantizationType[kind], np.array([0.7], scales)
+            raw = gguf.quantize(numbers.numpy(), raw_kind)
+            writer.add_tensor(f"{named(name)}.weight", raw, raw_dtype=raw_kind)
+            writer.add_tensor(f"{named(name)}.scale", scale)
+            exact = gguf.dequantize(raw, raw_kind).astype(np.float32) * scale.astype(np.float32)
+            wanted[name] = torch.from_numpy(exact).to(written)
+        elif tensor.dim() == 2:
+            kind_of_rows = gguf.GGMLQuantizationType.Q8_0
+            rows = torch.randn(512, tensor.shape[1], generator=draw).numpy()
+            writer.add_tensor(
+                f"{named(name)}.weight", gguf.quantize(rows, kind_of_rows), raw_dtype=kind_of_rows
+            )
+        else:
+            writer.add_tensor(f"{named(name)}.weight", tensor.float().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert cli.main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "converted")]) == 0
+    found = load_file(tmp_path / "converted" / "model.safetensors")
+    assert {found[name].dtype for name in wanted} == {written}
+    assert all(torch.equal(found[name], each) for name, each in wanted.items())

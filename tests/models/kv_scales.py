@@ -12,22 +12,33 @@ from tests.models.random_checkpoints import Logits, Row, side_by_side
 
 SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 SECTION = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": SCHEME}
+BY_HEAD = SECTION | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}}
 SCALES = [(0.004, 0.011), (0.013, 0.0027)]
 """Of keys and values of each layer: some numbers are beyond 448 of them."""
 
 
-def with_scales(row: Row) -> Row:
-    """Return the row with scales in its checkpoint, and with keys and values rounded by torch in its reference."""
+def scales_of(layer: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return those of the keys and values of each of a layer's heads, ``[num_heads, 1, 1]``; one head's are the layer's."""
+    each = 1.75 ** torch.arange(num_heads, dtype=torch.float32)[:, None, None]
+    key, value = SCALES[layer]
+    return key * each, value * each
+
+
+def with_scales(row: Row, num_heads: int = 1) -> Row:
+    """Return the row with scales in its checkpoint: of its layers, or of each of their ``num_heads`` KV heads."""
 
     def make(folder: Path) -> Logits:
         row.make(folder)
         card = json.loads((folder / "config.json").read_text())
         model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-        (folder / "config.json").write_text(json.dumps(card | {"quantization_config": SECTION}))
+        (folder / "config.json").write_text(
+            json.dumps(card | {"quantization_config": SECTION if num_heads == 1 else BY_HEAD})
+        )
         tensors = load_file(folder / "model.safetensors")
-        for i, (key, value) in enumerate(SCALES):
-            tensors[f"model.layers.{i}.self_attn.k_scale"] = torch.tensor([key])
-            tensors[f"model.layers.{i}.self_attn.v_scale"] = torch.tensor(value)
+        for i in range(len(SCALES)):
+            key, value = scales_of(i, num_heads)
+            tensors[f"model.layers.{i}.self_attn.k_scale"] = key if num_heads > 1 else key.view(1)
+            tensors[f"model.layers.{i}.self_attn.v_scale"] = value if num_heads > 1 else value.view(())
         save_file(tensors, folder / "model.safetensors")
         return side_by_side(model.float().eval())
 

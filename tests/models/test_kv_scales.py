@@ -11,15 +11,19 @@ import torch
 from safetensors.torch import save_file
 from tests.executor.paged_requests import in_eighths
 from tests.models.equal import WAYS, alone, furthest, in_every_way, load
-from tests.models.kv_scales import SCALES, SCHEME, SECTION, with_scales
-from tests.models.random_checkpoints import of_transformers
+from tests.models.kv_scales import BY_HEAD, SCHEME, SECTION, scales_of, with_scales
+from tests.models.random_checkpoints import Expectation, of_transformers
+from tests.models.ranks import in_ranks
 from tests.models.test_equal import made
 from transformers.models.llama import modeling_llama
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.layers.attention import AttentionLayer, KvScales
+from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.share import Kept
+from quintet.executor.layers.attention import AttentionLayer
 from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.quant.formats.kv_cache import wish_of
 from quintet.executor.quant.kv_scales import read_kv_scales
 from quintet.executor.weights.load import open_files
 from quintet.wire.errors import ConfigError
@@ -27,21 +31,31 @@ from quintet.wire.errors import ConfigError
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
 
-@needs_kernels
-def test_tokens_are_those_of_keys_and_values_that_torch_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+HEADS = 2
+
+
+def rounded_in_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_heads: int) -> list[Expectation]:
+    """Write a checkpoint with scales of layers, or of so many heads; return what torch says that rounds by them."""
     plain = modeling_llama.eager_attention_forward
 
     def rounding(
         module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **more: Any
     ) -> Any:
-        scales = SCALES[module.layer_idx]
+        scales = scales_of(module.layer_idx, num_heads)
         k, v = (in_eighths(x, scale).float() for x, scale in zip((k, v), scales, strict=True))
         return plain(module, q, k, v, *rest, **more)
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", rounding)
-    expected = made(with_scales(of_transformers("LlamaConfig", num_hidden_layers=2)), tmp_path)
+    row = of_transformers("LlamaConfig", num_hidden_layers=2, num_key_value_heads=HEADS)
+    return made(with_scales(row, num_heads), tmp_path)
+
+
+@needs_kernels
+@pytest.mark.parametrize("num_heads", [1, HEADS])
+def test_tokens_are_those_of_keys_and_values_that_torch_rounds(
+    num_heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = rounded_in_torch(tmp_path, monkeypatch, num_heads)
     loaded = load(tmp_path)
     assert loaded.config.cache.dtype == "fp8"
     outcome = alone(loaded, [each.prompt for each in expected])
@@ -52,17 +66,46 @@ def test_tokens_are_those_of_keys_and_values_that_torch_rounds(
         assert other.outputs == outcome.outputs, way
 
 
+@needs_kernels
+@pytest.mark.parametrize(("size", "context"), [(2, 1), (4, 1), (4, 2)])
+def test_a_rank_takes_the_scales_of_its_heads(
+    size: int, context: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of four ranks two have the same head, each with all of its keys and values or with some."""
+    expected = rounded_in_torch(tmp_path, monkeypatch, HEADS)
+    with in_ranks(tmp_path, size, context=context) as loaded:
+        assert loaded.config.cache.dtype == "fp8"
+        assert alone(loaded, [each.prompt for each in expected]).outputs == [
+            each.outputs for each in expected
+        ]
+
+
+@needs_kernels
+def test_scales_that_follow_from_the_input_are_not_looked_for(tmp_path: Path) -> None:
+    of_transformers("LlamaConfig", num_hidden_layers=1).make(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    card = json.loads((tmp_path / "config.json").read_text())
+    section = SECTION | {"kv_cache_scheme": INT8 | {"strategy": "token", "dynamic": True}}
+    (tmp_path / "config.json").write_text(json.dumps(card | {"quantization_config": section}))
+    assert load(tmp_path).config.cache.dtype == "int8"
+
+
 def layers(count: int = 2, **more: Any) -> list[AttentionLayer]:
-    return [
-        AttentionLayer(index=i, num_heads=2, num_kv_heads=1, head_dim=16, scale=0.25, **more)
-        for i in range(count)
-    ]
+    settings = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "scale": 0.25} | more
+    return [AttentionLayer(index=i, **settings) for i in range(count)]
 
 
-def read(tmp_path: Path, tensors: dict[str, torch.Tensor], found: list[AttentionLayer]) -> list[KvScales]:
+Read = tuple[list[float] | None, list[float] | None]
+"""Scales of a layer's keys, and of its values, of each head; None: 1."""
+
+
+def read(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], found: list[AttentionLayer], **how: bool
+) -> list[Read]:
     save_file(tensors, tmp_path / "model.safetensors")
-    read_kv_scales(open_files(tmp_path), found)
-    return [layer.kv_scales for layer in found]
+    read_kv_scales(open_files(tmp_path), found, **how)
+    both = [(layer.kv_scales.key, layer.kv_scales.value) for layer in found]
+    return [(None if k is None else k.tolist(), None if v is None else v.tolist()) for k, v in both]
 
 
 @pytest.mark.parametrize(
@@ -81,30 +124,54 @@ def test_scales_are_found_by_the_names_that_writers_give_them(key: str, value: s
         "model.layers.0.self_attn.q_proj.output_scale": torch.tensor(3.0),
         "model.layers.0.mlp.down_proj.input_scale": torch.tensor(3.0),
     }
-    assert read(tmp_path, tensors, layers()) == [KvScales(), KvScales(0.5, 0.25)]
+    assert read(tmp_path, tensors, layers()) == [(None, None), ([0.5], [0.25])]
 
 
 def test_one_scale_may_be_of_both(tmp_path: Path) -> None:
     both = {"model.layers.0.self_attn.kv_scale": torch.tensor([0.5])}
-    assert read(tmp_path, both, layers(1)) == [KvScales(0.5, 0.5)]
+    assert read(tmp_path, both, layers(1)) == [([0.5], [0.5])]
     latent = {"model.layers.0.self_attn.k_scale": torch.tensor([0.25])}
-    assert read(tmp_path, latent, layers(1, values_in_keys=True, value_dim=8)) == [KvScales(0.25, 0.25)]
+    assert read(tmp_path, latent, layers(1, values_in_keys=True, value_dim=8)) == [([0.25], [0.25])]
+
+
+def test_a_layer_takes_its_heads_of_as_many_as_the_model_has(tmp_path: Path) -> None:
+    key, value = torch.tensor([0.5, 0.25, 2.0, 4.0]), torch.tensor([1.0])
+    tensors = {
+        "model.layers.0.self_attn.k_scale": key.view(4, 1, 1),
+        "model.layers.0.self_attn.v_scale": value,
+    }
+    assert read(tmp_path, tensors, layers(1, num_heads=8, num_kv_heads=4)) == [(key.tolist(), [1.0] * 4)]
+    kept = layers(1, num_heads=4, num_kv_heads=2, kept_kv_heads=Kept(2, 4, 4))
+    assert read(tmp_path, tensors, kept) == [([2.0, 4.0], [1.0, 1.0])]
 
 
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (torch.ones(4), r"has the shape \[4\]; one scale for a layer is read: give --kv-cache-dtype int8"),
+        (
+            torch.ones(4),
+            r"has the shape \[4\]; one scale for a layer, or for each of its 3 heads, is read: give --kv-cache-dtype int8",
+        ),
+        (torch.ones(1, 3, 3), r"has the shape \[1, 3, 3\]; one scale"),
+        (torch.tensor([1.0, -2.0, 1.0]), "is -2; a scale is a positive number"),
         (torch.tensor([0.0]), "is 0; a scale is a positive number"),
         (torch.tensor([torch.nan]), "is nan; a scale is a positive number"),
     ],
 )
 def test_what_is_no_scale_is_refused(value: torch.Tensor, words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=words):
-        read(tmp_path, {"model.layers.0.self_attn.k_scale": value}, layers(1))
+        read(tmp_path, {"model.layers.0.self_attn.k_scale": value}, layers(1, num_heads=3, num_kv_heads=3))
 
 
-AS_IT_SAYS = "keys and values are fp8, as the checkpoint says"
+def test_scales_of_heads_are_refused_where_kernels_take_one_of_a_layer(tmp_path: Path) -> None:
+    scales = {"model.layers.0.self_attn.k_scale": torch.ones(3)}
+    with pytest.raises(ConfigError, match=r"has the shape \[3\]; one scale for a layer is read"):
+        read(tmp_path, scales, layers(1, num_heads=3, num_kv_heads=3), by_head=False)
+
+
+AS_IT_SAYS = "keys and values are fp8, as the checkpoint says:"
+IN_STEPS = "keys and values are int8, as the checkpoint says; each token's head has its own scale, finer than the checkpoint's"
+INT8 = SCHEME | {"type": "int"}
 
 
 @pytest.mark.parametrize(
@@ -115,9 +182,18 @@ AS_IT_SAYS = "keys and values are fp8, as the checkpoint says"
             {"quant_method": "compressed-tensors", **SECTION, "kv_cache_scheme": SCHEME | {"num_bits": 4}},
             "keys and values in floats of 4 bits, which is not read, so they keep the model's format: --kv-cache-dtype int4",
         ),
+        (BY_HEAD, AS_IT_SAYS),
+        (SECTION | {"kv_cache_scheme": SCHEME | {"strategy": None}}, AS_IT_SAYS),
+        (SECTION | {"kv_cache_scheme": INT8}, IN_STEPS),
+        (SECTION | {"kv_cache_scheme": INT8 | {"strategy": "attn_head"}}, IN_STEPS),
+        (SECTION | {"kv_cache_scheme": INT8 | {"strategy": "token", "dynamic": True}}, IN_STEPS),
         (
-            SECTION | {"kv_cache_scheme": SCHEME | {"strategy": "attn_head"}},
-            "floats of 8 bits, a scale for each head, which is not read, so they keep the model's format: --kv-cache-dtype int8",
+            SECTION | {"kv_cache_scheme": INT8 | {"strategy": "channel"}},
+            "ints of 8 bits, scales by channel, which is not read, so they keep the model's format: --kv-cache-dtype int8",
+        ),
+        (
+            SECTION | {"kv_cache_scheme": INT8 | {"symmetric": False}},
+            "ints of 8 bits, zero points, which is not read, so they keep the model's format: --kv-cache-dtype int8",
         ),
         (
             SECTION | {"kv_cache_scheme": SCHEME | {"dynamic": True}},
@@ -128,22 +204,47 @@ AS_IT_SAYS = "keys and values are fp8, as the checkpoint says"
             {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"},
             "keys and values in NVFP4, which is not read, so they keep the model's format: --kv-cache-dtype int4",
         ),
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, IN_STEPS),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
     ],
 )
 def test_the_checkpoint_says_how_keys_and_values_are_kept(
     section: dict[str, Any], told: str | None, tmp_path: Path
 ) -> None:
-    is_fp8 = told == AS_IT_SAYS
+    stored, head_bytes = {AS_IT_SAYS: ("fp8", 16), IN_STEPS: ("int8", 16 + 4)}.get(told or "", ("model", 64))
     of_transformers("LlamaConfig", num_hidden_layers=1).make(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     card = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(card | {"quantization_config": section}))
     options = {"model": str(tmp_path), "device": "cpu", "load_format": "dummy", "kv_cache_memory": "1MiB"}
     found = resolve(Options(**options), tmp_path / "run", http=False)  # type: ignore[arg-type]
-    assert found.config.cache.dtype == ("fp8" if is_fp8 else "model")
+    assert found.config.cache.dtype == stored
     assert len(found.notes) == (told is not None) and (told is None or told in found.notes[0])
     asked = resolve(Options(**options, kv_cache_dtype="model"), tmp_path / "run", http=False)  # type: ignore[arg-type]
     assert asked.config.cache.dtype == "model" and not asked.notes
     once, twice = (each.config.model.kv.bytes_per_token for each in (found, asked))
-    assert once * (4 if is_fp8 else 1) == twice  # of fp32
+    assert once * 64 == twice * head_bytes  # of 16 numbers in fp32
+
+
+@pytest.mark.parametrize(
+    ("scheme", "stored", "told"),
+    [
+        (SCHEME, "fp8", AS_IT_SAYS),
+        (
+            SCHEME | {"strategy": "attn_head"},
+            None,
+            "floats of 8 bits, a scale for each head, which is not read, so they keep the model's format",
+        ),
+        (
+            INT8,
+            None,
+            "ints of 8 bits, which is not read, so they keep the model's format: --kv-cache-dtype fp8, with scales of 1",
+        ),
+    ],
+)
+def test_a_gpu_keeps_what_its_kernels_do_not_compute(
+    scheme: dict[str, Any], stored: str | None, told: str, tmp_path: Path
+) -> None:
+    wish = wish_of(ModelCard({"quantization_config": SECTION | {"kv_cache_scheme": scheme}}, "config.json"))
+    assert wish is not None and wish.format_on("cuda") == stored
+    assert told in wish.note("cuda")

@@ -54,16 +54,19 @@ void merge(index_t rows, index_t value_dim, Partial part, Partial total) {
   }
 }
 
-// What the rows' sums are multiplied with, [kMaxRows]: the layer's scale of values over their normalizers, which their heads' sinks have joined
-// (a score without a value: Xiao et al., "Efficient streaming language models with attention sinks", 2024, section 3.2).
+// What the rows' sums are multiplied with, [kMaxRows]: the scale of an fp8 cache's values over their normalizers, which their
+// heads' sinks have joined (a score without a value: Xiao et al., "Efficient streaming language models with attention sinks",
+// 2024, section 3.2).
 template <class Word>
 void shares_of(const AttentionCall& call, const Group<Word>& group, index_t first_head, Partial total, float* shares) {
+  const float* scales = call.layer.value_scales;
+  const f32v scale = all(scales ? scales[first_head / call.group] : 1.0f);
   index_t head = 0;
   for (index_t r = 0; r < group.rows; r += kLanes) {
     const index_t count = group.rows - r < kLanes ? group.rows - r : kLanes;
     const f32v normalizer = load(total.normalizer + r, count);
     if (!call.layer.sinks) {
-      store(shares + r, all(call.layer.value_scale) / normalizer);
+      store(shares + r, scale / normalizer);
       continue;
     }
     float sinks[kLanes] = {};
@@ -71,7 +74,7 @@ void shares_of(const AttentionCall& call, const Group<Word>& group, index_t firs
       sinks[i] = call.layer.sinks[first_head + head] * kLog2E;
     const f32v most = load(total.most + r, count), sink = load(sinks), larger = max(most, sink);
     const f32v kept = power_of_two(most - larger);
-    store(shares + r, kept * all(call.layer.value_scale) / fma(normalizer, kept, power_of_two(sink - larger)));
+    store(shares + r, kept * scale / fma(normalizer, kept, power_of_two(sink - larger)));
   }
 }
 

@@ -121,11 +121,18 @@ QT_INLINE f32v capped(f32v score, float cap) {
   return all(cap) - all(2.0f * cap) / (power + all(1.0f));
 }
 
+// What scores of query heads are multiplied with that share a KV head, from `first_head` on: with the scale of an fp8 cache's keys.
+QT_INLINE float scale_of(const AttentionCall& call, index_t first_head) {
+  const float* scales = call.layer.key_scales;
+  return scales ? call.layer.scale * scales[first_head / call.group] : call.layer.scale;
+}
+
 // A score of the token at `position`, for a vector of keys from `key` on, where a score is more than its product: biased
-// (soft-capped, ALiBi; then also scaled), and minus infinity for keys that the token does not see.
-QT_INLINE f32v adjusted(const AttentionCall& call, bool biased, f32v score, float slope, index_t position, index_t key) {
+// (soft-capped, ALiBi; then also times `scale`), and minus infinity for keys that the token does not see.
+QT_INLINE f32v adjusted(const AttentionCall& call, bool biased, f32v score, float scale, float slope, index_t position,
+                        index_t key) {
   if (biased) {
-    score = score * all(call.layer.scale);
+    score = score * all(scale);
     if (call.layer.softcap > 0) score = capped(score, call.layer.softcap);
     const f32v distance = counting() + all(float(key - position));
     score = fma(distance, all(slope), score) * all(kLog2E);
@@ -197,7 +204,7 @@ template <bool kScaled, class Word, class Beside>
 void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word>& group, float* all_scores,
             Word* all_weights, Scratch<Word>& scratch, Beside beside) {
   const bool biased = call.layer.softcap > 0 || call.layer.alibi_slopes != nullptr;
-  const float factor = biased ? 1.0f : call.layer.scale * kLog2E;
+  const float scale = scale_of(call, first_head), factor = biased ? 1.0f : scale * kLog2E;
   index_t position = group.position, head = 0;
   for (index_t r = 0; r < group.rows; ++r, ++head) {
     if (head == group.heads) head = 0, ++position;
@@ -223,7 +230,7 @@ void soften(const AttentionCall& call, index_t first_head, Keys keys, Group<Word
     for (index_t k = seen.whole; k < seen.last; k += kLanes) {
       f32v score = load(scores + k);
       if constexpr (kScaled) score = score * load(scratch.key_scales + k);
-      score = adjusted(call, biased, score, slope, position, keys.first + k);
+      score = adjusted(call, biased, score, scale, slope, position, keys.first + k);
       store(scores + k, score);
       most = max(most, score);
     }

@@ -240,6 +240,9 @@ void clear(const KvWriteCall& call, char* tile, index_t i) {
   }
 }
 
+// That of a KV head, of an fp8 cache.
+QT_INLINE float scale_of(const float* scales, index_t head) { return scales ? scales[head] : 1.0f; }
+
 template <class Element, class Stored>
 void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
   const PagedKv& kv = call.kv;
@@ -268,12 +271,12 @@ void write_piece(const KvWriteCall& call, const KvWritePiece& piece) {
       } else {
         Stored numbers[kMaxKeyDim];
         float* scales = (float*)(value_plane + kv.value_bytes) + inside + i;
-        const float key_scale = stored(key, kv.key_dim, kv.key_dim, layer.key_scale, numbers);
+        const float key_scale = stored(key, kv.key_dim, kv.key_dim, scale_of(layer.key_scales, head), numbers);
         for (index_t d = 0; d < kv.key_dim; ++d) *place<Stored>(key_plane, d, inside + i, kTileKeys) = numbers[d];
         if constexpr (kScaled<Stored>) scales[0] = key_scale;
         if (layer.values_in_keys) continue;
         const float value_scale =
-            stored(v + head * layer.value_width, layer.value_width, kv.value_dim, layer.value_scale, numbers);
+            stored(v + head * layer.value_width, layer.value_width, kv.value_dim, scale_of(layer.value_scales, head), numbers);
         for (index_t d = 0; d < kv.value_dim; ++d) *place<Stored>(value_plane, inside + i, d, kv.value_dim) = numbers[d];
         if constexpr (kScaled<Stored>) scales[kTileKeys] = value_scale;
       }

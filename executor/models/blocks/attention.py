@@ -66,6 +66,7 @@ class Attention:
             k_norm=None if whole else k_norm,
             norms_behind=spec.qk_norm is not None and spec.qk_norm_behind,
             temperature=spec.temperature,
+            kept_kv_heads=kv_heads,
         )
         scope.attentions.append(self.layer)
 

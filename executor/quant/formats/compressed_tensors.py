@@ -243,7 +243,9 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     if not groups and not of_kv_alone:
         raise section.wrong("config_groups", "an object with the groups of layers that are quantized alike")
     ignore = word_list(section.values.get("ignore"), section.path, f"{section.inside}ignore")
-    return CompressedTensors(groups, ignore, section.path, mark="k_scale" if of_kv_alone else "weight_scale")
+    has_scales = not section.section("kv_cache_scheme").values.get("dynamic")
+    mark = "weight_scale" if not of_kv_alone else "k_scale" if has_scales else ""
+    return CompressedTensors(groups, ignore, section.path, mark=mark)
 
 
 def _refuse_what_is_more(section: ModelCard) -> None:

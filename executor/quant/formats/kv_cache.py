@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from quintet.executor.cards.card import ModelCard
 
 _STRATEGIES = {"attn_head": "a scale for each head", "token": "a scale for each token"}
+_NAMED: Mapping[str, Literal["fp8", "int8"]] = {"FP8": "fp8", "INT8": "int8"}
+"""ModelOpt's, with one scale for a layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,23 +19,37 @@ class KvWish:
 
     words: str
     """For people."""
-    is_fp8: bool
-    """Whether it is fp8 with one scale for a layer. Of other schemes nothing is read; keys and values stay as they are."""
+    format: Literal["fp8", "int8"] | None
+    """What the host stores for it; None: of such schemes nothing is read, and keys and values stay as they are."""
+    by_head: bool = False
+    """Whether it is fp8 with a scale for each head, which a GPU's kernels do not take."""
     nearest: Literal["int8", "int4"] = "int8"
     """What the host stores likewise, with scales of its own."""
 
+    def format_on(self, device: str) -> Literal["fp8", "int8"] | None:
+        """Return what is stored for it on a device; None: the model's format."""
+        return self.format if device == "cpu" or (self.format == "fp8" and not self.by_head) else None
+
     def note(self, device: str) -> str:
         """Return what follows from it, for people, where nobody asks for anything else."""
-        if self.is_fp8:
-            return "keys and values are fp8, as the checkpoint says: --kv-cache-dtype model keeps them as they are"
+        found = self.format_on(device)
+        if found is not None:
+            own = (
+                "; each token's head has its own scale, finer than the checkpoint's, which are not read"
+                if found == "int8"
+                else ""
+            )
+            return f"keys and values are {found}, as the checkpoint says{own}: --kv-cache-dtype model keeps them as they are"
         nearest = (
-            f"--kv-cache-dtype {self.nearest}, with scales for each token's head, made as it comes,"
+            f": --kv-cache-dtype {self.nearest}, with scales for each token's head, made as it comes, is nearest to it"
             if device == "cpu"
-            else "--kv-cache-dtype fp8, with scales of 1,"
+            else ""
+            if self.by_head
+            else ": --kv-cache-dtype fp8, with scales of 1, is nearest to it"
         )
         return (
-            f"the checkpoint asks for keys and values in {self.words}, which is not read, so they keep the model's format:"
-            f" {nearest} is nearest to it"
+            f"the checkpoint asks for keys and values in {self.words}, which is not read, so they keep the model's format"
+            f"{nearest}"
         )
 
 
@@ -50,13 +67,23 @@ def _wish(section: ModelCard) -> KvWish | None:
     if named is None and isinstance(section.values.get("kv_cache_scheme"), str):  # as transformers has it
         named = section.values["kv_cache_scheme"]
     if named is not None:
-        return KvWish(f"{named!s:.40}", named == "FP8", "int4" if "4" in str(named) else "int8")
+        return KvWish(
+            f"{named!s:.40}", _NAMED.get(str(named)), nearest="int4" if "4" in str(named) else "int8"
+        )
     if not section.has("kv_cache_scheme"):
         return None
-    values = section.section("kv_cache_scheme").values
-    bits, kind, strategy = values.get("num_bits"), values.get("type", "int"), values.get("strategy", "tensor")
-    symmetric, dynamic = values.get("symmetric", True), values.get("dynamic", False)
-    is_fp8 = bits == 8 and kind == "float" and strategy == "tensor" and symmetric is True and not dynamic
+    return _of_scheme(section.section("kv_cache_scheme").values)
+
+
+def _of_scheme(values: Mapping[str, object]) -> KvWish:
+    """Return what a scheme of compressed-tensors asks for."""
+    bits, kind = values.get("num_bits"), values.get("type", "int")
+    strategy, symmetric = values.get("strategy") or "tensor", values.get("symmetric", True)
+    dynamic = bool(values.get("dynamic", False))
+    is_usual = bits == 8 and symmetric is True
+    is_fp8 = is_usual and kind == "float" and strategy in ("tensor", "attn_head") and not dynamic
+    # A token's head has a scale here that follows from the input: whatever its numbers share a scale with is no less.
+    is_int8 = is_usual and kind == "int" and strategy in ("tensor", "attn_head", "token")
     scales = _STRATEGIES.get(str(strategy), f"scales by {strategy!s:.20}") if strategy != "tensor" else ""
     words = [
         f"{kind!s:.20}s of {bits!s:.20} bits",
@@ -64,4 +91,9 @@ def _wish(section: ModelCard) -> KvWish | None:
         *(["scales that follow from the input"] if dynamic else []),
         *([] if symmetric is True else ["zero points"]),
     ]
-    return KvWish(", ".join(words), is_fp8, "int4" if bits == 4 else "int8")
+    return KvWish(
+        ", ".join(words),
+        "fp8" if is_fp8 else "int8" if is_int8 else None,
+        is_fp8 and strategy == "attn_head",
+        "int4" if bits == 4 else "int8",
+    )
