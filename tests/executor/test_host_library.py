@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from quintet.executor.ops import host_library
 from quintet.executor.ops.host_attention import CAttention
+from quintet.executor.ops.host_dtypes import DTYPE_CODES
 from quintet.executor.ops.host_library import SOURCES, check_layout, check_library, open_library
 from quintet.executor.ops.host_linear import WeightFormat
 from quintet.executor.program.library import program_library
@@ -27,6 +29,9 @@ from quintet.executor.sampling.settings import RECORD
 from quintet.wire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
+
+FP8 = DTYPE_CODES[torch.float8_e4m3fn]
+ONES, WITH_ZERO = (ctypes.c_float * 2)(1.0, 1.0), (ctypes.c_float * 2)(1.0, 0.0)
 
 SMALL_STACK = """
 import threading
@@ -85,7 +90,11 @@ def test_a_library_of_the_same_sources_is_taken(sources: Path, caplog: pytest.Lo
     ("file", "old", "new"),
     [
         ("linear_calls.cpp", "index_t max_rows, int dtype, const", "int dtype, index_t max_rows, const"),
-        ("attention.hpp", "float key_scale, value_scale;", "float value_scale, key_scale;"),
+        (
+            "attention.hpp",
+            "const float *key_scales, *value_scales;",
+            "const float *value_scales, *key_scales;",
+        ),
         ("blocks.hpp", "index_t block_bytes;  //", "index_t group_bytes;  //"),
         ("program.hpp", "index_t num_rows;\n", "index_t num_rows, num_more;\n"),
         ("sampling.hpp", "double top_p; ", "float top_p, more; "),
@@ -175,19 +184,25 @@ def test_formats_of_weights_are_listed_in_the_same_order() -> None:
         ({"window": 5, "chunk": 5}, "window 5, chunk 5"),
         ({"growth": 1.0, "period": 0}, "growth 1 by 0 positions"),
         ({"kv_dtype": 2}, "activations of format 0, a cache of 2"),
-        ({"key_scale": 0.0}, "scales of keys and values 0 and 1 for a cache of format 0"),
-        ({"value_scale": 2.0}, "scales of keys and values 1 and 2 for a cache of format 0"),
+        ({"key_scales": ctypes.addressof(WITH_ZERO)}, "scales of keys or values for a cache of format 0"),
+        ({"value_scales": ctypes.addressof(WITH_ZERO)}, "scales of keys or values for a cache of format 0"),
+        ({"kv_dtype": FP8, "key_scales": ctypes.addressof(WITH_ZERO)}, "scale 0 of keys or values of head 1"),
+        (
+            {"kv_dtype": FP8, "value_scales": ctypes.addressof(WITH_ZERO)},
+            "scale 0 of keys or values of head 1",
+        ),
+        ({"kv_dtype": FP8, "values_in_keys": 1, "key_scales": ctypes.addressof(ONES)}, "scales of values at"),
     ],
 )
 @pytest.mark.parametrize("attends", [False, True])
 def test_what_the_kernels_rely_on_is_checked_when_it_is_recorded(
-    changed: dict[str, int | float], words: str, attends: bool
+    changed: dict[str, float], words: str, attends: bool
 ) -> None:
     library, at, wide = program_library(), 64, 1 << 20
     assert library is not None
     program = library.new()
     shape = {"heads": 4, "kv_heads": 2, "key_width": 64, "value_width": 64, "block_size": 16, "period": 1}
-    layer = ctypes.byref(CAttention(**({"key_scale": 1.0, "value_scale": 1.0} | shape | changed)))
+    layer = ctypes.byref(CAttention(**(shape | changed)))
 
     place = ctypes.byref(KvPlace(at, at, 0, 1, 0))
 

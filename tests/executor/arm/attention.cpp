@@ -173,7 +173,6 @@ qt::AttentionLayer layer_of(const World& w, float* slopes, float* sinks) {
   if (w.set.norms) layer.q_norm = w.q_norm.row(0), layer.k_norm = w.k_norm.row(0), layer.eps = kEps;
   layer.scale = float(1 / std::sqrt(double(w.set.width))), layer.softcap = w.set.softcap;
   layer.dtype = int(w.dtype), layer.kv_dtype = int(w.kv_dtype), layer.period = 1;
-  layer.key_scale = layer.value_scale = 1;
   return layer;
 }
 
