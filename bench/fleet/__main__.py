@@ -61,6 +61,11 @@ class Figures(msgspec.Struct):
     """Of the simulation."""
     choosing_us: float
     """Of the processor, a request."""
+    slowness: float = 4.0
+    scarce: int = 0
+    scarcity: float = 0.25
+    blind: bool = False
+    preemptions: int = 0
 
 
 class Report(msgspec.Struct):
@@ -102,6 +107,11 @@ def figures_of(
         outcome.num_steps,
         round(outcome.wall_s, 1),
         round(1e6 * outcome.choosing_s / len(trace), 1),
+        arguments.slowness,
+        arguments.scarce,
+        arguments.scarcity,
+        arguments.blind,
+        outcome.num_preemptions,
     )
 
 
@@ -109,7 +119,14 @@ def play(arguments: argparse.Namespace) -> list[Figures]:
     """Play the trace to every policy, printing a row for each."""
     rate = arguments.rate * arguments.engines
     trace = draw(SHAPES[arguments.shape], arguments.requests, rate, arguments.seed, LENGTHS_GRAIN)
-    troubles = Troubles(arguments.deaths, arguments.slow, num_routers_lost=arguments.routers_lost)
+    troubles = Troubles(
+        arguments.deaths,
+        arguments.slow,
+        arguments.slowness,
+        arguments.routers_lost,
+        arguments.scarce,
+        arguments.scarcity,
+    )
     found = []
     print(
         "| policy | found | first token p50, s | p90 | p99 | whole, mean | in time |\n|---|---|---|---|---|---|---|"
@@ -117,10 +134,10 @@ def play(arguments: argparse.Namespace) -> list[Figures]:
     for policy in arguments.policies:
         fleet = Fleet(
             trace, H100_8B, arguments.engines, policy, arguments.grain, arguments.routers, arguments.spread,
-            drawn=not arguments.least_loaded,
+            not arguments.least_loaded, troubles, arguments.blind,
         )  # fmt: skip
         first = len(trace) // 4
-        f = figures_of(arguments, policy, trace, fleet.play(troubles, first), first)
+        f = figures_of(arguments, policy, trace, fleet.play(first), first)
         found.append(f)
         times = f"{f.first_p50_s:.2f} | {f.first_p90_s:.2f} | {f.first_p99_s:.2f} | {f.whole_mean_s:.1f}"
         print(f"| {policy} | {f.hit_rate:.2f} | {times} | {100 * f.good:.1f} % |", flush=True)
@@ -150,7 +167,17 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--deaths", type=int, default=0, metavar="N", help="engines that die, evenly in time")
     parser.add_argument(
-        "--slow", type=int, default=0, metavar="N", help="engines that take four times as long"
+        "--slow", type=int, default=0, metavar="N", help="engines that take --slowness as long"
+    )
+    parser.add_argument("--slowness", type=float, default=4.0, metavar="X", help="times as long (4)")
+    parser.add_argument(
+        "--scarce", type=int, default=0, metavar="N", help="engines with --scarcity of KV memory"
+    )
+    parser.add_argument(
+        "--scarcity", type=float, default=0.25, metavar="SHARE", help="of what others have (0.25)"
+    )
+    parser.add_argument(
+        "--blind", action="store_true", help="have routers learn nothing of paces and KV memory"
     )
     parser.add_argument("--routers-lost", type=int, default=0, metavar="N")
     parser.add_argument(
