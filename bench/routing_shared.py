@@ -3,8 +3,8 @@
     python -m bench.routing_shared [--seeds 10] [--orders 4] [--displaced 0 0.5 1 2] [--save FILE]
 
 Clients ask one request after the other, as there. A step takes what a formula says, times what is drawn by chance, so one trace
-comes in another order each time it is played. The memory of both engines together holds all beginnings and little more, so one that
-both have drives out another. ``--displaced``: what a token that takes the place of another's counts besides its own
+comes in another order each time it is played. The memory of both engines together holds all beginnings and little more, so one
+that both have drives out another. ``--displaced``: what a token that takes the place of another's counts besides its own
 (`quintet.frontend.router.DISPLACED`). Prints shares of the ideal hit rate, each beginning computed once.
 """
 
