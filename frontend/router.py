@@ -132,7 +132,7 @@ def _load(engine: Candidate) -> float:
     return _slowness(engine) * (engine.num_queued + RUNNING_TOKENS * engine.num_open)
 
 
-def _delay(engine: Candidate, least: Sequence[int], saves: bool, num_tokens: int, usual: float) -> float:
+def _delay(engine: Candidate, least: Sequence[float], saves: bool, num_tokens: int, usual: float) -> float:
     """Return what stands before the request's first token, less what is saved, and what it does to those who come next.
 
     In tokens of prompts that a usual engine computes: one that takes twice as long has twice as many to do, and twice as many of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -50,7 +50,7 @@ class Reading:
 
 def read_figures(text: str) -> Reading:
     """Read `/metrics` of a server; what it does not tell, or not as a number, is nothing."""
-    sums: Counter[str] = Counter()
+    sums: defaultdict[str, float] = defaultdict(float)
     usages: list[float] = []
     text = f"\n{text}"
     for name, told in _LINE.findall(text):
