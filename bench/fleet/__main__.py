@@ -16,6 +16,7 @@ import datetime
 import gc
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -26,6 +27,7 @@ from bench.fleet.engine import H100_8B
 from bench.fleet.play import Fleet, Outcome, Spread, Troubles
 from bench.fleet.traces import SHAPES, Trace, draw
 from bench.overhead.run import Machine, _commit, machine
+from bench.routing_shared import counting
 
 POLICIES = ("prefix", "load", "round-robin", "session")
 LENGTHS_GRAIN = 32
@@ -137,7 +139,8 @@ def play(arguments: argparse.Namespace) -> list[Figures]:
             not arguments.least_loaded, troubles, arguments.blind,
         )  # fmt: skip
         first = len(trace) // 4
-        f = figures_of(arguments, policy, trace, fleet.play(first), first)
+        with counting(0.0) if arguments.blind else nullcontext():
+            f = figures_of(arguments, policy, trace, fleet.play(first), first)
         found.append(f)
         times = f"{f.first_p50_s:.2f} | {f.first_p90_s:.2f} | {f.first_p99_s:.2f} | {f.whole_mean_s:.1f}"
         print(f"| {policy} | {f.hit_rate:.2f} | {times} | {100 * f.good:.1f} % |", flush=True)
@@ -177,7 +180,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
         "--scarcity", type=float, default=0.25, metavar="SHARE", help="of what others have (0.25)"
     )
     parser.add_argument(
-        "--blind", action="store_true", help="have routers learn nothing of paces and KV memory"
+        "--blind",
+        action="store_true",
+        help="have routers know nothing of paces, of KV memory, and of what a prompt displaces there",
     )
     parser.add_argument("--routers-lost", type=int, default=0, metavar="N")
     parser.add_argument(
