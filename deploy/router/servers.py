@@ -271,7 +271,8 @@ class Servers:
         server = self._by_index.get(index)
         if server is None or server.trouble or server.is_leaving:
             return None
-        return (server.pace.slowness(self._clock()), server.beginnings.is_full), server.load
+        is_full = self._policy == "prefix" and server.beginnings.is_full
+        return (server.pace.slowness(self._clock()), is_full), server.load
 
     def choose(self, asked: Asked, without: Collection[Server]) -> Held | None:
         """Choose who answers a request, and count it there; None where nobody is left."""
