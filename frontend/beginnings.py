@@ -124,6 +124,11 @@ class Beginnings:
     def __len__(self) -> int:
         return len(self._used)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether more can be had only in the place of what is there."""
+        return len(self._used) >= self.max_names
+
     def find(self, names: Sequence[int]) -> tuple[int, int]:
         """Return how many leading pieces of a prompt the engine has, and when all of them were last used."""
         num_known, used = 0, self._num_uses

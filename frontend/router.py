@@ -6,6 +6,7 @@ beyond that is kept in ``engines.py``; here is only the choice among them, a fun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -35,6 +36,12 @@ class Candidate:
     """When these were last used, by the engine's own count."""
     name: str = ""
     """What it is called everywhere, where its index is not the same everywhere."""
+    slowness: float = 1.0
+    """How many times as long as engines usually do it takes, measured; 1 where nothing is known."""
+    kv_free: int | None = None
+    """Tokens that its KV memory has room for; None where nothing is known."""
+    is_full: bool = False
+    """Whether what it computes takes the place of beginnings that it has, as far as those are known."""
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -54,6 +61,12 @@ NEXT_WEIGHT = 0.1
 LONG = 12
 """So many times what is usual is long. Both are from a simulation: with more, two long prompts block two engines; with less, long
 prompts wait for each other where they are common."""
+DISPLACED = 0.5
+"""What a token that takes the place of another's counts besides its own: some time somebody has that one computed again. From two
+real cores in virtual time (`python -m bench.routing_shared`): with nothing, engines that could hold all beginnings between them
+drive out each other's."""
+MOST_SLOWNESS = 16.0
+"""Nobody counts as slower than that, or as faster than its inverse: whoever is, is measured again some time."""
 
 
 def choose(
@@ -63,14 +76,16 @@ def choose(
     session: str = "",
     num_tokens: int = 0,
     usual: float = 0.0,
+    num_kept: int = 0,
 ) -> Choice:
     """Choose the engine of one request.
 
     ``turn`` counts the choices made: who is equal takes turns. ``session``: what the requests of one conversation have in
     common; "" where nothing does. ``num_tokens``: of its prompt, of which prompts have ``usual`` to compute (0: not known).
+    ``num_kept``: tokens that KV memory has to hold for it, with its answer, where nothing of it is there (0: not known).
 
     round-robin  who has the turn
-    load         the least to do, there and then everywhere: see `_delay`
+    load         the least to do, there and then everywhere: see `_delay`; of engines whose KV memory has room, while there are
     prefix       the same, less what the engine need not compute of this prompt
     session      always the same for one session (Thaler and Ravishankar, highest random weight, 1998), else by load
     """
@@ -86,31 +101,56 @@ def choose(
         )
     else:
         saves = policy == "prefix"
+        roomy = [engine for engine in in_turn if has_room(engine, num_kept, saves)] or in_turn
         least = sorted(map(_load, in_turn))[:2] if usual and num_tokens >= LONG * usual else []
-        best = min(in_turn, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
+        best = min(roomy, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
         reason = f"{best.num_queued} queued tokens, {best.num_open} open"
         reason += f", {best.num_cached} cached" if policy == "prefix" else ""
+        slowness = _slowness(best)
+        reason += f", takes {slowness:.2g} times as long" if slowness != 1 else ""
+        num_full = len(in_turn) - len(roomy)
+        reason += f", has room as {num_full} of {len(in_turn)} have not" if num_full else ""
     return Choice(best.index, reason, best.num_cached, best.used)
 
 
-def _load(engine: Candidate) -> int:
-    return engine.num_queued + RUNNING_TOKENS * engine.num_open
+def has_room(engine: Candidate, num_kept: int, saves: bool) -> bool:
+    """Whether its KV memory holds a request that takes so many tokens of it, or nobody knows."""
+    num_shared = engine.num_cached if saves else 0
+    return engine.kv_free is None or engine.kv_free >= num_kept - num_shared
 
 
-def _delay(engine: Candidate, least: Sequence[int], saves: bool, num_tokens: int, usual: float) -> float:
+def _slowness(engine: Candidate) -> float:
+    """Return how many times as long it takes; 1 where that was measured to be nothing that can be."""
+    slowness = engine.slowness
+    if not (math.isfinite(slowness) and slowness > 0):
+        return 1.0
+    return min(max(slowness, 1 / MOST_SLOWNESS), MOST_SLOWNESS)
+
+
+def _load(engine: Candidate) -> float:
+    """Return what it has to do, in tokens that a usual engine would compute in the same time."""
+    return _slowness(engine) * (engine.num_queued + RUNNING_TOKENS * engine.num_open)
+
+
+def _delay(engine: Candidate, least: Sequence[float], saves: bool, num_tokens: int, usual: float) -> float:
     """Return what stands before the request's first token, less what is saved, and what it does to those who come next.
 
-    In tokens of prompts. ``least``: what the two engines have to do that have the least, where the prompt may be long. Who
+    In tokens of prompts that a usual engine computes: one that takes twice as long has twice as many to do, and twice as many of
+    this prompt. ``least``: what the two engines have to do that have the least, where the prompt may be long. Who
     comes next finds the engine with the least to do; while none is idle, he waits. So a prompt that would occupy the last idle
     engine delays, for as long as it does, everybody: of ``usual`` tokens each, the squared time over twice that. That is why a
     second long prompt stands behind the first where long ones are rare.
     """
     saved = engine.num_cached if saves else 0
-    own, num_new = _load(engine) - saved, max(0, num_tokens - saved)
+    num_new = max(0, num_tokens - saved)
+    slowness, load = _slowness(engine), _load(engine)
+    own = load - saved + (slowness - 1) * num_new
+    if saves and engine.is_full:
+        own += DISPLACED * num_new
     if len(least) < 2 or num_new < LONG * usual:
         return own
-    least_elsewhere = least[1] if _load(engine) == least[0] else least[0]
-    all_busy = min(least_elsewhere, _load(engine) + num_new)
+    least_elsewhere = least[1] if load == least[0] else least[0]
+    all_busy = min(least_elsewhere, load + slowness * num_new)
     return own + NEXT_WEIGHT * all_busy * all_busy / (2 * usual)
 
 
@@ -130,6 +170,7 @@ class Seats:
         self._engines: list[int] = []
         self._able: dict[Role, list[int]] = {}
         """Whom `pick` chooses among."""
+        self.num_frontends = 1
         self.ever_ready: set[Role] = set()
         """Roles of which a worker was ready at least once: what is missing of them now is being replaced."""
 
@@ -149,6 +190,9 @@ class Seats:
         lost = [worker for key, worker in self._alive.items() if alive.get(key) != worker]
         self._alive = alive
         self._engines = self._usable_engines()
+        self.num_frontends = sum(
+            seat.worker.role is Role.FRONTEND and seat.state is SeatState.READY for seat in topology.seats
+        )
         self._able = {role: self._able_of(role) for role in SERVING_ROLES}
         return lost
 

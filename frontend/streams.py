@@ -216,6 +216,10 @@ class Stream:
         """Tokens of its prompt, estimated where it is text."""
         self.num_queued = 0
         """Tokens of its prompt that count as queued at its engine."""
+        self.num_before = 0
+        """Tokens that its engine had to compute when it was sent there."""
+        self.num_kept = 0
+        """Tokens of its engine's KV memory that it takes, or will."""
         self.begun_attempt: int | None = None
         """The newest attempt of which the engine said that the prompt was computed."""
         self._num_unproven: list[int] = []

@@ -16,6 +16,7 @@ import datetime
 import gc
 import shlex
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import get_args
 
@@ -26,6 +27,7 @@ from bench.fleet.engine import H100_8B
 from bench.fleet.play import Fleet, Outcome, Spread, Troubles
 from bench.fleet.traces import SHAPES, Trace, draw
 from bench.overhead.run import Machine, _commit, machine
+from bench.routing_shared import counting
 
 POLICIES = ("prefix", "load", "round-robin", "session")
 LENGTHS_GRAIN = 32
@@ -61,6 +63,11 @@ class Figures(msgspec.Struct):
     """Of the simulation."""
     choosing_us: float
     """Of the processor, a request."""
+    slowness: float = 4.0
+    scarce: int = 0
+    scarcity: float = 0.25
+    blind: bool = False
+    preemptions: int = 0
 
 
 class Report(msgspec.Struct):
@@ -102,6 +109,11 @@ def figures_of(
         outcome.num_steps,
         round(outcome.wall_s, 1),
         round(1e6 * outcome.choosing_s / len(trace), 1),
+        arguments.slowness,
+        arguments.scarce,
+        arguments.scarcity,
+        arguments.blind,
+        outcome.num_preemptions,
     )
 
 
@@ -109,7 +121,14 @@ def play(arguments: argparse.Namespace) -> list[Figures]:
     """Play the trace to every policy, printing a row for each."""
     rate = arguments.rate * arguments.engines
     trace = draw(SHAPES[arguments.shape], arguments.requests, rate, arguments.seed, LENGTHS_GRAIN)
-    troubles = Troubles(arguments.deaths, arguments.slow, num_routers_lost=arguments.routers_lost)
+    troubles = Troubles(
+        arguments.deaths,
+        arguments.slow,
+        arguments.slowness,
+        arguments.routers_lost,
+        arguments.scarce,
+        arguments.scarcity,
+    )
     found = []
     print(
         "| policy | found | first token p50, s | p90 | p99 | whole, mean | in time |\n|---|---|---|---|---|---|---|"
@@ -117,10 +136,11 @@ def play(arguments: argparse.Namespace) -> list[Figures]:
     for policy in arguments.policies:
         fleet = Fleet(
             trace, H100_8B, arguments.engines, policy, arguments.grain, arguments.routers, arguments.spread,
-            drawn=not arguments.least_loaded,
+            not arguments.least_loaded, troubles, arguments.blind,
         )  # fmt: skip
         first = len(trace) // 4
-        f = figures_of(arguments, policy, trace, fleet.play(troubles, first), first)
+        with counting(0.0) if arguments.blind else nullcontext():
+            f = figures_of(arguments, policy, trace, fleet.play(first), first)
         found.append(f)
         times = f"{f.first_p50_s:.2f} | {f.first_p90_s:.2f} | {f.first_p99_s:.2f} | {f.whole_mean_s:.1f}"
         print(f"| {policy} | {f.hit_rate:.2f} | {times} | {100 * f.good:.1f} % |", flush=True)
@@ -150,7 +170,19 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--deaths", type=int, default=0, metavar="N", help="engines that die, evenly in time")
     parser.add_argument(
-        "--slow", type=int, default=0, metavar="N", help="engines that take four times as long"
+        "--slow", type=int, default=0, metavar="N", help="engines that take --slowness as long"
+    )
+    parser.add_argument("--slowness", type=float, default=4.0, metavar="X", help="times as long (4)")
+    parser.add_argument(
+        "--scarce", type=int, default=0, metavar="N", help="engines with --scarcity of KV memory"
+    )
+    parser.add_argument(
+        "--scarcity", type=float, default=0.25, metavar="SHARE", help="of what others have (0.25)"
+    )
+    parser.add_argument(
+        "--blind",
+        action="store_true",
+        help="have routers know nothing of paces, of KV memory, and of what a prompt displaces there",
     )
     parser.add_argument("--routers-lost", type=int, default=0, metavar="N")
     parser.add_argument(

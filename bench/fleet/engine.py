@@ -125,6 +125,24 @@ class SimulatedEngine:
         return len(self._core.state.running)
 
     @property
+    def kv_tokens(self) -> int:
+        """That its KV memory holds."""
+        return self._machine.kv_tokens
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of its KV memory that requests take."""
+        assert self._core.state is not None
+        pool = self._core.state.pool
+        return pool.num_used / pool.num_blocks
+
+    @property
+    def num_preemptions(self) -> int:
+        """Requests that lost their slot for others, in this life."""
+        assert self._core.state is not None
+        return self._core.state.counters.preemptions
+
+    @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were found in the cache so far."""
         assert self._core.state is not None
@@ -160,6 +178,11 @@ class SimulatedEngine:
         """Return the tokens that the client of a live request has been told."""
         assert self._core.state is not None
         return self._grain * self._core.state.live[request_id].num_outputs
+
+    def found_of(self, request_id: int) -> int:
+        """Return the prompt tokens that a live request found in the cache."""
+        assert self._core.state is not None
+        return self._grain * self._core.state.live[request_id].num_cached
 
     def begin(self, now_s: float) -> float | None:
         """Plan a step and return when it ends; None where there is nothing to compute."""

@@ -12,7 +12,8 @@ import logging
 import random
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from typing import Literal
 
@@ -43,6 +44,10 @@ class Troubles:
     """Engines that are slow from the first."""
     slowness: float = 4.0
     num_routers_lost: int = 0
+    num_scarce: int = 0
+    """Engines that have little KV memory from the first."""
+    scarcity: float = 0.25
+    """What they have, as a share of what others have."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,6 +74,7 @@ class Outcome:
     cached: list[int] = field(default_factory=list)
     """Of each engine, prompt tokens that were found, at the end and (negative) when measuring began."""
     num_steps: int = 0
+    num_preemptions: int = 0
     wall_s: float = 0.0
     choosing_s: float = 0.0
     """Of the processor, in the routers."""
@@ -87,16 +93,32 @@ class Fleet:
         num_routers: int = 1,
         spread: Spread = "any",
         drawn: bool = True,
+        troubles: Troubles = Troubles(),
+        blind: bool = False,
     ) -> None:
-        """drawn: see `make_router`."""
+        """drawn: see `make_router`. blind: whether routers learn nothing of paces and KV memory."""
         logging.getLogger("quintet").setLevel(logging.ERROR)
-        self._trace, self._grain, self._kv_tokens = trace, grain, machine.kv_tokens
-        self.engines = [SimulatedEngine(machine, grain) for _ in range(num_engines)]
+        self._trace, self._grain, self._troubles, self._blind = trace, grain, troubles, blind
+        self._now_s = 0.0
+        num_hurt = troubles.num_deaths + troubles.num_slow + troubles.num_scarce
+        self._hurt = random.Random(1).sample(range(num_engines), num_hurt)
+        """Those that die, are slow, and have little KV memory, in this order."""
+        scarce = set(self._hurt[num_hurt - troubles.num_scarce :])
+        little = replace(machine, kv_tokens=int(machine.kv_tokens * troubles.scarcity))
+        self.engines = [
+            SimulatedEngine(little if index in scarce else machine, grain) for index in range(num_engines)
+        ]
         self._is_up = [True] * num_engines
         self._at_engine: list[dict[int, Flight]] = [{} for _ in range(num_engines)]
         self._routers: list[Servers | None] = [
-            make_router(policy, num_engines, number, drawn=drawn) for number in range(num_routers)
+            make_router(policy, num_engines, number, drawn=drawn, clock=lambda: self._now_s)
+            for number in range(num_routers)
         ]
+        if blind:
+            for router in self._routers:
+                for server, engine in zip(router or (), self.engines, strict=True):
+                    server.beginnings.max_names = engine.kv_tokens // PIECE_TOKENS
+        self._num_ended = self._num_outputs = 0
         self._spread = spread
         self._rng = random.Random(0)
         self._events: list[tuple[float, int, int, int]] = []
@@ -107,10 +129,10 @@ class Fleet:
         self._attempts = [0] * len(trace)
         self.outcome = Outcome([0.0] * len(trace), [0.0] * len(trace))
 
-    def play(self, troubles: Troubles, measure_from: int = 0) -> Outcome:
+    def play(self, measure_from: int = 0) -> Outcome:
         """Play the whole trace; what caches find is counted from the request ``measure_from`` on."""
         arrivals, outcome = self._trace.arrival_s.tolist(), self.outcome
-        self._plan_troubles(troubles, arrivals[-1])
+        self._plan_troubles(arrivals[-1])
         self._at(0.0, POLL, 0)
         began_s, done = time.perf_counter(), 0
         acts = (self._arrive, self._end_step, self._poll, self._ask_again, self._die, self._rise, self._lose_router)  # fmt: skip
@@ -119,17 +141,19 @@ class Fleet:
             if done < num and arrivals[done] <= events[0][0]:
                 if done == measure_from:
                     outcome.cached = [-engine.cached_tokens for engine in self.engines]
-                self._arrive(arrivals[done], done)
+                self._now_s = arrivals[done]
+                self._arrive(self._now_s, done)
                 done += 1
                 if done % 2000 == 0:
                     _show(done, num, began_s)
                 continue
-            now_s, _, kind, of = heappop(events)
-            acts[kind](now_s, of)
+            self._now_s, _, kind, of = heappop(events)
+            acts[kind](self._now_s, of)
         outcome.cached = [
             before + engine.cached_tokens for before, engine in zip(outcome.cached, self.engines, strict=True)
         ]
         outcome.num_steps = sum(engine.num_steps for engine in self.engines)
+        outcome.num_preemptions = sum(engine.num_preemptions for engine in self.engines)
         outcome.wall_s = time.perf_counter() - began_s
         return outcome
 
@@ -137,11 +161,11 @@ class Fleet:
         self._num_events += 1
         heappush(self._events, (when_s, self._num_events, kind, of))
 
-    def _plan_troubles(self, troubles: Troubles, last_s: float) -> None:
-        picks = random.Random(1).sample(range(len(self.engines)), troubles.num_deaths + troubles.num_slow)
+    def _plan_troubles(self, last_s: float) -> None:
+        troubles, hurt = self._troubles, self._hurt
         for number in range(troubles.num_deaths):
-            self._at((number + 0.5) * last_s / troubles.num_deaths, DIE, picks[number])
-        for engine in picks[troubles.num_deaths :]:
+            self._at((number + 0.5) * last_s / troubles.num_deaths, DIE, hurt[number])
+        for engine in hurt[troubles.num_deaths :][: troubles.num_slow]:
             self.engines[engine].slowness = troubles.slowness
         for number in range(troubles.num_routers_lost):
             self._at(last_s * (number + 1) / (troubles.num_routers_lost + 1), LOSE_ROUTER, number)
@@ -178,6 +202,8 @@ class Fleet:
             held.leave()
             held.server.note("no connection")
         self.outcome.choosing_s += time.process_time() - began_s
+        if self._blind:
+            held.num_before = 0
         index = held.server.index
         flight = Flight(at, router_at, index, held, self.outcome.first_s[at], num_told)
         self._flights[at] = self._at_engine[index][at] = flight
@@ -207,7 +233,7 @@ class Fleet:
         for at, when_s in done.firsts:
             flight = self._flights.get(at)
             if flight is not None and not flight.num_told:
-                flight.held.begin()
+                flight.held.answer()
                 if not outcome.first_s[at]:
                     outcome.first_s[at] = flight.first_s = when_s
         for at in done.ended:
@@ -215,6 +241,8 @@ class Fleet:
             del self._flights[at]
             flight.held.leave()
             outcome.end_s[at] = now_s
+            self._num_ended += 1
+            self._num_outputs += int(self._trace.num_output[at])
         self._begin_step(now_s, index)
 
     # --- what routers learn -----------------------------------------------------------------------------------
@@ -222,6 +250,8 @@ class Fleet:
     def _poll(self, now_s: float, _: int) -> None:
         running = [engine.num_running for engine in self.engines]
         waiting = [engine.num_waiting for engine in self.engines]
+        usages = [engine.kv_usage for engine in self.engines]
+        num_outputs = self._num_outputs // max(1, self._num_ended)
         for router in self._routers:
             if router is None:
                 continue
@@ -229,7 +259,9 @@ class Fleet:
                 index = server.index
                 server.note("" if self._is_up[index] else "does not answer")
                 if self._is_up[index]:
-                    server.hear(running[index], waiting[index], set(server.holds), self._kv_tokens)
+                    kv_tokens = 0 if self._blind else self.engines[index].kv_tokens
+                    had = set(server.holds)
+                    server.hear(running[index], waiting[index], had, kv_tokens, usages[index], num_outputs)
         self._at(now_s + POLL_S, POLL, 0)
 
     # --- what breaks ------------------------------------------------------------------------------------------
@@ -262,12 +294,19 @@ class Fleet:
         self._arrive(now_s, at)
 
 
-def make_router(policy: Routing, num_engines: int, number: int = 0, *, drawn: bool = True) -> Servers:
+def make_router(
+    policy: Routing,
+    num_engines: int,
+    number: int = 0,
+    *,
+    drawn: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+) -> Servers:
     """Return a router that finds all its servers well.
 
     drawn: whether it draws among those that seem idle where others send as well, else takes the least loaded of all.
     """
-    router = Servers(policy, random.Random(number), others_share=OTHERS_SHARE if drawn else 0)
+    router = Servers(policy, random.Random(number), others_share=OTHERS_SHARE if drawn else 0, clock=clock)
     router.become([f"http://10.{n >> 16}.{n >> 8 & 255}.{n & 255}:8000" for n in range(num_engines)], 1.0)
     for server in router:
         server.note("")

@@ -25,8 +25,13 @@ class _Body(msgspec.Struct):
     user: msgspec.Raw = msgspec.Raw(b"")
     prompt_cache_key: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
+    max_tokens: msgspec.Raw = msgspec.Raw(b"")
+    max_completion_tokens: msgspec.Raw = msgspec.Raw(b"")
+    max_output_tokens: msgspec.Raw = msgspec.Raw(b"")
 
 
+MAX_DIGITS = 10
+"""A number of more is none of tokens."""
 _decode = msgspec.json.Decoder(_Body).decode
 
 
@@ -41,6 +46,8 @@ class Asked:
     is_streamed: bool = False
     session: str = ""
     """What it has in common with others of its conversation; "" for nothing."""
+    max_outputs: int = 0
+    """Tokens that its answer may have; 0 where it does not say."""
 
 
 def read(body: bytes, session: str) -> Asked:
@@ -54,7 +61,10 @@ def read(body: bytes, session: str) -> Asked:
         return Asked(session=session)
     names = names_of(prompt, salt)
     is_streamed = bytes(given.stream) in (b"true", b'"true"', b"1")
-    return Asked(names, num_prompt_tokens(prompt), is_streamed, session or of_body)
+    max_outputs = next(
+        filter(None, map(_count, (given.max_completion_tokens, given.max_output_tokens, given.max_tokens))), 0
+    )
+    return Asked(names, num_prompt_tokens(prompt), is_streamed, session or of_body, max_outputs)
 
 
 def _prompt_of(body: _Body) -> Prompt:
@@ -67,6 +77,11 @@ def _prompt_of(body: _Body) -> Prompt:
     if raw.startswith(b"[") and raw[1:].lstrip()[:1].isdigit():
         return TokenPrompt(pack_i32(msgspec.json.decode(raw, type=list[int])))
     return ChatPrompt(raw or bytes(body.input), tools=bytes(body.tools))
+
+
+def _count(raw: msgspec.Raw) -> int:
+    digits = bytes(raw)
+    return int(digits) if digits.isdigit() and len(digits) < MAX_DIGITS else 0
 
 
 def _text(raw: msgspec.Raw) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -18,8 +18,8 @@ from quintet.frontend.metrics import Series, add_samples, family_of
 from quintet.wire.metrics import Metrics, decode_snapshot
 
 _LINE = re.compile(
-    r"\nvllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total)"
-    r"(?:\{[^}]*\})? (\S+)"
+    r"\nvllm:(num_requests_running|num_requests_waiting|prompt_tokens_total|generation_tokens_total"
+    r"|kv_cache_usage_perc|request_generation_tokens_sum|request_generation_tokens_count)(?:\{[^}]*\})? (\S+)"
 )
 """It begins with what it can be looked for by, not with ``^``: a thousand servers are read every second."""
 _CACHE = re.compile(r"\nvllm:cache_config_info\{([^}]*)\}")
@@ -42,19 +42,30 @@ class Reading:
     """That its KV memory holds; 0 where it does not tell."""
     role: str = ""
     """What it does of requests that two servers compute; "" for nothing."""
+    kv_usage: float = 0.0
+    """Share of its KV memory that requests take; 0 where it does not tell."""
+    num_outputs: int = 0
+    """What answers have had so far, on average; 0 where it does not tell."""
 
 
 def read_figures(text: str) -> Reading:
     """Read `/metrics` of a server; what it does not tell, or not as a number, is nothing."""
-    sums = {"num_requests_running": 0.0, "num_requests_waiting": 0.0, "tokens": 0.0}
+    sums: defaultdict[str, float] = defaultdict(float)
+    usages: list[float] = []
     text = f"\n{text}"
-    for name, value in _LINE.findall(text):
-        key = "tokens" if name in _WORK else name
-        sums[key] += _number(value)
+    for name, told in _LINE.findall(text):
+        value = _number(told)
+        if name == "kv_cache_usage_perc":
+            usages.append(value if value <= 1 else 0.0)
+        sums["tokens" if name in _WORK else name] += value
     running, waiting = int(sums["num_requests_running"]), int(sums["num_requests_waiting"])
+    num_ended = sums["request_generation_tokens_count"]
+    num_outputs = int(sums["request_generation_tokens_sum"] / num_ended) if num_ended else 0
     role = _ROLE.search(text)
     kv_tokens = sum(map(_kv_tokens, _CACHE.findall(text)))
-    return Reading(running, waiting, sums["tokens"], kv_tokens, role[1] if role is not None else "")
+    kv_usage = sum(usages) / len(usages) if usages else 0.0
+    duty = role[1] if role is not None else ""
+    return Reading(running, waiting, sums["tokens"], kv_tokens, duty, kv_usage, num_outputs)
 
 
 def _kv_tokens(labels: str) -> int:

@@ -281,7 +281,7 @@ class Passing:
                 raise ClientGone
             told = events.take(piece) if piece else b"" if is_lost else events.flush()
             if self._sending is not None and events.has_begun:
-                self._sending.held.begin()
+                self._sending.held.answer()
             is_over = not (piece or is_lost) or (events.is_over and flow.is_read)
             is_last = is_over and not events.is_withdrawn
             if told or is_last:

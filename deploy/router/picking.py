@@ -128,7 +128,7 @@ class Visit:
     def begin(self) -> None:
         """The first of the answer has come."""
         if self._held is not None:
-            self._held.begin()
+            self._held.answer()
 
     def leave(self) -> None:
         """It has ended, or nobody tells its end."""

@@ -1,12 +1,14 @@
 """The servers behind the router: how each is, what it has to do, and which one a request goes to.
 
 The choice is that of a frontend among engines (`quintet.frontend.router.choose`), by the same accounts: what was sent there and
-what came of it, and the beginnings of prompts. What others send to a server is added from its figures.
+what came of it, when it came, and the beginnings of prompts. What others send to a server, and what that takes of its KV memory,
+is added from its figures.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -15,10 +17,11 @@ from random import Random
 from quintet.deploy.load_client.connection import Target
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.lines import Lines
-from quintet.deploy.router.shortlist import Shortlist
+from quintet.deploy.router.shortlist import Load, Shortlist
 from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, Holders
 from quintet.frontend.engines import USUAL_OVER
-from quintet.frontend.router import RUNNING_TOKENS, Candidate, Choice, choose
+from quintet.frontend.pace import Pace, Usual
+from quintet.frontend.router import RUNNING_TOKENS, Candidate, Choice, choose, has_room
 from quintet.wire.config import Routing
 
 MAX_ALL_NAMES = 1 << 22
@@ -57,7 +60,15 @@ class Server:
     """Requests that it had from others when it was last asked."""
     answers: Counter[str] = field(default_factory=Counter)
     """How often it answered, by status."""
+    num_kept: int = 0
+    """Tokens of its KV memory that our requests take, or will."""
+    num_kept_others: int = 0
+    """Those that others took when it was last asked."""
+    num_outputs: int = 0
+    """What its answers have on average, in tokens; 0 where it does not tell."""
     beginnings: Beginnings = field(default_factory=Beginnings)
+    pace: Pace = field(default_factory=lambda: Pace(Usual()))
+    clock: Callable[[], float] = time.monotonic
     max_names: int = MAX_NAMES
     """That there is room for."""
     kv_tokens: int = 0
@@ -74,15 +85,27 @@ class Server:
             return
         if trouble and not self.trouble:
             self.beginnings.clear()
+            self.pace.forget()
         _log.log(logging.WARNING if trouble else logging.INFO, "%s: %s", self.url, trouble or "is well")
         self.trouble = trouble
         self.changed(self.index)
 
-    def give(self, num_open: int, num_queued: int) -> None:
-        """Count requests, and prompt tokens, of ours that came there, or (negative) left."""
+    def give(self, num_open: int, num_queued: int, num_kept: int = 0) -> None:
+        """Count requests, prompt tokens, and tokens of KV memory, of ours that came there, or (negative) left."""
         self.num_open += num_open
         self.num_queued += num_queued
+        self.num_kept += num_kept
         self.changed(self.index)
+
+    @property
+    def load(self) -> int:
+        """What it has to do, as `choose` counts it, in tokens of prompts."""
+        return self.num_queued + RUNNING_TOKENS * (self.num_open + self.num_others)
+
+    @property
+    def kv_free(self) -> int | None:
+        """Tokens that its KV memory has room for; None where it does not tell how many it holds."""
+        return self.kv_tokens - self.num_kept - self.num_kept_others if self.kv_tokens else None
 
     def remember(self, max_names: int) -> None:
         """Remember so many names of beginnings at most, and not more than its KV memory has tokens for."""
@@ -91,13 +114,22 @@ class Server:
         self.beginnings.max_names = min(fitting or MAX_NAMES, max_names, MAX_NAMES)
 
     def hear(
-        self, num_running: int, num_waiting: int, before: Collection[Held] = (), kv_tokens: int = 0
+        self,
+        num_running: int,
+        num_waiting: int,
+        before: Collection[Held] = (),
+        kv_tokens: int = 0,
+        kv_usage: float = 0.0,
+        num_outputs: int = 0,
     ) -> None:
         """Take over what it says it has; ``before``: our requests that it had when it was asked."""
         if kv_tokens != self.kv_tokens:
             self.kv_tokens = kv_tokens
             self.remember(self.max_names)
+        self.num_outputs = num_outputs
         self.num_others = max(0, num_running + num_waiting - len(before))
+        num_ours = sum(held.num_kept for held in before if held.has_begun)
+        self.num_kept_others = max(0, int(kv_usage * kv_tokens) - num_ours)
         self.changed(self.index)
         if not num_waiting:
             for held in before:
@@ -112,9 +144,25 @@ class Held:
     server: Server
     choice: Choice
     num_queued: int
+    num_kept: int = 0
+    """Tokens of KV memory that it takes there."""
+    num_before: int = 0
+    """Tokens that stood before its first, its prompt's too, when it was sent; 0 where that is to say nothing of the server."""
+    sent_s: float = 0.0
+    has_begun: bool = False
+
+    def answer(self) -> None:
+        """The first of its streamed answer has come."""
+        if self.num_before:
+            now_s = self.server.clock()
+            self.server.pace.note(self.num_before, now_s - self.sent_s, now_s)
+            self.server.changed(self.server.index)
+            self.num_before = 0
+        self.begin()
 
     def begin(self) -> None:
-        """The first of its answer has come."""
+        """Its prompt does not wait there."""
+        self.has_begun = True
         if self.num_queued:
             self.server.give(0, -self.num_queued)
             self.num_queued = 0
@@ -122,7 +170,7 @@ class Held:
     def leave(self) -> None:
         """It has ended, or goes elsewhere."""
         self.begin()
-        self.server.give(-1, 0)
+        self.server.give(-1, 0, -self.num_kept)
         self.server.holds.discard(self)
 
 
@@ -135,6 +183,7 @@ class Servers:
         rng: Random | None = None,
         apart_from: int = 0,
         others_share: int = OTHERS_SHARE,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``rng`` draws servers where others send there too, as much as ``others_share`` says; 0: never.
 
@@ -143,6 +192,10 @@ class Servers:
         self._policy = policy
         self._apart_from = apart_from
         self._others_share = others_share
+        self._clock = clock
+        self._usual_pace = Usual()
+        self._num_outputs = 0
+        """What an answer has on average, in tokens, as servers tell it."""
         self._with_role: dict[int, Server] = {}
         """Who computes prompts for others."""
         self._prompts_only: frozenset[int] = frozenset()
@@ -185,7 +238,10 @@ class Servers:
         self._num_made += 1
         beginnings = Beginnings(holders=self._holders, who=index)
         lines = Lines(Target.parse(url), connect_s)
-        server = Server(index, url, lines, beginnings=beginnings, changed=self._shortlist.change)
+        pace, changed = Pace(self._usual_pace), self._shortlist.change
+        server = Server(
+            index, url, lines, beginnings=beginnings, pace=pace, clock=self._clock, changed=changed
+        )
         self._by_index[index] = server
         self._all.append(server)
 
@@ -210,36 +266,41 @@ class Servers:
             self._with_role[server.index] = server
         self._prompts_only = frozenset(i for i, each in self._with_role.items() if each.role == "prefill")
 
-    def _load_of(self, index: int) -> float | None:
+    def _load_of(self, index: int) -> Load | None:
         """Return what a server has to do; None where it gets nothing new."""
         server = self._by_index.get(index)
         if server is None or server.trouble or server.is_leaving:
             return None
-        return server.num_queued + RUNNING_TOKENS * (server.num_open + server.num_others)
+        is_full = self._policy == "prefix" and server.beginnings.is_full
+        return (server.pace.slowness(self._clock()), is_full), server.load
 
     def choose(self, asked: Asked, without: Collection[Server]) -> Held | None:
         """Choose who answers a request, and count it there; None where nobody is left."""
         turn = self._num_chosen + 1
         session = asked.session or (str(asked.names[0]) if asked.names else "")
         left_out = {server.index for server in without}
-        pieces = self._candidates(asked, left_out | self._prompts_only, turn, session)
+        num_kept = asked.num_tokens + min(self._num_outputs, asked.max_outputs or self._num_outputs)
+        pieces = self._candidates(asked, left_out | self._prompts_only, turn, session, num_kept)
         if not pieces and self._prompts_only:
-            pieces = self._candidates(asked, left_out, turn, session)
+            pieces = self._candidates(asked, left_out, turn, session, num_kept)
         if not pieces:
             return None
         self._num_chosen = turn
-        engines = [_engine(self._by_index[index], num) for index, num in pieces.items()]
+        engines = [self._engine(self._by_index[index], num) for index, num in pieces.items()]
         usual = max(PIECE_TOKENS, self._usual) if self._num_chosen > USUAL_OVER // 4 else 0.0
-        choice = choose(engines, self._policy, turn, session, asked.num_tokens, usual)
+        choice = choose(engines, self._policy, turn, session, asked.num_tokens, usual, num_kept)
         num_queued = max(0, asked.num_tokens - choice.num_cached)
         self._usual += (num_queued - self._usual) / min(self._num_chosen, USUAL_OVER)
         if self._policy == "session" and session and not without:
             self._homes[session] = choice.index
         if turn % LOOK_EVERY == 1:
-            self._shortlist.draws = self._are_others_there()
+            self._look()
         server = self._by_index[choice.index]
         server.beginnings.note(asked.names)
-        return self.hold(server, choice, num_queued)
+        num_before = server.load + num_queued if asked.is_streamed else 0
+        held = self.hold(server, choice, num_queued, max(0, num_kept - choice.num_cached))
+        held.num_before, held.sent_s = num_before, self._clock()
+        return held
 
     def choose_for_prompt(self, asked: Asked, held: Held) -> Held | None:
         """Choose who computes the prompt of a request that was given to a server, and count it there; None where that does it.
@@ -261,22 +322,36 @@ class Servers:
             return None
         known = self._holders.of(asked.names)
         pieces = {index: next((n for n, have in known if index in have), 0) for index in others}
-        engines = [_engine(other, pieces[index]) for index, other in others.items()]
-        choice = choose(engines, "prefix", self._num_chosen, "", asked.num_tokens)
+        engines = [self._engine(other, pieces[index]) for index, other in others.items()]
+        choice = choose(engines, "prefix", self._num_chosen, "", asked.num_tokens, num_kept=asked.num_tokens)
         held.begin()  # nothing of its prompt waits there
+        held.num_before = 0
         others[choice.index].beginnings.note(asked.names)
-        return self.hold(others[choice.index], choice, max(0, asked.num_tokens - choice.num_cached))
+        num_new = max(0, asked.num_tokens - choice.num_cached)
+        return self.hold(others[choice.index], choice, num_new, num_new)
 
-    def _are_others_there(self) -> bool:
-        """Whether others send enough to these servers for what is known of them to be old."""
+    def _look(self) -> None:
+        """Look at all servers: whether others send enough to them for what is known to be old, and what answers have."""
         num_ours = sum(server.num_open for server in self._all)
-        return self._others_share * sum(server.num_others for server in self._all) > num_ours
+        others = sum(server.num_others for server in self._all)
+        self._shortlist.draws = self._others_share * others > num_ours
+        told = [server.num_outputs for server in self._all if server.num_outputs]
+        self._num_outputs = sum(told) // len(told) if told else 0
 
-    def _candidates(self, asked: Asked, without: Collection[int], turn: int, session: str) -> dict[int, int]:
+    def _candidates(
+        self, asked: Asked, without: Collection[int], turn: int, session: str, num_kept: int
+    ) -> dict[int, int]:
         """Return who is worth comparing, with how many pieces of the prompt each has: not more than decide."""
         if self._policy in ("load", "prefix") or (self._policy == "session" and not session):
+
+            def fits(index: int, num_pieces: int) -> bool:
+                return has_room(
+                    self._engine(self._by_index[index], num_pieces), num_kept, self._policy == "prefix"
+                )
+
             known = self._holders.of(asked.names)
-            return self._shortlist.candidates(known, without, turn)
+            roomy = self._shortlist.candidates(known, without, turn, fits)
+            return roomy or self._shortlist.candidates(known, without, turn)
         if (home := self._home_of(session)) is not None and home not in without:
             return {home: 0}
         left = [index for index in self._shortlist.everybody() if index not in without]
@@ -291,14 +366,23 @@ class Servers:
             self._homes, self._homes_of = {}, self._shortlist.num_moves
         return self._homes.get(session)
 
-    def hold(self, server: Server, choice: Choice | None = None, num_queued: int = 0) -> Held:
+    def hold(
+        self, server: Server, choice: Choice | None = None, num_queued: int = 0, num_kept: int = 0
+    ) -> Held:
         """Count a request at this server."""
-        held = Held(server, choice or Choice(server.index, "it has the request"), num_queued)
-        server.give(1, num_queued)
+        held = Held(server, choice or Choice(server.index, "it has the request"), num_queued, num_kept)
+        server.give(1, num_queued, num_kept)
         server.holds.add(held)
         return held
 
-
-def _engine(server: Server, num_pieces: int) -> Candidate:
-    num_open = server.num_open + server.num_others
-    return Candidate(server.index, server.num_queued, num_open, PIECE_TOKENS * num_pieces, name=server.url)
+    def _engine(self, server: Server, num_pieces: int) -> Candidate:
+        return Candidate(
+            server.index,
+            server.num_queued,
+            server.num_open + server.num_others,
+            PIECE_TOKENS * num_pieces,
+            name=server.url,
+            slowness=server.pace.slowness(self._clock()),
+            kv_free=server.kv_free,
+            is_full=server.beginnings.is_full,
+        )

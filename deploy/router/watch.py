@@ -146,7 +146,14 @@ class Watch:
                 if reading is not None:
                     num_tokens = reading.num_tokens
                     self._servers.note_role(server, reading.role)
-                    server.hear(reading.num_running, reading.num_waiting, before, reading.kv_tokens)
+                    server.hear(
+                        reading.num_running,
+                        reading.num_waiting,
+                        before,
+                        reading.kv_tokens,
+                        reading.kv_usage,
+                        reading.num_outputs,
+                    )
                 else:
                     server.hear(0, 0)
                 server.note(trouble)

@@ -43,7 +43,7 @@ def tail(trace: Trace, policy: str, grain: int = 32, **given: object) -> tuple[f
     """Play to eight engines; return the share found, the 99th percentile of first tokens, and the whole time's mean."""
     troubles = given.pop("troubles", Troubles())
     assert isinstance(troubles, Troubles)
-    outcome = Fleet(trace, H100_8B, 8, policy, grain, **given).play(troubles)  # type: ignore[arg-type]
+    outcome = Fleet(trace, H100_8B, 8, policy, grain, troubles=troubles, **given).play()  # type: ignore[arg-type]
     first_s = np.array(outcome.first_s) - trace.arrival_s
     assert (first_s > 0).all() and (np.array(outcome.end_s) >= np.array(outcome.first_s)).all()
     whole_s = float((np.array(outcome.end_s) - trace.arrival_s).mean())
@@ -73,6 +73,16 @@ def test_whatever_dies_every_request_ends_once_and_later() -> None:
 def test_routers_that_draw_choose_otherwise_than_those_that_take_the_least_loaded() -> None:
     assert tail(TRACE, "load", num_routers=4) != tail(TRACE, "load", num_routers=4, drawn=False)
     assert tail(TRACE, "load") == tail(TRACE, "load", drawn=False), "one router knows all"
+
+
+def test_routers_that_learn_of_slow_engines_and_full_memory_are_better_than_those_that_do_not() -> None:
+    """And of engines that are equal, with room, they say the same."""
+    for troubles in (Troubles(num_slow=2, slowness=4.0), Troubles(num_scarce=4, scarcity=0.1)):
+        trace = draw(SHAPES["mooncake-tool"], 600, 20, 5, grain=32)
+        sees, blind = (tail(trace, "load", troubles=troubles, blind=blind)[1] for blind in (False, True))
+        assert sees < blind, troubles
+    calm = draw(SHAPES["mooncake-tool"], 300, 8, 5, grain=32)
+    assert tail(calm, "prefix")[:2] == tail(calm, "prefix", blind=True)[:2]
 
 
 def test_figures_are_saved_with_the_command_that_prints_them(tmp_path: Path) -> None:

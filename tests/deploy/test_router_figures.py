@@ -18,6 +18,24 @@ def test_figures_of_servers_are_read() -> None:
         assert (odd.num_running, odd.num_tokens) == (0, 0)
 
 
+def test_memory_and_answers_are_read_and_what_cannot_be_is_nothing() -> None:
+    text = 'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kv_cache_usage_perc{engine="1"} 0.75\n'
+    text += "vllm:request_generation_tokens_sum 900\nvllm:request_generation_tokens_count 9\n"
+    assert (read_figures(text).kv_usage, read_figures(text).num_outputs) == (0.625, 100)
+    assert (read_figures("").kv_usage, read_figures("").num_outputs) == (0.0, 0)
+    for word in ("NaN", "+Inf", "-0.5", "17", "1e300", "much"):
+        assert read_figures(f"vllm:kv_cache_usage_perc {word}\n").kv_usage == 0.0
+    for word in ("NaN", "+Inf", "-5", "0", "many"):
+        assert read_figures(text.replace("count 9", f"count {word}")).num_outputs == 0
+
+
+def test_how_long_an_answer_may_be_is_read() -> None:
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        assert read(b'{"prompt": "x", "%s": 40}' % name.encode(), "").max_outputs == 40
+    for word in (b"null", b"-3", b"1e3", b"0.5", b'"7"', b"99999999999999999999"):
+        assert read(b'{"prompt": "x", "max_tokens": %s}' % word, "").max_outputs == 0
+
+
 def test_what_servers_answer_is_counted_in_a_bounded_number_of_series() -> None:
     servers = Servers("load")
     figures = Figures(servers)

@@ -14,13 +14,22 @@ from quintet.deploy.router.figures import read_figures
 from quintet.deploy.router.servers import MAX_ALL_NAMES, Held, Server, Servers
 from quintet.deploy.router.shortlist import FEW
 from quintet.frontend.beginnings import PIECE_TOKENS, Holders
-from quintet.frontend.router import RUNNING_TOKENS
+from quintet.frontend.router import DISPLACED, RUNNING_TOKENS
 from quintet.wire.config import Routing
 
 
-def servers(count: int, policy: Routing = "prefix") -> Servers:
+class Clock:
+    """Stands still until it is moved."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def servers(count: int, policy: Routing = "prefix", clock: Clock | None = None) -> Servers:
     """Return so many that are well."""
-    router = Servers(policy, random.Random(0))
+    router = Servers(policy, random.Random(0), clock=clock or Clock())
     router.become([f"http://10.0.0.{index}:80" for index in range(count)], 1.0)
     for server in router:
         server.note("")
@@ -65,6 +74,125 @@ def test_nobody_who_was_left_out_would_have_been_better() -> None:
     assert any(len(indexes) > FEW for _, indexes in router._holders.of(chained([0]))), (
         "hot beginnings were had"
     )
+
+
+def test_nobody_is_left_out_either_who_is_faster_or_has_room() -> None:
+    """Servers of several paces, with memory that runs short: who is chosen is the best of all that could hold the request."""
+    rng, clock = random.Random(2), Clock()
+    router = servers(60, clock=clock)
+    for server in router:
+        server.hear(0, 0, kv_tokens=4000)
+    going: list[Held] = []
+    num_slow = num_full = 0
+    for number in range(1500):
+        clock.now_s += 0.01
+        pieces = [rng.randrange(3)] * rng.randint(0, 8) + [1000 + rng.randrange(40)] * rng.randint(0, 20)
+        names = chained(pieces)
+        num_tokens = PIECE_TOKENS * len(names) + rng.randrange(1, 64)
+        asked = Asked(names, num_tokens, is_streamed=True)
+        costs = {}
+        for server in router:
+            num_cached = PIECE_TOKENS * server.beginnings.find(names)[0]
+            if server.kv_free is None or server.kv_free >= num_tokens - num_cached:
+                slowness = server.pace.slowness(clock.now_s)
+                num_new = num_tokens - num_cached
+                displaced = DISPLACED * num_new if server.beginnings.is_full else 0
+                costs[server] = slowness * (server.load + num_new) + displaced
+                num_slow += slowness != 1
+        num_full += len(costs) < 60
+        held = router.choose(asked, ())
+        assert held is not None
+        going.append(held)
+        assert not costs or costs[held.server] == pytest.approx(min(costs.values()), rel=1e-9), number
+        if len(going) > 150:
+            each = going.pop(rng.randrange(len(going)))
+            each.sent_s = clock.now_s - 1e-5 * each.num_before * (1 + each.server.index % 3)
+            each.answer()
+            each.leave()
+    assert num_slow and num_full
+
+
+def test_a_server_that_is_slow_to_begin_gets_less_until_nobody_knows_that_any_more() -> None:
+    clock = Clock()
+    router = servers(2, "load", clock)
+
+    def share(num: int) -> float:
+        """Play requests, eight at a time; return the share of the first server, at which everything takes four times as long."""
+        counts = Counter[int]()
+        going: list[Held] = []
+        for _ in range(num):
+            clock.now_s += 0.1
+            if len(going) == 8:
+                going.pop(0).leave()
+            held = router.choose(Asked(num_tokens=1000, is_streamed=True), ())
+            assert held is not None
+            counts[held.server.index] += 1
+            going.append(held)
+            held.sent_s = clock.now_s - 1e-5 * held.num_before * (1 if held.server.index else 4)
+            held.answer()
+        for each in going:
+            each.leave()
+        return counts[0] / num
+
+    assert share(64) == pytest.approx(0.5, abs=0.05), "nothing is known yet"
+    share(100)
+    slow, fast = router
+    assert slow.pace.slowness(clock.now_s) > fast.pace.slowness(clock.now_s)
+    assert share(100) < 0.2
+    slow.note("is lost")
+    slow.note("")
+    assert slow.pace.slowness(clock.now_s) == 1.0, "it may be another machine now"
+
+
+def test_an_answer_that_comes_whole_and_a_prompt_computed_elsewhere_say_nothing_of_pace() -> None:
+    clock = Clock()
+    router = servers(2, "load", clock)
+    for number in range(400):
+        clock.now_s += 0.01
+        held = router.choose(Asked(num_tokens=100, is_streamed=number % 2 == 0), ())
+        assert held is not None
+        if number % 2:
+            held.sent_s -= 50.0 * held.server.index
+            held.answer()
+        held.leave()
+    assert [server.pace.slowness(clock.now_s) for server in router] == [1.0, 1.0]
+
+
+def test_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
+    """What was sent there counts at once, what others have there from the next poll, and what they gave back as well."""
+    router = servers(2, "load")
+    little, much = router
+    much.hear(700, 0, kv_tokens=100_000)
+    little.hear(0, 0, kv_tokens=10_000, num_outputs=200)
+    asked = Asked(num_tokens=3000, max_outputs=100)
+    held = [router.choose(asked, ()) for _ in range(4)]
+    assert [each.server.index for each in held if each is not None] == [0, 0, 0, 1]
+    ours = [each for each in held if each is not None and each.server is little]
+    for each in ours:
+        each.begin()
+        each.leave()
+    assert little.kv_free == 10_000
+    little.hear(1, 0, kv_tokens=10_000, kv_usage=0.9, num_outputs=200)
+    assert little.kv_free == 1000
+    third = router.choose(asked, ())
+    assert third is not None and third.server is much
+    small = router.choose(Asked(num_tokens=500, max_outputs=100), ())
+    assert small is not None and small.server is little
+    little.hear(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small], num_outputs=200)
+    assert little.kv_free == 10_000 - small.num_kept - 500, (
+        "of what is used there, none is that of a request that waits"
+    )
+    small.begin()
+    little.hear(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small])
+    assert little.kv_free == 10_000 - small.num_kept, "it is that"
+
+
+def test_where_nobody_can_hold_a_request_it_goes_where_it_would_have() -> None:
+    router = servers(3, "load")
+    for server in router:
+        server.hear(server.index, 0, kv_tokens=100)
+    held = router.choose(Asked(num_tokens=5000), ())
+    assert held is not None and held.server.index == 0
 
 
 def test_who_has_a_name_is_known_until_it_is_forgotten() -> None:

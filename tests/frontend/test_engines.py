@@ -271,3 +271,72 @@ def test_many_choices_that_come_a_little_further_are_still_suspect() -> None:
         assert len(set(visited)) == 2
 
     run(story())
+
+
+def test_an_engine_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
+    """One engine's memory has 8 192 tokens, and the other has more to do."""
+
+    def prompt(number: int, num_tokens: int) -> TokenPrompt:
+        return TokenPrompt(pack_i32(range(7000 * number, 7000 * number + num_tokens)))
+
+    async def story() -> None:
+        world = engines(2)
+        world.seats[Role.CORE, 1] = (1, SeatState.STALLED)
+        world.follow()
+        held = [world.sessions.submit(prompt(number, 3000), params()) for number in range(2)]
+        world.text([], started=[stream.request_id for stream in held])
+        world.seats[Role.CORE, 0], world.seats[Role.CORE, 1] = (1, SeatState.STALLED), (1, SeatState.READY)
+        world.follow()
+        for number in range(2, 6):
+            world.sessions.submit(prompt(number, 200), params())
+        world.seats[Role.CORE, 0] = (1, SeatState.READY)
+        world.follow()
+        world.sent.clear()
+        world.sessions.submit(prompt(6, 3000), params())
+        world.sessions.submit(prompt(7, 200), params())
+        world.text([], finished=[(held[0].request_id, FinishReason.STOP)])
+        world.sessions.submit(prompt(8, 3000), params())
+        assert cores(world.of(Submit)) == [1, 0, 0]
+
+    run(story())
+
+
+def test_an_engine_that_is_slow_to_begin_gets_less() -> None:
+    """Requests of two engines, one after the other, that begin after as long as they say they were under way."""
+
+    async def story() -> None:
+        world = engines(2)
+        for number in range(300):
+            stream = world.sessions.submit(PROMPT, params())
+            stream.submit.sent_ns -= 1_000_000_000 if stream.submit.core else 100_000_000
+            world.text([], started=[stream.request_id], finished=[(stream.request_id, FinishReason.STOP)])
+            if number == 63:
+                world.sent.clear()  # from now on something is known
+        counts = cores(world.of(Submit))[-100:]
+        assert counts.count(1) < 10, "an idle engine that is faster is always there"
+
+    run(story())
+
+
+def test_what_several_frontends_have_is_taken_to_be_as_much() -> None:
+    """Each knows only what it sent."""
+
+    async def story() -> None:
+        world = engines(2)
+        for index in range(2):
+            world.seats[Role.FRONTEND, index] = (1, SeatState.READY)
+        world.seats[Role.CORE, 1] = (1, SeatState.STALLED)
+        world.follow()
+        first = world.sessions.submit(TokenPrompt(pack_i32(range(2500))), params())
+        world.text([], started=[first.request_id])
+        world.seats[Role.CORE, 0], world.seats[Role.CORE, 1] = (1, SeatState.STALLED), (1, SeatState.READY)
+        world.follow()
+        world.sessions.submit(TokenPrompt(pack_i32(range(7000, 8000))), params())
+        world.seats[Role.CORE, 0] = (1, SeatState.READY)
+        world.follow()
+        world.sent.clear()
+        world.sessions.submit(TokenPrompt(pack_i32(range(9000, 11_000))), params())
+        world.sessions.submit(TokenPrompt(pack_i32(range(20_000, 20_500))), params())
+        assert cores(world.of(Submit)) == [1, 0]
+
+    run(story())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +56,89 @@ def test_less_to_do_is_better_and_a_known_prompt_is_less_to_do() -> None:
     assert choose([idle, knows], "prefix", 0).index == 1
     assert choose([idle, Candidate(1, num_queued=700, num_cached=640)], "prefix", 0).index == 0
     assert choose([idle, knows], "load", 0).index == 0
+
+
+def test_equal_paces_and_ample_room_leave_the_choice_as_it_is_without() -> None:
+    """To the last tie: of who has the least to do, less what it knows, the first in turn."""
+    rng = random.Random(3)
+    for turn in range(500):
+        plain = some_engines(rng, rng.randint(1, 6))
+        ample = [replace(engine, slowness=1.0, kv_free=10_000) for engine in plain]
+        for policy in POLICIES:
+            asked = (policy, turn, "s", rng.randrange(3000), rng.choice((0.0, 64.0)))
+            assert choose(ample, *asked, num_kept=4000) == choose(plain, *asked)
+        ordered = sorted(plain, key=lambda engine: engine.index)
+        in_turn = ordered[turn % len(ordered) :] + ordered[: turn % len(ordered)]
+        best = min(in_turn, key=lambda e: e.num_queued + RUNNING_TOKENS * e.num_open - e.num_cached)
+        assert choose(ample, "prefix", turn, "", 500, 100.0, 4000).index == best.index
+
+
+@pytest.mark.parametrize("policy", ["load", "prefix"])
+def test_an_engine_that_takes_twice_as_long_gets_half_as_much(policy: Routing) -> None:
+    queued = [0, 0, 0]
+    for turn in range(3000):
+        engines = [
+            Candidate(index, tokens, slowness=2.0 if index == 1 else 1.0)
+            for index, tokens in enumerate(queued)
+        ]
+        queued[choose(engines, policy, turn, "", 100).index] += 100
+    assert queued[0] == pytest.approx(120_000, rel=0.01) == queued[2] and queued[1] == pytest.approx(
+        60_000, rel=0.01
+    )
+    idle, busy = Candidate(0, slowness=4.0), Candidate(1, num_queued=1000)
+    assert choose([idle, busy], policy, 0, "", 100).index == 0
+    assert choose([idle, busy], policy, 0, "", 1000).index == 1, (
+        "its own prompt would take longer than waiting"
+    )
+
+
+@pytest.mark.parametrize("absurd", [0.0, -1.0, math.nan, math.inf, -math.inf])
+def test_a_pace_that_cannot_be_is_that_of_the_others(absurd: float) -> None:
+    rng = random.Random(4)
+    for turn in range(100):
+        engines = some_engines(rng, 5)
+        odd = [replace(engine, slowness=absurd) if at % 2 else engine for at, engine in enumerate(engines)]
+        assert choose(odd, "prefix", turn, "", 500, 10.0) == choose(engines, "prefix", turn, "", 500, 10.0)
+
+
+def test_however_slow_an_engine_is_said_to_be_it_is_better_than_waiting_for_ever() -> None:
+    slow, busy = Candidate(0, slowness=1e300), Candidate(1, num_queued=100_000)
+    assert choose([slow, busy], "load", 0, "", 100).index == 0
+
+
+@pytest.mark.parametrize("policy", ["load", "prefix"])
+def test_whose_memory_cannot_hold_a_request_gets_it_only_where_nobody_can(policy: Routing) -> None:
+    full, busy = Candidate(0, kv_free=900), Candidate(1, num_queued=50_000, kv_free=1000)
+    choice = choose([full, busy], policy, 0, "", 800, num_kept=1000)
+    assert choice.index == 1 and choice.reason.endswith("has room as 1 of 2 have not")
+    assert choose([full, busy], policy, 0, "", 800, num_kept=900).index == 0
+    assert choose([full, busy], policy, 0, "", 800, num_kept=1001).index == 0, "who waits least"
+    assert choose([full, replace(busy, kv_free=None)], policy, 0, "", 800, num_kept=1001).index == 1, (
+        "perhaps"
+    )
+    overdrawn = replace(full, kv_free=-5000)
+    assert choose([overdrawn, busy], policy, 0, "", 800, num_kept=10).index == 1
+
+
+def test_where_memory_is_full_a_prompt_waits_longer_for_who_knows_it() -> None:
+    """Elsewhere it would drive out as much, which somebody has computed again."""
+    for is_full, longest in ((False, 640), (True, 960)):
+        idle = Candidate(1, is_full=is_full)
+        for num_queued, best in ((longest - 10, 0), (longest + 10, 1)):
+            knows = Candidate(0, num_queued=num_queued, num_cached=640, is_full=is_full)
+            assert choose([knows, idle], "prefix", 0, "", 656).index == best
+            assert choose([knows, idle], "load", 0, "", 656).index == 1
+    roomy = Candidate(1)
+    assert choose([Candidate(0, is_full=True), roomy], "prefix", 0, "", 656).index == 1, (
+        "nothing is driven out there"
+    )
+
+
+def test_what_an_engine_has_of_a_prompt_takes_no_more_of_its_memory() -> None:
+    knows, idle = Candidate(0, num_cached=640, kv_free=400), Candidate(1, kv_free=10_000)
+    assert choose([knows, idle], "prefix", 0, "", 800, num_kept=1000).index == 0
+    assert choose([knows, idle], "load", 0, "", 800, num_kept=1000).index == 1
+    assert choose([knows, idle], "prefix", 0, "", 800, num_kept=1100).index == 1
 
 
 def test_a_second_long_prompt_stands_behind_the_first_where_long_ones_are_rare() -> None:
