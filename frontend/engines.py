@@ -120,7 +120,8 @@ class Engines:
         if choice is None:
             return
         self._dequeue(stream, choice)
-        if not stream.attempt and stream.started is started:
+        is_new = not (stream.attempt or stream.num_open_tokens or stream.submit.spec.output_ids)
+        if is_new and stream.started is started:
             num_before = stream.num_before + started.num_prompt_tokens - started.num_cached_tokens
             now_s = self._clock()
             self._account(choice.index).pace.note(num_before, now_s - 1e-9 * stream.submit.sent_ns, now_s)

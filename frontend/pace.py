@@ -24,7 +24,8 @@ STEPS = 2
 CERTAIN = 1.0
 """Of a step, from where an engine is until it is taken to be elsewhere."""
 SURPRISE = 3.0
-"""A request counts as no more than so many times what it should have taken: one that hung says little of the next."""
+"""A request counts as no more than so many times what it should have taken: one that hung says little of the next. So nobody is
+taken to be more than twice as slow, whatever it is."""
 KNOWN_S = 60.0
 """What was measured last so long ago is not known any more. So who is avoided because it was slow is tried again."""
 

@@ -223,7 +223,7 @@ class ResponseFile:
         unless = f" AND {_OPEN}" if is_open else ""
         with self._db:
             noted = self._db.execute(
-                "UPDATE responses SET status = ?, response = ?, num_bytes = num_bytes + ? WHERE id = ?"
+                "UPDATE responses SET status = ?, response = ?, num_bytes = num_bytes + ? - LENGTH(response) WHERE id = ?"
                 + unless,
                 (status, response, len(response), response_id),
             )

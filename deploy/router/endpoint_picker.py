@@ -139,7 +139,10 @@ class Talk:
                 )
                 yield ProcessingResponse(response_headers=HeadersResponse())
             case "response_body":
-                if said.response_body.body:
+                if said.response_body.body[:1] not in (
+                    b"",
+                    b":",
+                ):  # a comment keeps a line alive, and is no answer
                     visit.begin()
                 yield ProcessingResponse(response_body=self._unchanged(said.response_body))
             case "response_trailers":

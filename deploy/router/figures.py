@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -28,6 +27,10 @@ _ROLE = re.compile(r'\nquintet:kv_peers_info\{[^}]*\bduty="(\w{1,16})"')
 _WORK = frozenset({"prompt_tokens_total", "generation_tokens_total"})
 STATUSES = frozenset(HTTPStatus)
 """A server may answer with any other number: those are counted as one."""
+
+
+MOST = 1e15
+"""No figure is as large: what says so is no number that can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def read_figures(text: str) -> Reading:
         sums["tokens" if name in _WORK else name] += value
     running, waiting = int(sums["num_requests_running"]), int(sums["num_requests_waiting"])
     num_ended = sums["request_generation_tokens_count"]
-    num_outputs = int(sums["request_generation_tokens_sum"] / num_ended) if num_ended else 0
+    num_outputs = int(sums["request_generation_tokens_sum"] / num_ended) if num_ended >= 1 else 0
     role = _ROLE.search(text)
     kv_tokens = sum(map(_kv_tokens, _CACHE.findall(text)))
     kv_usage = sum(usages) / len(usages) if usages else 0.0
@@ -79,7 +82,7 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         return 0.0
-    return value if math.isfinite(value) and value > 0 else 0.0
+    return value if 0 < value < MOST else 0.0
 
 
 class Figures(Collector):

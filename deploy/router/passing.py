@@ -131,8 +131,7 @@ class Passing:
 
     async def _begin(self, outgoing: Outgoing, asked: Asked) -> Flow:
         """Return the flow of an answer of which the head has come, or all of it."""
-        tried = self._tried
-        refused: list[Flow] = []
+        tried, refused = self._tried, list[Flow]()
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
@@ -154,7 +153,8 @@ class Passing:
                 self._figures.retries.inc()
             elif may_copy:
                 self._patience.hedging.earn()
-            if ready is None:  # what is there already is not computed
+            held.num_before *= not is_kept  # what is there already says nothing of how fast it was computed
+            if ready is None:
                 ready = outgoing if is_kept else await self._ready_for(held, outgoing, asked)
             try:
                 if may_copy and not self._num_lost:  # two at once might be two that are lost of it
@@ -352,6 +352,7 @@ class Passing:
             if held is None:
                 await asyncio.sleep(LOOK_S)
                 continue
+            held.num_before = 0  # its answer has begun long ago
             server = held.server
             pauses[server] = pause_s = min(2 * pauses.get(server, LOOK_S), MAX_PAUSE_S)
             try:

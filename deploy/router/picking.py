@@ -121,9 +121,11 @@ class Visit:
         return endpoint_of(self._held.server)
 
     def answered(self, status: int) -> None:
-        """The head of the answer has come."""
+        """The head of the answer has come: one that is refused says nothing of how fast the server answers."""
         if self._held is not None:
             self._picker.figures.answered(self._held.server, status)
+            if status != 200:
+                self._held.num_before = 0
 
     def begin(self) -> None:
         """The first of the answer has come."""

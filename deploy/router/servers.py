@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from statistics import median_low
 
 from quintet.deploy.load_client.connection import Target
 from quintet.deploy.router.asked import Asked
@@ -195,7 +196,7 @@ class Servers:
         self._clock = clock
         self._usual_pace = Usual()
         self._num_outputs = 0
-        """What an answer has on average, in tokens, as servers tell it."""
+        """What answers have on average, in tokens, at the server in the middle of those that tell it."""
         self._with_role: dict[int, Server] = {}
         """Who computes prompts for others."""
         self._prompts_only: frozenset[int] = frozenset()
@@ -336,7 +337,7 @@ class Servers:
         others = sum(server.num_others for server in self._all)
         self._shortlist.draws = self._others_share * others > num_ours
         told = [server.num_outputs for server in self._all if server.num_outputs]
-        self._num_outputs = sum(told) // len(told) if told else 0
+        self._num_outputs = median_low(told) if told else 0  # of which one server that errs is no matter
 
     def _candidates(
         self, asked: Asked, without: Collection[int], turn: int, session: str, num_kept: int

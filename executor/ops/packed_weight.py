@@ -81,7 +81,10 @@ class PackedWeight:
         if outliers and not weight_format.has_tables:
             raise PackedWeightError(f"outliers of a {weight_format.name} weight, which has no tables")
         tiles_bytes = size_bytes
-        size_bytes += library.weight_outlier_bytes(columns, depth, int(paired), outliers)
+        outlier_bytes = library.weight_outlier_bytes(columns, depth, int(paired), outliers)
+        if outliers and not outlier_bytes:
+            raise PackedWeightError(f"{outliers} outliers are more than a packed weight has room for")
+        size_bytes += outlier_bytes
         if memory is None:
             memory = HugePages(size_bytes).memory
         elif memory.dtype is not torch.uint8 or memory.shape != (size_bytes,) or not memory.is_contiguous():

@@ -13,7 +13,7 @@ def test_figures_of_servers_are_read() -> None:
     reading = read_figures(text)
     assert (reading.num_running, reading.num_waiting, reading.num_tokens) == (3, 4, 15)
     assert read_figures("").num_tokens == 0
-    for word in ("NaN", "+Inf", "-Inf", "many", "-3"):
+    for word in ("NaN", "+Inf", "-Inf", "many", "-3", "1e308"):
         odd = read_figures(f"vllm:num_requests_running {word}\nvllm:prompt_tokens_total {word}\n")
         assert (odd.num_running, odd.num_tokens) == (0, 0)
 
@@ -25,7 +25,7 @@ def test_memory_and_answers_are_read_and_what_cannot_be_is_nothing() -> None:
     assert (read_figures("").kv_usage, read_figures("").num_outputs) == (0.0, 0)
     for word in ("NaN", "+Inf", "-0.5", "17", "1e300", "much"):
         assert read_figures(f"vllm:kv_cache_usage_perc {word}\n").kv_usage == 0.0
-    for word in ("NaN", "+Inf", "-5", "0", "many"):
+    for word in ("NaN", "+Inf", "-5", "0", "1e-320", "0.5", "1e300", "many"):
         assert read_figures(text.replace("count 9", f"count {word}")).num_outputs == 0
 
 

@@ -73,6 +73,19 @@ def test_a_request_counts_at_its_server_until_it_ends() -> None:
     assert (choices.num_open, server.num_open, choices.door.bodies.num_kept_bytes) == (0, 0, 0)
 
 
+def test_a_refusal_says_nothing_of_how_fast_a_server_answers() -> None:
+    noted = []
+    for status in (200, 503):
+        choices = picker()
+        visit = choices.enter(Head(C, {}))
+        visit.take(b'{"stream":true,' + prompt("a story ")[1:])
+        server = list(choices.servers)[ENDPOINTS.index(visit.pick())]
+        server.pace.note = lambda *measured: noted.append(measured)  # type: ignore[method-assign]
+        visit.answered(status)
+        visit.begin()
+    assert len(noted) == 1
+
+
 def test_a_gateway_says_which_endpoints_it_may_be() -> None:
     choices = picker()
     for endpoint in ENDPOINTS * 2:

@@ -355,6 +355,22 @@ def test_what_is_estimated_before_loading_is_what_weights_take(written: Written)
     assert 0.95 * packed < found.memory_bytes(contents, 2) < 1.1 * packed
 
 
+def test_experts_with_outliers_are_estimated_as_what_they_are_rounded_to() -> None:
+    written = tools.squeezellm(4)
+    weight = noise(960)
+    its, _ = written.tensors("q", weight)
+    found = recognise(ModelCard({"quantization_config": dict(written.section)}, "config.json"))
+    assert found is not None
+    for stem, at_least, at_most in (("q", 0.5, 1.5), ("mlp.experts.3.q", 2.0, 2.5)):
+        contents = {
+            f"{stem}.{ending}": Entry(
+                NAMES[each.dtype], tuple(each.shape), 0, each.numel() * each.element_size()
+            )
+            for ending, each in its.items()
+        }
+        assert at_least <= found.memory_bytes(contents, 2) / weight.size < at_most
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", ["compressed-tensors", "torchao", "modelopt", "quark"])
 def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:

@@ -54,6 +54,15 @@ def test_bytes_are_bounded_with_events_and_answers(tmp_path: Path) -> None:
     assert file.find("b") is not None
 
 
+def test_what_ends_twice_takes_the_room_of_one(tmp_path: Path) -> None:
+    file = opened(tmp_path, response_store_bytes=1000)
+    file.begin(record("a"))
+    for _ in range(3):  # lost here, gone on with elsewhere, and here again
+        assert file.finish("a", "completed", b"{" + b" " * 450 + b"}", is_open=False)
+    file.begin(record("b"))
+    assert file.find("a") is not None
+
+
 def test_turns_make_room_and_only_one_of_them_goes_beyond_what_can_be_asked_with(tmp_path: Path) -> None:
     def join(held: Record, asked: Record) -> None:
         held.items += asked.items
