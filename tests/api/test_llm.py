@@ -261,7 +261,7 @@ def test_a_failed_boot_raises_with_the_childs_words(tmp_path: Path) -> None:
 
 def test_after_shutdown_calls_raise_and_no_process_is_left() -> None:
     llm = LLM(executor="mock")
-    supervisor = psutil.Process(os.getpid()).children()[-1]
+    supervisor = psutil.Process(llm._engine._supervisor.process.pid)
     family = [supervisor, *supervisor.children()]
     run_dir = Path(llm._engine.config.run_dir)
     assert len(family) == 5 and run_dir.exists()
