@@ -13,6 +13,7 @@ from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, nam
 from quintet.frontend.pace import Pace, Usual
 from quintet.frontend.router import RUNNING_TOKENS, Candidate, Choice, Seats, choose
 from quintet.frontend.streams import Stream
+from quintet.wire.columns import ID_BYTES
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Started
@@ -107,7 +108,8 @@ class Engines:
         stream.num_kept = max(0, self._kept_by(stream) - choice.num_cached)
         account.num_kept += stream.num_kept
         if stream.begun_attempt != stream.attempt:
-            num_tokens = stream.num_prompt + stream.num_open_tokens
+            num_told = len(stream.submit.spec.output_ids) // ID_BYTES  # elsewhere, and soon here
+            num_tokens = stream.num_prompt + max(stream.num_open_tokens, num_told)
             stream.num_queued = max(0, num_tokens - choice.num_cached)
         account.num_queued += stream.num_queued
         if stream.beginnings:

@@ -318,6 +318,23 @@ def test_an_engine_that_is_slow_to_begin_gets_less() -> None:
     run(story())
 
 
+def test_outputs_that_are_told_are_to_be_computed_and_say_nothing_of_an_engine() -> None:
+    """Nobody else's beginning has them, so how long it takes is no measure."""
+
+    async def story() -> None:
+        world = engines(2)
+        told = pack_i32(list(range(100)))
+        for _ in range(300):
+            stream = world.sessions.submit(LONG, params(skip_reading_prefix_cache=True), told=told)
+            assert queued(world, stream.submit.core) == 740
+            stream.submit.sent_ns -= 1_000_000_000 if stream.submit.core else 100_000_000
+            world.text([], started=[stream.request_id], finished=[(stream.request_id, FinishReason.STOP)])
+        counts = cores(world.of(Submit))[-100:]
+        assert counts.count(0) == counts.count(1) == 50
+
+    run(story())
+
+
 def test_what_several_frontends_have_is_taken_to_be_as_much() -> None:
     """Each knows only what it sent."""
 
