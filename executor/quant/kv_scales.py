@@ -66,9 +66,9 @@ def _scales_of(file: WeightFile, name: str, layer: AttentionLayer, by_head: bool
     is_of_heads = by_head and count == kept.whole == max(shape, default=1)
     if count != 1 and not is_of_heads:
         wanted = f"one scale for a layer{f', or for each of its {kept.whole} heads,' if by_head else ''}"
+        instead = "int8, which has a scale for each token's head, or model" if by_head else "model"
         raise ConfigError(
-            f"{file.path}: {name!r:.80} has the shape {list(shape)}; {wanted} is read: give --kv-cache-dtype int8,"
-            " which has a scale for each token's head, or model"
+            f"{file.path}: {name!r:.80} has the shape {list(shape)}; {wanted} is read: give --kv-cache-dtype {instead}"
         )
     values = file.tensor(name).float().reshape(-1).tolist()
     for value in values:
