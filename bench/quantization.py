@@ -4,7 +4,7 @@ The text is the library files that were kept from the model when it was trained 
 through the Python API: the same kernels, processes and steps as any request. Losses of two rows may be compared with each
 other, not with a larger model's: the smaller a model, the more a lost bit hurts it.
 
-    python -m bench.quantization [--formats | --made] [--only NAME]... [--windows N] [--json FILE]
+    python -m bench.quantization [--formats | --made] [--only NAME]... [--int8-activations] [--windows N] [--json FILE]
 
 With ``--formats`` the rows are formats of quantized checkpoints instead, which are made of the embedded model by rounding each
 number to the nearest: what their publishers do better is not in it. With ``--made`` they are what `quintet quantize` writes,
@@ -56,6 +56,8 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     "int8": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "int4": {"quantization": "int4"},
+    "int8, int8 activations": {"quantization": "int8", "activation_dtype": "int8"},
+    "int4, int8 activations": {"quantization": "int4", "activation_dtype": "int8"},
     "bf16, int8 KV": {"kv_cache_dtype": "int8"},
     "int4, int8 KV": {"quantization": "int4", "kv_cache_dtype": "int8"},
     "bf16, fp8 KV": {"kv_cache_dtype": "fp8"},
@@ -151,6 +153,9 @@ def main() -> None:
     parser.add_argument("--formats", action="store_true", help="formats of checkpoints instead")
     parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
     parser.add_argument("--only", action="append", default=[], help="this row, besides bf16; may be repeated")
+    parser.add_argument(
+        "--int8-activations", action="store_true", help="each row but bf16 once more, with inputs in 8 bits"
+    )
     parser.add_argument("--windows", type=int, help=f"read so many of {WINDOW} tokens alone")
     parser.add_argument("--json", type=Path, help="also write the scores here")
     arguments = parser.parse_args()
@@ -170,6 +175,16 @@ def main() -> None:
             }
         if arguments.only:
             variants = {name: each for name, each in variants.items() if name in ("bf16", *arguments.only)}
+        if arguments.int8_activations:
+            variants = {
+                name: each
+                for first, options in variants.items()
+                for name, each in (
+                    (first, options),
+                    (f"{first}, int8 activations", {**options, "activation_dtype": "int8"}),
+                )
+                if name != "bf16, int8 activations"
+            }
         scores = list(measure(variants, held_out(arguments.windows)))
     print(table(scores))
     print(f"\n{scores[0].num_tokens} tokens of held-out library files, in windows of {WINDOW}")

@@ -146,6 +146,7 @@ def config_of(
             load_format="dummy",
             threads=args.threads,
             quantization=args.quantization,
+            activation_dtype=args.activation_dtype,
             pin_threads=args.pin,
             tensor_parallel_size=ranks,
             decode_context_parallel_size=together,
@@ -168,6 +169,7 @@ def config_of_model(model: str, folder: Path, args: argparse.Namespace) -> Engin
         max_model_len=length,
         max_num_seqs=max(args.rows),
         max_num_batched_tokens=max(2048, args.new * max(args.rows)),
+        activation_dtype=args.activation_dtype,
         threads=args.threads,
         pin_threads=args.pin,
     )
@@ -313,6 +315,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=1, help="tokens each computes in a step")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "w8a8"), default="none")
+    parser.add_argument("--activation-dtype", choices=("auto", "int8"), default="auto", help="as of a server")
     parser.add_argument("--threads", type=int, default=0, help="0: as the server chooses")
     parser.add_argument("--pin", action="store_true", help="keep each thread on one core")
     parser.add_argument(

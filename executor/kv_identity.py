@@ -75,6 +75,7 @@ def _content_of(config: EngineConfig, runner: str) -> dict[str, object]:
         "weights": _weights_of(config),
         "dtype": model.dtype,
         "quantization": config.executor.quantization,
+        "activations": config.executor.activation_dtype,
         "sum_leaves": config.executor.sum_leaves,
         **_layout_of(config),
         "kv_dtype": config.cache.dtype,

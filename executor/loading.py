@@ -41,8 +41,14 @@ def load_model(
         None if files is None else {name: file.entries[name] for file in files for name in file.entries}
     )
     quantization = open_quantization(config.executor.quantization, stored, contents, on_device=on_device)
-    setting = Setting(platform.device, MODEL_DTYPES[config.model.dtype], quantization, share)
+    rounds_inputs = config.executor.activation_dtype == "int8"
+    setting = Setting(platform.device, MODEL_DTYPES[config.model.dtype], quantization, share, rounds_inputs)
     model = build_model(config.model.architecture, card, setting)
+    if rounds_inputs and not model.weights.has_rounded_inputs:
+        raise ConfigError(
+            f"{card.path}: --activation-dtype int8 is for weights that are integers, and there are none"
+            f" ({stored.words if stored else 'as floating-point numbers'}): drop it"
+        )
     check_agreement(model, config.model, card.path, share)
     with torch.inference_mode():
         if files is None:

@@ -19,6 +19,9 @@ Quantization = Literal[
 ]  # fmt: skip
 """What linear layers are rounded into, or the format in which their checkpoint has them: ``docs/quantization.md``."""
 
+ActivationDtype = Literal["auto", "int8"]
+"""What inputs of layers whose weights are integers are rounded to: as the checkpoint says, or 16 bits; or 8 bits everywhere."""
+
 ModelImpl = Literal["quintet", "transformers"]
 """Whose layers compute a model: ours, or those of transformers over our KV memory."""
 
@@ -258,6 +261,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """``dummy`` fills the weights with seeded random numbers instead of reading them."""
     quantization: Quantization = "none"
     """Number format that the weights of linear layers get when they are loaded."""
+    activation_dtype: ActivationDtype = "auto"
+    """What inputs of linear layers are rounded to where weights are integers."""
     packed_cache: str | None = None
     """Folder of files with packed weights, read instead of packing again; None for no such files."""
     threads: int = 0

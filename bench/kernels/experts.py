@@ -87,7 +87,7 @@ def make(library: LinearLibrary, shape: Shape, chosen: Format) -> tuple[HostExpe
         return packed
 
     gate_up, down = pack(2 * shape.width, shape.hidden, True), pack(shape.hidden, shape.width, False)
-    layer = HostExperts(shape.routing, GATE, gate_up, down, int8_activations=chosen.int8_activations)
+    layer = HostExperts(shape.routing, GATE, gate_up, down, inputs=(chosen.inputs, chosen.inputs))
     return layer, gate_up[0].memory.numel() + down[0].memory.numel()
 
 
@@ -96,7 +96,7 @@ class Dense:
 
     def __init__(self, library: LinearLibrary, shape: Shape, chosen: Format) -> None:
         """Fill them with random numbers, the same ones."""
-        self._int8_activations = chosen.int8_activations
+        self._inputs = chosen.inputs
         width = shape.width * shape.routing.chosen
         self._inner = torch.empty(1, width, dtype=chosen.dtype)
         self._layers: list[tuple[PackedWeight, PackedWeight]] = []
@@ -127,10 +127,8 @@ class Dense:
     def __call__(self, x: torch.Tensor, call: int) -> None:
         """Compute one layer, another one than the call before."""
         gate_up, down = self._layers[call % len(self._layers)]
-        gate_up.linear(
-            x, out=self._inner, activation=GATE.activation, int8_activations=self._int8_activations
-        )
-        down.linear(self._inner, int8_activations=self._int8_activations)
+        gate_up.linear(x, out=self._inner, activation=GATE.activation, inputs=self._inputs)
+        down.linear(self._inner, inputs=self._inputs)
 
 
 def measure(

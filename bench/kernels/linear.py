@@ -20,7 +20,7 @@ import json
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +28,7 @@ import torch
 
 from bench.kernels.limits import Limits, Multiply
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.packed_tables import TABLE_SIZE, Outliers, fill_tables
 from quintet.executor.ops.packed_weight import PackedWeight
@@ -65,7 +65,7 @@ class Format:
     weight: WeightFormat
     group: int
     dtype: torch.dtype
-    int8_activations: bool
+    inputs: Inputs
     multiply: tuple[Multiply, ...]
     passes: int = 1
     """Multiplications of the limit's kind that each weight takes."""
@@ -79,25 +79,32 @@ class Format:
 
 
 PAIRS = (Multiply.FLOATS, Multiply.PAIRS, Multiply.MATRIX_PAIRS)
+WIDE = Inputs.SIXTEEN_BITS
 BYTES = (Multiply.BYTES, Multiply.MATRIX_BYTES)
 FORMATS = {
-    "bf16": Format(WeightFormat.BF16, 0, torch.bfloat16, False, PAIRS),
-    "fp16": Format(WeightFormat.FP16, 0, torch.float16, False, (Multiply.FLOATS,)),
-    "fp32": Format(WeightFormat.FP32, 0, torch.float32, False, (Multiply.FLOATS,)),
-    "int8": Format(WeightFormat.INT8, 0, torch.bfloat16, False, BYTES, 2),
-    "w8a8": Format(WeightFormat.INT8, 0, torch.bfloat16, True, BYTES),
-    "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, False, BYTES, 2),
-    "gptq": Format(WeightFormat.INT4_ZEROS, 128, torch.bfloat16, False, BYTES, 2),
-    "hqq": Format(WeightFormat.INT4_SINGLE_ZEROS, 64, torch.bfloat16, False, BYTES, 2),
-    "nf4": Format(WeightFormat.NF4, 64, torch.bfloat16, False, (Multiply.FLOATS,)),
-    "squeezellm": Format(WeightFormat.TABLES, 0, torch.bfloat16, False, (Multiply.FLOATS,), outliers=0.0045),
-    "tables": Format(WeightFormat.TABLES, 0, torch.bfloat16, False, (Multiply.FLOATS,)),
-    "q8_0": Format(WeightFormat.INT8, 32, torch.bfloat16, False, BYTES, 2),
-    "q4_0": Format(WeightFormat.INT4, 32, torch.bfloat16, False, BYTES, 2),
+    "bf16": Format(WeightFormat.BF16, 0, torch.bfloat16, WIDE, PAIRS),
+    "fp16": Format(WeightFormat.FP16, 0, torch.float16, WIDE, (Multiply.FLOATS,)),
+    "fp32": Format(WeightFormat.FP32, 0, torch.float32, WIDE, (Multiply.FLOATS,)),
+    "int8": Format(WeightFormat.INT8, 0, torch.bfloat16, WIDE, BYTES, 2),
+    "w8a8": Format(WeightFormat.INT8, 0, torch.bfloat16, Inputs.EIGHT_BITS, BYTES),
+    "int4": Format(WeightFormat.INT4, 128, torch.bfloat16, WIDE, BYTES, 2),
+    "gptq": Format(WeightFormat.INT4_ZEROS, 128, torch.bfloat16, WIDE, BYTES, 2),
+    "hqq": Format(WeightFormat.INT4_SINGLE_ZEROS, 64, torch.bfloat16, WIDE, BYTES, 2),
+    "nf4": Format(WeightFormat.NF4, 64, torch.bfloat16, WIDE, (Multiply.FLOATS,)),
+    "squeezellm": Format(WeightFormat.TABLES, 0, torch.bfloat16, WIDE, (Multiply.FLOATS,), outliers=0.0045),
+    "tables": Format(WeightFormat.TABLES, 0, torch.bfloat16, WIDE, (Multiply.FLOATS,)),
+    "q8_0": Format(WeightFormat.INT8, 32, torch.bfloat16, WIDE, BYTES, 2),
+    "q4_0": Format(WeightFormat.INT4, 32, torch.bfloat16, WIDE, BYTES, 2),
 } | {
-    name: Format(WeightFormat[name.upper()], 0, torch.bfloat16, False, BYTES, 2)
+    name: Format(WeightFormat[name.upper()], 0, torch.bfloat16, WIDE, BYTES, 2)
     for name in ("q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4")
 }
+FORMATS |= {
+    f"{name}+8": replace(each, inputs=Inputs.EIGHT_BITS_IN_GROUPS, passes=1)
+    for name, each in FORMATS.items()
+    if each.weight.is_integer and each.inputs is WIDE
+}
+"""+8: what ``--activation-dtype int8`` makes of them."""
 USUAL = ("bf16", "fp16", "fp32", "int8", "w8a8", "int4")
 """What is measured unless others are asked for. gptq, hqq: 4 bits with zero points, of bytes and of fp32; tables: those of
 outputs, squeezellm: with outliers; nf4: bitsandbytes'; others are GGUF's."""
@@ -196,7 +203,7 @@ def measure(
                 rates[kind] = max(rates[kind], limits.multiply_gop_s(kind))
             begun = limits.clock()
             for weight in weights[:count]:
-                weight.linear(x, out=y, int8_activations=chosen.int8_activations)
+                weight.linear(x, out=y, inputs=chosen.inputs)
             mine = (limits.clock() - begun) / count
             seconds = min(seconds, mine)
             if rows > 32:  # limited by multiplying: the weights need not be new

@@ -128,7 +128,7 @@ def main() -> None:
             k, block_bytes = chosen.weight.block(0) or (1, 0)
             row_bytes = depth // k * block_bytes if chosen.has_blocks else 0
             case = Case(
-                *(chosen.weight.name, columns, depth, chosen.group, chosen.int8_activations, size),
+                *(chosen.weight.name, columns, depth, chosen.group, int(chosen.inputs), size),
                 *(arguments.threads, row_bytes),
             )
             for member in (this, that):

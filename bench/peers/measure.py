@@ -77,7 +77,7 @@ def _rounds(plan: Plan) -> Iterator[tuple[Row, int]]:
 
 
 def _setup(row: Row) -> Setup:
-    return Setup(row.model, row.precision, row.mode, row.engines, row.step_target_ms)
+    return Setup(row.model, row.precision, row.mode, row.engines, row.flags)
 
 
 def _record(plan: Plan, row: Row, name: str, repetition: int, take: Callable[[], dict[str, float]]) -> Record:

@@ -61,8 +61,8 @@ class Row:
     shared_len: int = 0
     engines: int = 1
     """Replicas of the model behind one port, which share the threads."""
-    step_target_ms: int | None = None
-    """What Quintet is told of how long a step may take; None: nothing."""
+    flags: tuple[str, ...] = ()
+    """What Quintet is told besides."""
 
 
 _WORDS: dict[Precision, str] = {
@@ -87,6 +87,14 @@ def _prompt(model: str, precision: Precision, goal: str) -> Row:
         f"prompt-{model}-{precision}", words, model, precision, "serve", "prompt", (figure,),
         input_len=(2048, 2048), output_len=(1, 1),
     )  # fmt: skip
+
+
+def _rounded(row: Row) -> Row:
+    """Return the row once more with inputs of 8 bits."""
+    flags = ("--activation-dtype", "int8")
+    return replace(
+        row, id=f"{row.id}-inputs8", words=f"{row.words}, Quintet with {' '.join(flags)}", flags=flags
+    )
 
 
 def _clients(clients: int, waves: int, figures: tuple[Figure, ...], precision: Precision = "bf16") -> Row:
@@ -127,7 +135,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "clients32-S-bf16-450ms", "S, bf16, 32 clients, 256 in / 64 out, Quintet with --step-target-ms 450", "S", "bf16",
         "serve", "clients", (replace(_OUTPUT, goal=""), replace(_TTFT, goal="no later than the earliest"), _GAP), 64, 32,
-        (256, 256), (64, 64), step_target_ms=450,
+        (256, 256), (64, 64), flags=("--step-target-ms", "450"),
     ),
     Row(
         "prefix-S-bf16", "S, bf16, 32 at once sharing a 1 024-token prefix, 16 out", "S", "bf16", "serve", "prefix",
@@ -161,6 +169,14 @@ ROWS: tuple[Row, ...] = (
     *(_prompt(model, precision, "≥ 2 × llama.cpp") for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
     _prompt("L", "q4_k_m", "≥ 2 × llama.cpp"),
     _prompt("E", "mxfp4", "≥ 2 × llama.cpp"),
+    *(
+        _rounded(_stream(model, precision, "≥ 1.25 × llama.cpp, ≥ 88 % of the limit"))
+        for model in ("S", "M") for precision in _OF_SMALL
+    ),
+    _rounded(_stream("L", "q4_k_m", "≥ 1.25 × llama.cpp, ≥ 88 % of the limit")),
+    _rounded(_stream("E", "mxfp4", "≥ 1.25 × llama.cpp")),
+    *(_rounded(_prompt(model, precision, "≥ 2 × llama.cpp")) for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
+    _rounded(_prompt("L", "q4_k_m", "≥ 2 × llama.cpp")),
     *(
         _clients(clients, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), precision)
         for precision in _FOR_CLIENTS for clients in (8, 32)

@@ -39,6 +39,12 @@ inline constexpr index_t kMostLeaves = 8;
 inline constexpr index_t kTreeHeight = 4;  // places for sums of leaves that are not added yet, at most: log2(kMostLeaves) + 1
 static_assert(1 << (kTreeHeight - 1) == kMostLeaves);
 
+// What x becomes where weights are integers (kernels/linear_quantize.hpp); `quintet.executor.ops.host_linear.Inputs`. In groups: of
+// the weight's, or by row where it has none.
+enum class Inputs : int { sixteen_bits, eight_bits, eight_bits_in_groups };
+inline constexpr int kInputs = 3;
+constexpr bool are_eight_bits(Inputs inputs) { return inputs != Inputs::sixteen_bits; }
+
 // k that are unpacked together, and the bytes of a tile that they are.
 struct CodeStep {
   index_t k, bytes;
@@ -138,7 +144,7 @@ struct LinearCall {
   index_t y_stride;
   Activation activation;  // of the gates of paired weights, which have one; of others' results, or none; never with a residual
   float gate_factor, gate_limit;  // of clamped_swiglu alone
-  bool int8_activations;
+  Inputs inputs;
   // x as the kernel multiplies it, written by LinearKernels::prepare, or x itself where there is nothing to prepare
   bool is_prepared;
   void* prepared;
@@ -179,7 +185,7 @@ struct Preparation {
 inline constexpr index_t kNever = 1 << 30;  // rows
 
 struct LinearKernels {
-  Preparation (*preparation)(const Weight& weight, Dtype dtype, bool int8_activations);  // how x must be rewritten
+  Preparation (*preparation)(const Weight& weight, Dtype dtype, Inputs inputs);  // how x must be rewritten
   index_t (*prepare_items)(const LinearCall& call);  // how many items `prepare` has, of one leaf of k
   void (*prepare)(const void* call, index_t begin, index_t end);   // work over them
   void (*multiply)(const void* call, index_t begin, index_t end);  // work over its items

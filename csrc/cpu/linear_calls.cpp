@@ -23,7 +23,7 @@ struct Linear {
 
   Linear(const LinearCall& described)
       : call(described),
-        preparation(linear_kernels_of(*call.weight).preparation(*call.weight, call.dtype, call.int8_activations)) {}
+        preparation(linear_kernels_of(*call.weight).preparation(*call.weight, call.dtype, call.inputs)) {}
 
   // So many bytes of scratch for slices' sums of up to `rows`.
   index_t sliced_bytes(index_t rows) const {
@@ -125,12 +125,12 @@ void append_linear(Program* program, const LinearCall& call, index_t max_rows, E
 // y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then its activation, or (+ residual), rounded again; paired
 // weights: the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a
 // floating-point weight has the same. activation: see Activation; paired weights need one, who has a residual takes none.
-// residual: laid out like y, may be y. int8_activations: x quantized per row to 8 bits (integer weights only).
+// residual: laid out like y, may be y. inputs: an Inputs.
 QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype,
                                 const void* bias, const void* residual, void* y, index_t y_stride, int activation,
-                                int int8_activations) {
+                                int inputs) {
   qt::Linear linear(
-      qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations));
+      qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, inputs));
   linear.describe(rows, qt::pool().threads());
   const index_t prepared = linear.prepared_bytes(rows), partials = linear.call.sliced ? linear.sliced_bytes(rows) : 0;
   char* scratch = prepared + partials == 0 ? nullptr : static_cast<char*>(std::aligned_alloc(64, prepared + partials));
@@ -143,22 +143,22 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
 // Appends the same for rows of the step (extent: an Extent), at most max_rows of them.
 QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                  index_t max_rows, int dtype, const void* bias, const void* residual, void* y,
-                                 index_t y_stride, int activation, int int8_activations, int extent) {
+                                 index_t y_stride, int activation, int inputs, int extent) {
   QT_REQUIRE(x_stride >= weight->whole_depth && y_stride >= weight->columns / (weight->paired ? 2 : 1),
              "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
              (long long)weight->whole_depth, (long long)weight->columns);
   qt::append_linear(
-      program, qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, int8_activations),
+      program, qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, inputs),
       max_rows, qt::Extent(extent));
 }
 
 // Appends x · Wᵀ of the step's tokens as the fp32 sums that they are: a rank's part of them (ranks.hpp). The weight is not paired.
 QT_EXPORT void qt_program_linear_sums(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
-                                      index_t max_rows, int dtype, float* y, index_t y_stride, int int8_activations) {
+                                      index_t max_rows, int dtype, float* y, index_t y_stride, int inputs) {
   QT_REQUIRE(!weight->paired && x_stride >= weight->whole_depth && y_stride >= weight->columns,
              "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
              (long long)weight->whole_depth, (long long)weight->columns);
-  qt::LinearCall call = qt::linear_call(weight, x, x_stride, dtype, nullptr, nullptr, y, y_stride, 0, int8_activations);
+  qt::LinearCall call = qt::linear_call(weight, x, x_stride, dtype, nullptr, nullptr, y, y_stride, 0, inputs);
   call.y_dtype = qt::Dtype::fp32;
   qt::append_linear(program, call, max_rows, qt::Extent::tokens);
 }

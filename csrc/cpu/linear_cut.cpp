@@ -73,9 +73,10 @@ Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows,
 }
 
 LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias,
-                       const void* residual, void* y, index_t y_stride, int activation, int int8_activations) {
+                       const void* residual, void* y, index_t y_stride, int activation, int inputs) {
   const bool floats = int(weight->format) <= int(Dtype::fp32);
-  QT_REQUIRE(!int8_activations || (!floats && weight->values == Values::integer), "8-bit activations of a weight of %s",
+  QT_REQUIRE(inputs >= 0 && inputs < kInputs, "inputs %d", inputs);
+  QT_REQUIRE(!are_eight_bits(Inputs(inputs)) || (!floats && weight->values == Values::integer), "8-bit activations of a weight of %s",
              "floating-point numbers");
   QT_REQUIRE(dtype >= 0 && dtype <= int(Dtype::fp32) && (!floats || dtype == int(weight->format)),
              "activations of format %d, a weight of %d", dtype, int(weight->format));
@@ -91,7 +92,7 @@ LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, in
   call.bias = bias, call.residual = residual;
   call.y = y, call.y_stride = y_stride;
   call.activation = Activation(activation);
-  call.int8_activations = int8_activations != 0;
+  call.inputs = Inputs(inputs);
   return call;
 }
 

@@ -21,7 +21,7 @@ Cut best_cut(const Weight& weight, const Preparation& preparation, index_t rows,
 
 // A multiplication whose rows are not yet known; ends the process where formats or activation do not fit the weight.
 LinearCall linear_call(const Weight* weight, const void* x, index_t x_stride, int dtype, const void* bias,
-                       const void* residual, void* y, index_t y_stride, int activation, int int8_activations);
+                       const void* residual, void* y, index_t y_stride, int activation, int inputs);
 
 // The call for so many rows, cut so. Where prepared x and slices' sums lie is said by who has the memory.
 void cut_call(LinearCall& call, const Preparation& preparation, index_t rows, index_t threads, const Cut& cut);

@@ -14,7 +14,7 @@ constexpr index_t kRemembered = 256;  // rows
 
 LinearGroup::LinearGroup(const LinearCall& like)
     : like_(like), kernels_(linear_kernels_of(*like.weight)),
-      preparation_(kernels_.preparation(*like.weight, like.dtype, like.int8_activations)) {
+      preparation_(kernels_.preparation(*like.weight, like.dtype, like.inputs)) {
   QT_REQUIRE(like.weight->leaves == 1, "a group of weights in %lld leaves", (long long)like.weight->leaves);
 }
 

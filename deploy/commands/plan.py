@@ -76,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What one of them has; null where there is one."""
     dtype: str
     quantization: str
+    activation_dtype: str
     checkpoint_format: str | None
     """How the checkpoint is quantized, in words; null where it is not."""
     device: str
@@ -159,6 +160,7 @@ def make_plan(resolution: Resolution) -> Plan:
         share=_share(config),
         dtype=config.model.dtype,
         quantization=config.executor.quantization,
+        activation_dtype=config.executor.activation_dtype,
         checkpoint_format=None if resolution.stored is None else resolution.stored.words,
         device=config.executor.device,
         executor=config.executor.kind,
@@ -326,6 +328,7 @@ def plan_lines(plan: Plan) -> list[str]:
         *([("each rank has", plan.share)] if plan.share is not None else []),
         *([("stages have", plan.stages)] if plan.stages is not None else []),
         ("quantization", plan.quantization),
+        *([("activations", plan.activation_dtype)] if plan.activation_dtype != "auto" else []),
         *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
         ("weights", weights),
         ("memory available", format_size(plan.available_memory_bytes)),

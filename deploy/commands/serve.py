@@ -191,6 +191,8 @@ def opening_lines(resolution: Resolution) -> list[str]:
     quantized = "" if quantization == "none" else f" quantized to {quantization}"
     if stored is not None:
         quantized = f" quantized ({stored.words})" + quantized * (quantization != stored.name)
+    if config.executor.activation_dtype != "auto":
+        quantized += f" with activations in {config.executor.activation_dtype}"
     return [
         f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized} on "
         f"{config.executor.device}",

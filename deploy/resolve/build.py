@@ -25,6 +25,7 @@ from quintet.deploy.resolve.memory import (
 )
 from quintet.deploy.resolve.parsers import choose_parsers
 from quintet.deploy.resolve.quantization import (
+    check_activations,
     check_packed_cache,
     check_weights_fit,
     choose_quantization,
@@ -97,6 +98,7 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     facts = ranks.of_one_rank(options, facts, device)
     sum_leaves = ranks.sum_leaves(options, facts)
     quantization = choose_quantization(options, device, facts)
+    check_activations(options, device, quantization)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
         notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))

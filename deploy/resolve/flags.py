@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from quintet.wire.config import KvCacheDtype, Quantization, Routing
+from quintet.wire.config import ActivationDtype, KvCacheDtype, Quantization, Routing
 
 MODEL, NETWORK, SCHEDULING, MEMORY, PROCESSES, DEVICE = (
     "model", "network", "scheduling", "memory", "processes", "device",
@@ -96,6 +96,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "checkpoint that is quantized says itself how, and the name of its format is all that may be given",
         ),
     ] = "none"
+    activation_dtype: Annotated[
+        ActivationDtype,
+        Flag(
+            MODEL,
+            "CPU: what inputs of layers become where weights are integers; auto is 16 bits, or as the checkpoint says; int8 is 8 "
+            "bits, as llama.cpp has it: faster at prompts, and less exact (docs/quantization.md)",
+        ),
+    ] = "auto"
     packed_cache: Annotated[
         str | None,
         Flag(

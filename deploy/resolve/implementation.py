@@ -69,6 +69,7 @@ def check_transformers_flags(options: Options) -> None:
     """Reject what our own layers alone can do."""
     for flag, given, usual in (
         ("--quantization", options.quantization, "none"),
+        ("--activation-dtype", options.activation_dtype, "auto"),
         ("--packed-cache", options.packed_cache, None),
         ("--kv-cache-dtype", options.kv_cache_dtype, "auto"),
     ):

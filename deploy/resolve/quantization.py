@@ -34,6 +34,21 @@ def choose_quantization(options: Options, device: str, facts: ModelFacts) -> Qua
     return asked
 
 
+def check_activations(options: Options, device: str, quantization: Quantization) -> None:
+    """Reject rounded inputs where nothing multiplies integers."""
+    if options.activation_dtype == "auto":
+        return
+    if device != "cpu":
+        raise ConfigError(
+            f"--activation-dtype {options.activation_dtype} is computed on the CPU only: add --device cpu or drop it"
+        )
+    if quantization == "none":
+        raise ConfigError(
+            f"--activation-dtype {options.activation_dtype} is for weights that are integers, and this model's are not: add"
+            " --quantization int8 or int4, take a quantized checkpoint, or drop it"
+        )
+
+
 def check_packed_cache(options: Options, device: str) -> None:
     """Reject a cache of what only the host kernels read where they do not compute."""
     if device != "cpu" and options.packed_cache is not None:

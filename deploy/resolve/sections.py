@@ -64,6 +64,7 @@ def executor_config(
         device=device,
         load_format=options.load_format,
         quantization=quantization,
+        activation_dtype=options.activation_dtype,
         packed_cache=folder_of(options.packed_cache),
         threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,

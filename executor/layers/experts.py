@@ -77,7 +77,7 @@ class Experts:
             correction=self.correction,
             gate_up_bias=self.gate_up.bias,
             down_bias=self.down.bias,
-            int8_activations=self.gate_up.int8_activations,
+            inputs=(self.gate_up.inputs, self.down.inputs),
             homes=self.homes,
         )
 

@@ -33,6 +33,7 @@ class Decoder:
         self.weights = WeightPlan(
             setting.dtype,
             setting.device,
+            setting.rounds_inputs,
             prefix=names.prefix,
             ignored=(*names.ignored, f"{names.head}.weight"),
         )

@@ -18,7 +18,7 @@ from quintet.executor.cards.routing import MAX_CHOSEN, MAX_EXPERTS, Routing
 from quintet.executor.ops.experts import Gate
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import check_layout, declare, open_library
-from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.ops.host_linear import Inputs, WeightFormat
 from quintet.executor.ops.packed_weight import PackedWeight
 
 NO_EXPERT = -1
@@ -54,7 +54,8 @@ class CExperts(ctypes.Structure):
         ("gate_up_bias", _ADDRESS),
         ("down_bias", _ADDRESS),
         ("activation", _SIZE),
-        ("int8_activations", _SIZE),
+        ("inputs", _SIZE),
+        ("down_inputs", _SIZE),
         ("gate_factor", _DOUBLE),
         ("gate_limit", _DOUBLE),
         ("asked", _ADDRESS),
@@ -96,10 +97,11 @@ class HostExperts:
         correction: torch.Tensor | None = None,
         gate_up_bias: torch.Tensor | None = None,
         down_bias: torch.Tensor | None = None,
-        int8_activations: bool = False,
+        inputs: tuple[Inputs, Inputs] = (Inputs.SIXTEEN_BITS, Inputs.SIXTEEN_BITS),
         homes: Homes = ALL_HERE,
     ) -> None:
-        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; the rest: see `ExpertTables`, `route`.
+        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; inputs: of either; the rest:
+        see `ExpertTables`, `route`.
 
         Of the experts that are at home here, then of the places.
         """
@@ -139,7 +141,8 @@ class HostExperts:
             gate_up_bias=addresses[1],
             down_bias=addresses[2],
             activation=gate.activation,
-            int8_activations=int8_activations,
+            inputs=inputs[0],
+            down_inputs=inputs[1],
             gate_factor=gate.factor,
             gate_limit=gate.limit,
             asked=self.asked.ctypes.data,

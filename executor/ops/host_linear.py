@@ -20,6 +20,17 @@ from quintet.executor.ops.host_library import declare, open_library
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
+class Inputs(IntEnum):
+    """What inputs are rounded to where weights are integers; the codes of csrc/cpu/linear.hpp."""
+
+    SIXTEEN_BITS = 0
+    """A scale for each group of the weight, or for 256 inputs where it has none."""
+    EIGHT_BITS = 1
+    """A scale for each token."""
+    EIGHT_BITS_IN_GROUPS = 2
+    """A scale for each group of the weight, of 32 inputs at least; for each token where it has none."""
+
+
 class WeightFormat(IntEnum):
     """How a packed weight stores its numbers; the codes of csrc/cpu/weight_formats.hpp."""
 
@@ -94,6 +105,11 @@ class WeightFormat(IntEnum):
     def is_coded_float(self) -> bool:
         """Whether codes stand for floating-point numbers, which are scaled and multiplied as such; x is what it is."""
         return WeightFormat.FP8 <= self <= WeightFormat.FP4 or self.has_tables
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether integers are multiplied, and x becomes some."""
+        return not self.is_float and not self.is_coded_float
 
     @property
     def code_levels(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.ops.host_dtypes import FLOAT_CODES, FLOAT_DTYPES
-from quintet.executor.ops.host_linear import CodesProblem, LinearLibrary, WeightFormat
+from quintet.executor.ops.host_linear import CodesProblem, Inputs, LinearLibrary, WeightFormat
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.linear import GatedActivation
 
@@ -277,13 +277,13 @@ class PackedWeight:
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
         activation: GatedActivation = GatedActivation.NONE,
-        int8_activations: bool = False,
+        inputs: Inputs = Inputs.SIXTEEN_BITS,
     ) -> torch.Tensor:
         """Return ``out [rows, output_columns]``: `quintet.executor.ops.linear.linear`, added to ``residual``.
 
         x: ``[rows, depth]``. ``out`` may be ``residual``. Rows of x and of out may lie apart.
         """
-        self.check(x, bias, activation, int8_activations)
+        self.check(x, bias, activation, inputs)
         rows, width = x.shape[0], self.output_columns
         if out is None:
             out = torch.empty((rows, width), dtype=x.dtype)
@@ -309,12 +309,12 @@ class PackedWeight:
             out.data_ptr(),
             out.stride(0),
             int(activation),
-            int(int8_activations),
+            int(inputs),
         )
         return out
 
     def check(
-        self, x: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation, int8_activations: bool
+        self, x: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation, inputs: Inputs
     ) -> None:
         """Raise `PackedWeightError` unless this weight can be multiplied so."""
         own = FLOAT_DTYPES.get(int(self.format))
@@ -332,7 +332,7 @@ class PackedWeight:
                 f"{activation.name} on a weight that is {'' if self.paired else 'not '}paired: paired weights need an "
                 "activation, others take none"
             )
-        if int8_activations and (self.format.is_float or self.format.is_coded_float):
+        if inputs != Inputs.SIXTEEN_BITS and not self.format.is_integer:
             raise PackedWeightError(
                 f"8-bit activations on a {self.format.name} weight: it takes its own format"
             )

@@ -59,7 +59,7 @@ class RankOperations:
         turn = self._next_turn()
         library.linear_sums(
             *(self._program, run.packed.handle, x.address, x.stride, self._max_tokens, self._code),
-            *(library.sums(ranks, turn, width), width, run.int8_activations),
+            *(library.sums(ranks, turn, width), width, run.inputs),
         )
         self._add_sums(turn, run.bias, residual, y)
 

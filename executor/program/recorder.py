@@ -156,7 +156,7 @@ class Recorder:
                         self._code,
                     ),
                     *(None if bias is None else bias.data_ptr(), added, y.address, y.stride),
-                    *(activation, run.int8_activations, x.extent),
+                    *(activation, run.inputs, x.extent),
                 )
                 begin += width
 

@@ -18,6 +18,7 @@ from quintet.executor.cuda.ops.linear_coded import SUFFIXES, coded_matmul_refere
 from quintet.executor.cuda.ops.linear_fp8 import FP8, fp8_matmul_reference
 from quintet.executor.cuda.ops.linear_fp8 import PACK as FP8_PACK
 from quintet.executor.ops.activation import activate
+from quintet.executor.ops.host_linear import Inputs
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import Coded
@@ -196,7 +197,7 @@ class CodedStack:
 
     packed = None
     table = None
-    int8_activations = False
+    inputs = Inputs.SIXTEEN_BITS
 
     def __init__(self, shape: StackShape, plan: WeightPlan, kept: Kept) -> None:
         self.weight = CodedWeight(kept.layout(shape.columns, shape.depth), plan.device, shape.experts)

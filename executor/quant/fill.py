@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.ops.host_linear import Inputs, WeightFormat
 from quintet.executor.ops.packed_tables import fill_tables
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 from quintet.executor.quant.blocks import Blocks
@@ -49,8 +49,8 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
     if len(each) == 1 and formats <= ALONE:
         return known[0] if known else Numbers(FLOAT_FORMATS[dtype])
     orders = {scheme is not None and scheme.order is not None for scheme in schemes}
-    activations = {numbers.int8_activations for numbers in known}
-    if len(known) < len(each) or formats & ALONE or len(orders) > 1 or len(activations) > 1:
+    inputs = {numbers.inputs for numbers in known}
+    if len(known) < len(each) or formats & ALONE or len(orders) > 1 or len(inputs) > 1:
         return Numbers(FLOAT_FORMATS[dtype])
     eight = any(each.code_levels == 256 for each in formats)
     zeros = any(each.has_zeros for each in formats)
@@ -58,7 +58,7 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
     group = min((numbers.group for numbers in known if numbers.group), default=0)
     if not group and (zeros or not eight):
         group = GROUPS[0]
-    return Numbers(integers[eight][zeros], group, known[0].int8_activations)
+    return Numbers(integers[eight][zeros], group, known[0].inputs)
 
 
 def _exact(scheme: Scheme) -> Numbers | None:
@@ -85,7 +85,7 @@ def _exact(scheme: Scheme) -> Numbers | None:
     return Numbers(
         integers[scheme.bits > 4][zeros or scheme.real_zeros],
         group,
-        scheme.bits > 4 and scheme.int8_activations,
+        Inputs.EIGHT_BITS if scheme.bits > 4 and scheme.int8_activations else Inputs.SIXTEEN_BITS,
     )
 
 

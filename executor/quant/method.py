@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from quintet.executor.ops.host_linear import Inputs
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.part import Part
@@ -79,8 +80,8 @@ class PackedRun(Protocol):
         """The input that is first, second … for the packed weight: int32 ``[depth]``; None: as they are."""
 
     @property
-    def int8_activations(self) -> bool:
-        """Whether inputs are quantized too, each token by its own scale."""
+    def inputs(self) -> Inputs:
+        """What its inputs are rounded to."""
 
 
 class LinearMethod(Protocol):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.ops.host_linear import Inputs, WeightFormat
 
 FLOAT_FORMATS = {
     torch.bfloat16: WeightFormat.BF16,
@@ -25,4 +25,10 @@ class Numbers:
     weight_format: WeightFormat
     group: int = 0
     """Neighbouring inputs that share a scale; 0: one scale for each output."""
-    int8_activations: bool = False
+    inputs: Inputs = Inputs.SIXTEEN_BITS
+    """What inputs are rounded to, where weights are integers."""
+
+    def inputs_if(self, eight_bits: bool) -> Inputs:
+        """Return what inputs are rounded to where 8 bits are asked for, or not."""
+        asked = eight_bits and self.inputs is Inputs.SIXTEEN_BITS and self.weight_format.is_integer
+        return Inputs.EIGHT_BITS_IN_GROUPS if asked else self.inputs

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
 from quintet.executor.quant.method import LinearMethod, LinearShape, PackedRun
@@ -75,7 +75,7 @@ def w8a8() -> PackedQuantization:
     """8 bits a weight, and activations quantized to 8 bits, each token by its own scale."""
     return PackedQuantization(
         "w8a8",
-        Numbers(WeightFormat.INT8, int8_activations=True),
+        Numbers(WeightFormat.INT8, inputs=Inputs.EIGHT_BITS),
         of_output_layer=Numbers(WeightFormat.INT8),
     )
 
@@ -101,7 +101,8 @@ class PackedLinear:
         self._packed: PackedWeight | None = None
         self._outliers = _outliers_of(self._sources) if numbers.weight_format.has_tables else 0
         self.is_quantized = sources is None and not numbers.weight_format.is_float
-        self.int8_activations = numbers.int8_activations
+        self.inputs = numbers.inputs_if(plan.rounds_inputs and not shape.is_output_layer)
+        plan.has_rounded_inputs |= self.inputs is not Inputs.SIXTEEN_BITS
         self.num_bytes: int = shape.leaves * library.weight_bytes(
             *(int(numbers.weight_format), shape.columns, shape.depth // shape.leaves),
             *(numbers.group, bool(shape.activation)),
@@ -167,7 +168,7 @@ class PackedLinear:
             self.bias,
             out=out,
             activation=self._shape.activation,
-            int8_activations=self.int8_activations,
+            inputs=self.inputs,
         )
 
     def _fill(self, first_column: int, place: int, rows: Rows) -> None:

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.ops.host_linear import LinearLibrary
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
@@ -110,7 +110,7 @@ class StackMethod(Protocol):
         """The weights row-major in the model's number format ``[experts, columns, depth]``, where they are held so."""
 
     @property
-    def int8_activations(self) -> bool:
+    def inputs(self) -> Inputs:
         """See `quintet.executor.quant.method.LinearMethod`."""
 
 
@@ -118,7 +118,7 @@ class RowMajorStack:
     """Weights in the model's number format, multiplied by torch. A `StackMethod`."""
 
     packed = None
-    int8_activations = False
+    inputs = Inputs.SIXTEEN_BITS
 
     def __init__(self, shape: StackShape, plan: WeightPlan) -> None:
         self.table = _filled(shape.weights, plan, shape.experts, shape.columns, shape.depth)
@@ -133,7 +133,8 @@ class PackedStack:
     def __init__(self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: Numbers) -> None:
         self._library, self._shape, self._numbers = library, shape, numbers
         self._packed: list[PackedWeight] | None = None
-        self.int8_activations = numbers.int8_activations
+        self.inputs = numbers.inputs_if(plan.rounds_inputs)
+        plan.has_rounded_inputs |= self.inputs is not Inputs.SIXTEEN_BITS
         one = library.weight_bytes(
             *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, shape.paired)
         )

@@ -266,12 +266,26 @@ def test_a_narrow_cache_is_counted_with_its_scales(tmp_path: Path, narrow: str, 
 
 @pytest.mark.parametrize(
     "options",
-    [{"quantization": "int8"}, {"packed_cache": "x"}, {"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "int4"}],
+    [
+        {"quantization": "int8"},
+        {"activation_dtype": "int8"},
+        {"packed_cache": "x"},
+        {"kv_cache_dtype": "int8"},
+        {"kv_cache_dtype": "int4"},
+    ],
 )
 def test_what_only_the_host_kernels_do_is_refused_elsewhere(tmp_path: Path, options: dict[str, str]) -> None:
     flag = "--" + next(iter(options)).replace("_", "-")
     words = complaint(write_model(tmp_path), executor="torch", device="cuda", load_format="dummy", **options)
     assert flag in words and "--device cpu" in words
+
+
+def test_inputs_are_not_rounded_where_weights_are_no_integers(tmp_path: Path) -> None:
+    folder = write_model(tmp_path)
+    asked: dict[str, str] = {"executor": "torch", "load_format": "dummy", "activation_dtype": "int8"}
+    assert "--quantization int8 or int4" in complaint(folder, **asked)
+    config = resolved(folder, **asked, quantization="int4").config
+    assert config.executor.activation_dtype == "int8"
 
 
 def test_a_server_open_to_the_network_without_a_key_is_noted(tmp_path: Path) -> None:

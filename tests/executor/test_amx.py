@@ -23,7 +23,7 @@ from tests.executor.gguf_blocks import random_rows
 
 from quintet.executor.ops import host_library
 from quintet.executor.ops.host_library import instruction_set, set_threads
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 
@@ -305,31 +305,32 @@ def test_attention_has_the_same_bits_with_either() -> None:
 # --- linear layers ---
 
 INTEGERS = [
-    (WeightFormat.INT8, 0, False),
-    (WeightFormat.INT8, 0, True),
-    (WeightFormat.INT8, 32, False),
-    (WeightFormat.INT8, 64, True),
-    (WeightFormat.INT4, 32, True),
-    (WeightFormat.INT4, 64, False),
-    (WeightFormat.INT4, 128, False),
-    (WeightFormat.INT4_ZEROS, 128, False),
-    (WeightFormat.INT8_ZEROS, 64, True),
-    (WeightFormat.INT4, 16, False),
-    (WeightFormat.INT4_SINGLE_ZEROS, 64, False),
-    (WeightFormat.Q2_K, 0, False),
-    (WeightFormat.Q3_K, 0, True),
-    (WeightFormat.Q4_K, 0, False),
-    (WeightFormat.Q5_1, 0, False),
-    (WeightFormat.Q6_K, 0, False),
-    (WeightFormat.IQ4_XS, 0, False),
-    (WeightFormat.MXFP4, 0, False),
+    (WeightFormat.INT8, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT8, 0, Inputs.EIGHT_BITS),
+    (WeightFormat.INT8, 32, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT8, 64, Inputs.EIGHT_BITS),
+    (WeightFormat.INT4, 32, Inputs.EIGHT_BITS_IN_GROUPS),
+    (WeightFormat.INT4, 64, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT4, 128, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT4_ZEROS, 128, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT8_ZEROS, 64, Inputs.EIGHT_BITS),
+    (WeightFormat.INT4, 16, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT4_SINGLE_ZEROS, 64, Inputs.SIXTEEN_BITS),
+    (WeightFormat.Q2_K, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.Q3_K, 0, Inputs.EIGHT_BITS_IN_GROUPS),
+    (WeightFormat.Q4_K, 0, Inputs.EIGHT_BITS_IN_GROUPS),
+    (WeightFormat.Q4_K, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.Q5_1, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.Q6_K, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.IQ4_XS, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.MXFP4, 0, Inputs.SIXTEEN_BITS),
 ]
-"""Format, group, 8-bit activations."""
+"""Format, group, what x becomes."""
 DEPTHS = (1100, 64, 70, 33, 4)
 """Four slices and what is left of a group; whole steps; the rest of a step; hardly more, and less, than one."""
 BLOCK_DEPTHS = (1280, 256)
 """Of what has blocks of 256."""
-FORMATS = [(WeightFormat.BF16, 0, False), *INTEGERS]
+FORMATS = [(WeightFormat.BF16, 0, Inputs.SIXTEEN_BITS), *INTEGERS]
 
 
 @pytest.fixture(scope="module")
@@ -373,7 +374,7 @@ def pack(
     return packed
 
 
-def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, eight: bool) -> list[torch.Tensor]:
+def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, inputs: Inputs) -> list[torch.Tensor]:
     """Products of all depths at numbers of rows about those of units; columns fill a tile, or end within a register."""
     results = []
     for depth in BLOCK_DEPTHS if form.has_own_group else DEPTHS:
@@ -388,19 +389,17 @@ def outputs(library: ctypes.CDLL, form: WeightFormat, group: int, eight: bool) -
             activation = GatedActivation.SILU_AND_MUL if paired else GatedActivation.NONE
             bias = noise(columns, seed=2)
             x = noise(rows, depth, seed=1)
-            results.append(
-                packed.linear(x, bias, activation=activation, int8_activations=eight).view(torch.int16)
-            )
+            results.append(packed.linear(x, bias, activation=activation, inputs=inputs).view(torch.int16))
     return results
 
 
-@pytest.mark.parametrize(("form", "group", "eight"), INTEGERS)
+@pytest.mark.parametrize(("form", "group", "inputs"), INTEGERS)
 def test_integers_have_the_same_bits_without_the_unit(
-    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
+    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, inputs: Inputs
 ) -> None:
-    expected = outputs(libraries["avx512_bf16"], form, group, eight)
+    expected = outputs(libraries["avx512_bf16"], form, group, inputs)
     for name in libraries.keys() & set(UNITS):
-        results = outputs(libraries[name], form, group, eight)
+        results = outputs(libraries[name], form, group, inputs)
         assert all(torch.equal(*pair) for pair in zip(expected, results, strict=True)), name
 
 
@@ -415,11 +414,11 @@ def test_denormal_products_of_integers_are_zero_whoever_multiplies(libraries: di
 
 
 @pytest.mark.skipif(not HAS["amx"], reason="this processor has no matrix unit")
-@pytest.mark.parametrize(("form", "group", "eight"), FORMATS)
+@pytest.mark.parametrize(("form", "group", "inputs"), FORMATS)
 def test_linear_layers_have_the_same_bits_with_either(
-    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
+    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, inputs: Inputs
 ) -> None:
-    units = [outputs(libraries[name], form, group, eight) for name in UNITS]
+    units = [outputs(libraries[name], form, group, inputs) for name in UNITS]
     assert all(torch.equal(*pair) for pair in zip(*units, strict=True))
 
 
@@ -446,21 +445,21 @@ def test_bf16_is_multiplied_step_by_step(libraries: dict[str, ctypes.CDLL], dept
         assert torch.equal(got.view(torch.int16), expected.view(torch.int16)), name
 
 
-@pytest.mark.parametrize(("form", "group", "eight"), [FORMATS[0], FORMATS[2], FORMATS[6]])
+@pytest.mark.parametrize(("form", "group", "inputs"), [FORMATS[0], FORMATS[2], FORMATS[6]])
 def test_a_row_has_the_same_bits_at_every_number_of_rows(
-    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, eight: bool
+    libraries: dict[str, ctypes.CDLL], form: WeightFormat, group: int, inputs: Inputs
 ) -> None:
     """From 1 to 200, among others, in whole tiles and parts of them, on one to three threads and on more than there are tiles."""
     for name in libraries.keys() & set(UNITS):
         library = libraries[name]
         packed = pack(library, noise(70, 288), form, group)
         x = noise(200, 288, seed=1)
-        whole = packed.linear(x, int8_activations=eight).view(torch.int16)
+        whole = packed.linear(x, inputs=inputs).view(torch.int16)
         for rows in range(1, 200):
             if rows in (1, 50, 60, 70):
                 set_threads(library, {1: 1, 50: 2, 60: 3, 70: 12}[rows], False)
             begin = rows * 7 % (201 - rows)
-            part = packed.linear(x[begin : begin + rows], int8_activations=eight).view(torch.int16)
+            part = packed.linear(x[begin : begin + rows], inputs=inputs).view(torch.int16)
             assert torch.equal(part, whole[begin : begin + rows]), (name, rows)
 
 

@@ -17,7 +17,7 @@ import torch
 from tests.executor.gguf_blocks import BLOCKS, group_of, random_rows
 
 from quintet.executor.ops.host_library import declare, instruction_sets, open_library
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 
@@ -79,18 +79,19 @@ def test_products(form: WeightFormat) -> None:
     for rows in (1, 2, 3, 4, 5, 13, 40):
         x, bias = noise(rows, depth), noise(columns, seed=2)
         expected = x.double() @ exact.T + bias.double()
-        for eight, step in ((False, 2**-16), (True, 2**-8)):
-            out = weight.linear(x, bias, int8_activations=eight)
+        for inputs in Inputs:
+            step = 2**-16 if inputs is Inputs.SIXTEEN_BITS else 2**-8
+            out = weight.linear(x, bias, inputs=inputs)
             bound = (
                 x.double().abs().amax(1, keepdim=True) * (step * 1.02 * exact.abs().sum(1) + largest) + 1e-6
             )
-            assert bool(((out.double() - expected).abs() <= bound).all()), (rows, eight)
+            assert bool(((out.double() - expected).abs() <= bound).all()), (rows, inputs)
 
 
 @forms
-@pytest.mark.parametrize("eight", [False, True])
+@pytest.mark.parametrize("inputs", Inputs)
 @pytest.mark.parametrize("paired", [False, True])
-def test_the_same_bits(form: WeightFormat, eight: bool, paired: bool) -> None:
+def test_the_same_bits(form: WeightFormat, inputs: Inputs, paired: bool) -> None:
     """Alone and among others, on 1, 2 and 40 threads, which cut tiles and k."""
     columns, depth = 140, 2304
     blocks, _ = random_rows(form, columns, depth)
@@ -101,7 +102,7 @@ def test_the_same_bits(form: WeightFormat, eight: bool, paired: bool) -> None:
 
     def compute(begin: int, end: int) -> torch.Tensor:
         part = x[begin:end]
-        return weight.linear(part, activation=activation, int8_activations=eight).view(torch.int32)
+        return weight.linear(part, activation=activation, inputs=inputs).view(torch.int32)
 
     whole = compute(0, 200)
     for count in (1, 2, 40):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from quintet.executor.ops.host_library import open_library
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 
@@ -226,7 +226,7 @@ def test_coded_floats_are_not_what_others_are() -> None:
     with pytest.raises(PackedWeightError, match="takes uint8"):
         weight.fill_codes(codes.to(torch.int8), torch.ones(64, 1))
     with pytest.raises(PackedWeightError, match="8-bit activations"):
-        weight.linear(torch.zeros(1, 128), int8_activations=True)
+        weight.linear(torch.zeros(1, 128), inputs=Inputs.EIGHT_BITS)
     with pytest.raises(PackedWeightError, match="FP8"):
         weight.fill(torch.zeros(64, 128))
 

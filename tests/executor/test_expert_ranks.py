@@ -27,7 +27,7 @@ from quintet.executor.ops.experts import ExpertTables
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_experts import NO_EXPERT, Homes, HostExperts
 from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.ops.host_linear import Inputs, WeightFormat
 from quintet.executor.parallel.expert_copies import ExpertCopies
 from quintet.executor.parallel.library import CRanksShape
 from quintet.executor.parallel.placement import Copy, copies_between, homes_of, no_copies, placed
@@ -107,7 +107,7 @@ class House:
             correction=correction_of(name),
             gate_up_bias=own(tables.gate_up_bias),
             down_bias=own(tables.down_bias),
-            int8_activations=eight,
+            inputs=(Inputs(eight), Inputs(eight)),
             homes=Homes(share.rank, share.size, share.places),
         )
 

@@ -21,7 +21,7 @@ from quintet.executor.ops.experts import (
 )
 from quintet.executor.ops.host_experts import HostExperts
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 
@@ -118,7 +118,7 @@ def packed_experts(
         correction=correction_of(name),
         gate_up_bias=tables.gate_up_bias,
         down_bias=tables.down_bias,
-        int8_activations=eight,
+        inputs=(Inputs(eight), Inputs(eight)),
     )
 
 

@@ -15,7 +15,7 @@ from bench.quantized import Array, Tensors, Written
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
-from quintet.executor.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.quant import source
 from quintet.executor.quant.coded import kept_of
 from quintet.executor.quant.fill import numbers_of
@@ -383,7 +383,7 @@ def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
     }[name]
     layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
     packed = layer.method.packed
-    assert packed is not None and layer.method.runs[0].int8_activations
+    assert packed is not None and layer.method.runs[0].inputs is Inputs.EIGHT_BITS
     x = torch.from_numpy(noise(5, seed=9)).bfloat16()
     step = x.float().abs().amax(1, keepdim=True) / 127
     rounded = (x.float() / step).round() * step
@@ -418,7 +418,7 @@ def test_activations_with_zero_points_keep_16_bits(name: str) -> None:
         ),
     }[name]
     layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
-    assert not layer.method.runs[0].int8_activations
+    assert layer.method.runs[0].inputs is Inputs.SIXTEEN_BITS
     assert layer.method.packed is not None and layer.method.packed.format is WeightFormat.INT8
     assert torch.equal(layer.method.packed.read(), torch.cat([numbers["q"], numbers["k"]]))
 

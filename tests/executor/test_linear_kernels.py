@@ -17,7 +17,7 @@ import torch
 from tests.executor.instruction_sets import MATRIX_UNITS, isa
 
 from quintet.executor.ops.host_library import declare, instruction_sets, open_library
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.linear import GatedActivation, linear
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 from quintet.executor.program.library import ProgramLibrary, program_library
@@ -167,8 +167,31 @@ def test_integers(weight_format: WeightFormat, group: int, columns: int, depth: 
         largest = x.double().abs().amax(1, keepdim=True)
         slack = depth * 2**-23 * magnitudes(x, numbers) + 1e-5
         check(packed.linear(x, bias, residual), exact, slack + 2**-16 * largest * sizes, 2)
-        eight = packed.linear(x, bias, residual, int8_activations=True)
-        check(eight, exact, slack + 2**-8 * 1.01 * largest * sizes, 2)
+        for inputs in (Inputs.EIGHT_BITS, Inputs.EIGHT_BITS_IN_GROUPS):
+            eight = packed.linear(x, bias, residual, inputs=inputs)
+            check(eight, exact, slack + 2**-8 * 1.01 * largest * sizes, 2)
+
+
+@pytest.mark.parametrize(("weight_format", "group"), [each for each in INTEGERS if each[1]])
+def test_inputs_of_8_bits_have_a_scale_for_each_group(weight_format: WeightFormat, group: int) -> None:
+    """So a group of small inputs is not lost beside one of large ones, as it is where the token has one scale."""
+    depth = 4 * group + group // 2
+    packed = pack(noise(70, depth), weight_format, group)
+    numbers = packed.read().double()
+    x = noise(7, depth, seed=1)
+    small = torch.arange(depth) // group % 2 == 1
+    x[:, small] *= 1e-3
+    groups = [slice(begin, begin + group) for begin in range(0, depth, group)]
+    largest = [
+        x[:, each].double().abs().amax(1, keepdim=True) * numbers[:, each].abs().sum(1) for each in groups
+    ]
+    bound = 2**-8 * 1.01 * sum(largest[1::2])
+    only_small = x * small
+    for inputs, small_ones in ((Inputs.EIGHT_BITS_IN_GROUPS, True), (Inputs.EIGHT_BITS, False)):
+        product = packed.linear(x, inputs=inputs).double() - packed.linear(x * ~small, inputs=inputs).double()
+        error = (product - only_small.double() @ numbers.T).abs()
+        slack = 2**-19 * magnitudes(x, numbers)  # a few roundings for each group, twice
+        assert bool((error <= bound + slack).all()) is small_ones, inputs
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -217,11 +240,11 @@ def test_quantizing_keeps_columns_of_zeros_and_of_any_size() -> None:
 def test_a_row_that_is_not_finite_stays_alone(weight_format: WeightFormat, group: int, bad: float) -> None:
     packed = pack(noise(70, 200), weight_format, group)
     x = noise(5, 200, seed=1)
-    for eight in (False, True):
-        whole = packed.linear(x, int8_activations=eight)
+    for inputs in Inputs:
+        whole = packed.linear(x, inputs=inputs)
         spoilt = x.clone()
         spoilt[2, 150] = bad
-        out = packed.linear(spoilt, int8_activations=eight)
+        out = packed.linear(spoilt, inputs=inputs)
         assert bool(out[2].isnan().all())
         assert torch.equal(bits(out[[0, 1, 3, 4]]), bits(whole[[0, 1, 3, 4]]))
 
@@ -233,29 +256,31 @@ def test_zero_rows() -> None:
 
 
 ALL_FORMATS = [
-    (WeightFormat.BF16, 0, torch.bfloat16, False),
-    (WeightFormat.FP16, 0, torch.float16, False),
-    (WeightFormat.FP32, 0, torch.float32, False),
-    (WeightFormat.INT8, 0, torch.bfloat16, False),
-    (WeightFormat.INT8, 0, torch.bfloat16, True),
-    (WeightFormat.INT8, 64, torch.float32, True),
-    (WeightFormat.INT4, 128, torch.bfloat16, False),
-    (WeightFormat.INT4, 32, torch.bfloat16, True),
-    (WeightFormat.INT4_ZEROS, 64, torch.float32, False),
+    (WeightFormat.BF16, 0, torch.bfloat16, Inputs.SIXTEEN_BITS),
+    (WeightFormat.FP16, 0, torch.float16, Inputs.SIXTEEN_BITS),
+    (WeightFormat.FP32, 0, torch.float32, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT8, 0, torch.bfloat16, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT8, 0, torch.bfloat16, Inputs.EIGHT_BITS),
+    (WeightFormat.INT8, 64, torch.float32, Inputs.EIGHT_BITS_IN_GROUPS),
+    (WeightFormat.INT4, 128, torch.bfloat16, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT4, 32, torch.bfloat16, Inputs.EIGHT_BITS),
+    (WeightFormat.INT4, 32, torch.bfloat16, Inputs.EIGHT_BITS_IN_GROUPS),
+    (WeightFormat.INT4_ZEROS, 64, torch.float32, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT4_ZEROS, 128, torch.float32, Inputs.EIGHT_BITS_IN_GROUPS),
 ]
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.parametrize(("weight_format", "group", "dtype", "eight"), ALL_FORMATS)
-def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dtype, eight: bool) -> None:
+@pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
+def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs) -> None:
     """A row alone, in 2 to 64 rows, across the borders of panels, and on 1, 2 and 40 threads, which split tiles."""
     columns, depth, rows = 130, 1100, 210
     packed = pack(noise(columns, depth, dtype=dtype), weight_format, group)
     x, bias = noise(rows, depth, dtype=dtype, seed=1), noise(columns, dtype=dtype, seed=2)
-    whole = bits(packed.linear(x, bias, int8_activations=eight))
+    whole = bits(packed.linear(x, bias, inputs=inputs))
     for count in (1, 2, 40):
         set_threads(count)
-        assert torch.equal(bits(packed.linear(x, bias, int8_activations=eight)), whole)
+        assert torch.equal(bits(packed.linear(x, bias, inputs=inputs)), whole)
         for begin, end in (
             (0, 1),
             (5, 7),
@@ -268,15 +293,15 @@ def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dty
             (0, 194),
             (0, 196),
         ):
-            part = packed.linear(x[begin:end], bias, int8_activations=eight)
+            part = packed.linear(x[begin:end], bias, inputs=inputs)
             assert torch.equal(bits(part), whole[begin:end])
 
 
 @pytest.mark.parametrize("threads", [1], indirect=True)
-@pytest.mark.parametrize(("weight_format", "group", "dtype", "eight"), ALL_FORMATS)
+@pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
 @pytest.mark.parametrize("paired", [False, True])
 def test_the_same_bits_however_depth_is_cut(
-    weight_format: WeightFormat, group: int, dtype: torch.dtype, eight: bool, paired: bool
+    weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs, paired: bool
 ) -> None:
     """Narrow and deep, so that k has slices: one item's, or items of their own where threads want them; tiles whole and cut."""
     columns, depth = 140, 2300
@@ -287,7 +312,7 @@ def test_the_same_bits_however_depth_is_cut(
 
     def compute(rows: int) -> torch.Tensor:
         part = None if residual is None else residual[:rows]
-        return bits(packed.linear(x[:rows], bias, part, activation=activation, int8_activations=eight))
+        return bits(packed.linear(x[:rows], bias, part, activation=activation, inputs=inputs))
 
     whole = compute(200)
     for count in (1, 2, 3, 8, 32, 100):  # far more than there are cores; more than 64
@@ -316,18 +341,19 @@ def test_a_sum_is_its_slices_one_after_another(dtype: torch.dtype, threads: int)
 
 
 LEAVED = [
-    (None, 0, False),
-    (WeightFormat.INT8, 0, False),
-    (WeightFormat.INT8, 0, True),
-    (WeightFormat.INT4, 128, False),
+    (None, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT8, 0, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT8, 0, Inputs.EIGHT_BITS),
+    (WeightFormat.INT4, 128, Inputs.SIXTEEN_BITS),
+    (WeightFormat.INT4, 128, Inputs.EIGHT_BITS_IN_GROUPS),
 ]
 
 
 @pytest.mark.parametrize("threads", [1, 32], indirect=True)
 @pytest.mark.parametrize("depth", [8 * 28, 8 * 700])
-@pytest.mark.parametrize(("weight_format", "group", "eight"), LEAVED)
+@pytest.mark.parametrize(("weight_format", "group", "inputs"), LEAVED)
 def test_leaves_are_added_as_a_tree(
-    weight_format: WeightFormat | None, group: int, eight: bool, depth: int, threads: int
+    weight_format: WeightFormat | None, group: int, inputs: Inputs, depth: int, threads: int
 ) -> None:
     """Each has the bits of a weight of its own, sliced alike: so who has half of the leaves has half of the sum."""
     columns, chosen = 100, weight_format or WeightFormat.FP32
@@ -349,17 +375,17 @@ def test_leaves_are_added_as_a_tree(
 
     def sums(begin: int, end: int, rows: int) -> torch.Tensor:
         if end - begin == 1:
-            packed, inputs = of(begin, end, 1)
-            return packed.linear(inputs[:rows], int8_activations=eight)
+            packed, its = of(begin, end, 1)
+            return packed.linear(its[:rows], inputs=inputs)
         middle = (begin + end) // 2
         return sums(begin, middle, rows) + sums(middle, end, rows)
 
     for begin, end in ((0, 8), (2, 4), (4, 8)):
-        packed, inputs = of(begin, end, end - begin)
+        packed, its = of(begin, end, end - begin)
         apart = torch.cat([of(leaf, leaf + 1, 1)[0].read() for leaf in range(begin, end)], 1)
         assert torch.equal(bits(packed.read()), bits(apart))
         for rows in (1, 5, 130):
-            out = packed.linear(inputs[:rows], int8_activations=eight)
+            out = packed.linear(its[:rows], inputs=inputs)
             assert torch.equal(bits(out), bits(sums(begin, end, rows))), (begin, end, rows)
 
 
@@ -374,7 +400,7 @@ def test_integers_have_the_bits_of_exact_sums(weight_format: WeightFormat, group
     x = noise(3, depth, seed=1)
     x[:, 0] = 127.0  # the scale of 8 bits is 1
     x = x.round()
-    out = packed.linear(x, int8_activations=True)
+    out = packed.linear(x, inputs=Inputs.EIGHT_BITS)
     exact = x.double() @ numbers.double().T
     # Two roundings for the scales' products, one for each of the result's two factors.
     torch.testing.assert_close(out.double(), exact, rtol=2.0**-21, atol=0)
@@ -436,7 +462,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(PackedWeightError, match="paired"):
         packed.linear(noise(9, 24, dtype=torch.bfloat16), activation=GatedActivation.SILU_AND_MUL)
     with pytest.raises(PackedWeightError, match="8-bit activations"):
-        packed.linear(noise(9, 24, dtype=torch.bfloat16), int8_activations=True)
+        packed.linear(noise(9, 24, dtype=torch.bfloat16), inputs=Inputs.EIGHT_BITS)
     with pytest.raises(PackedWeightError, match="columns 30 to 41 of a weight that has 40"):
         packed.fill(noise(11, 24), 30)
     with pytest.raises(PackedWeightError, match="32, 64 or 128 for int4"):
@@ -449,10 +475,10 @@ def programs() -> ProgramLibrary:
     return library
 
 
-@pytest.mark.parametrize(("weight_format", "group", "dtype", "eight"), ALL_FORMATS)
+@pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
 @pytest.mark.parametrize("extent", [0, 1])
 def test_a_program_computes_the_same(
-    weight_format: WeightFormat, group: int, dtype: torch.dtype, eight: bool, extent: int
+    weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs, extent: int
 ) -> None:
     library = programs()
     packed = pack(noise(70, 200, dtype=dtype), weight_format, group)
@@ -462,22 +488,22 @@ def test_a_program_computes_the_same(
     program = library.new()
     library.linear(
         *(program, packed.handle, x.data_ptr(), 200, 20, code, bias.data_ptr(), None),
-        *(y.data_ptr(), 70, 0, int(eight), extent),
+        *(y.data_ptr(), 70, 0, int(inputs), extent),
     )
     for rows in (20, 1, 15):
         y.zero_()
         step = CStep(rows if extent == 0 else 0, 0, rows if extent == 1 else 0)
         library.run(program, ctypes.byref(step), 0, library.size(program))
-        assert torch.equal(bits(y[:rows]), bits(packed.linear(x[:rows], bias, int8_activations=eight)))
+        assert torch.equal(bits(y[:rows]), bits(packed.linear(x[:rows], bias, inputs=inputs)))
         assert not y[rows:].any()
     library.delete(program)
 
 
-@pytest.mark.parametrize(("weight_format", "group", "dtype", "eight"), ALL_FORMATS)
+@pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
 def test_embeddings_from_a_packed_weight(
-    weight_format: WeightFormat, group: int, dtype: torch.dtype, eight: bool
+    weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs
 ) -> None:
-    del eight
+    del inputs
     library = programs()
     packed = pack(noise(130, 67, dtype=dtype), weight_format, group)
     ids = np.array([0, 129, 64, 63, 64], dtype=np.int32)

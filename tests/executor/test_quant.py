@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from quintet.executor.layers.linear import Embedding, GatedActivation, Linear, Part
-from quintet.executor.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, WeightFormat, linear_library
 from quintet.executor.ops.linear import linear
 from quintet.executor.quant.method import Quantization
 from quintet.executor.quant.none import RowMajorLinear
@@ -119,6 +119,27 @@ def test_a_layer_multiplies_by_the_numbers_it_holds(name: str, rows: int) -> Non
     # A rounding to bf16 (8 bits) of sums of about 40; with 8-bit activations also half a step of 1/127 of the largest
     # of x, about 3, in each of 200 products: a standard deviation of 0.17.
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=1.0 if name == "w8a8" else 0.25)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", QUANTIZATIONS)
+def test_inputs_are_rounded_where_weights_are_integers(name: str) -> None:
+    """Those of int8 by token, as w8a8's are; those of int4 by group; the output layer's and floats' never."""
+    plan, told = (WeightPlan(torch.bfloat16, torch.device("cpu"), rounds) for rounds in (False, True))
+    layers = [Linear(Setting(open_quantization(name)), each, QKV, DEPTH) for each in (plan, told)]
+    head = Linear(Setting(open_quantization(name)), told, (Part("head", 65),), DEPTH, is_output_layer=True)
+    deliver(plan), deliver(told)
+    x = noise(3, DEPTH).bfloat16()
+    x[:, :128] *= 100
+    as_they_are, rounded = (layer(x) for layer in layers)
+    assert torch.equal(as_they_are, rounded) is (name in ("none", "w8a8"))
+    assert plan.has_rounded_inputs is (name == "w8a8") and told.has_rounded_inputs is (name != "none")
+    (packed,) = head.method.runs
+    assert packed.inputs is Inputs.SIXTEEN_BITS
+    if name == "int8":
+        by_token = Linear(Setting(open_quantization("w8a8")), plan, QKV, DEPTH)
+        deliver(plan)
+        assert torch.equal(rounded, by_token(x))
 
 
 @needs_kernels

@@ -127,7 +127,7 @@ def test_runs_of_a_layer_write_their_columns_of_one_result(recorder: Recorder) -
     assert torch.equal(y.tensor, layer(x.tensor))
     assert [each.packed.columns for each in layer.method.runs] == [9, 6, 17]
     added = [
-        each.packed.linear(x.tensor, each.bias, its.contiguous(), int8_activations=each.int8_activations)
+        each.packed.linear(x.tensor, each.bias, its.contiguous(), inputs=each.inputs)
         for each, its in zip(layer.method.runs, terms, strict=True)
     ]
     assert torch.equal(total.tensor, torch.cat(added, 1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.host_linear import LinearLibrary, WeightFormat, linear_library
+from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_tables import Outliers, fill_tables
 from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
@@ -177,7 +177,7 @@ def test_what_is_not_held_is_refused() -> None:
     with pytest.raises(PackedWeightError, match="it takes none"):
         weight.fill_codes(codes, torch.ones(64, 1))
     with pytest.raises(PackedWeightError, match="8-bit activations"):
-        weight.linear(torch.zeros(1, 128), int8_activations=True)
+        weight.linear(torch.zeros(1, 128), inputs=Inputs.EIGHT_BITS)
     with pytest.raises(PackedWeightError, match="outliers of a INT8 weight, which has no tables"):
         PackedWeight(kernels(), WeightFormat.INT8, 64, 128, outliers=1)
     with pytest.raises(PackedWeightError, match="with group 32"):

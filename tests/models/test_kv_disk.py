@@ -99,6 +99,13 @@ def test_weights_swapped_in_place_are_others(serve: Callable[..., Any], tmp_path
     assert identity.identity_of(config, "runner") == before
 
 
+def test_what_inputs_are_rounded_to_makes_other_keys_and_values(serve: Callable[..., Any]) -> None:
+    config = serve(FAMILIES["llama-gqa-biases"](), max_model_len=160).config
+    rounded = msgspec.structs.replace(config.executor, activation_dtype="int8")
+    other = msgspec.structs.replace(config, executor=rounded)
+    assert identity.identity_of(other, "runner") != identity.identity_of(config, "runner")
+
+
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4", "fp8"])
 def test_quantized_keys_and_values_too(kv_dtype: str, tmp_path: Path) -> None:
     loaded = load(Path(embedded.__file__).parent / "default", kv_cache_dtype=kv_dtype)

@@ -19,8 +19,8 @@ class Setup:
     mode: Mode
     engines: int = 1
     """Replicas of the model behind one port, which share the threads."""
-    step_target_ms: int | None = None
-    """Of Quintet; None: as it comes."""
+    flags: tuple[str, ...] = ()
+    """Of Quintet: what it is told besides."""
 
 
 @dataclass(frozen=True, slots=True)

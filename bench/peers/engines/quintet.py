@@ -64,8 +64,7 @@ class Quintet:
             *("--served-model-name", MODEL_NAME, "--port", str(port)),
             *("--data-parallel-size", str(setup.engines), "--threads", str(home.threads // setup.engines)),
             *("--max-model-len", str(home.max_len), "--kv-cache-memory", str(home.kv_bytes)),
-            *("--log-level", "WARNING", *quantization),
-            *(() if setup.step_target_ms is None else ("--step-target-ms", str(setup.step_target_ms))),
+            *("--log-level", "WARNING", *quantization, *setup.flags),
         ]
         root = processes.repository_root()
         return start_server(command, port, "/readyz", {"PYTHONPATH": f"{root}:{root / 'src'}"}, log)

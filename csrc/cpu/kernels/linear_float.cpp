@@ -263,7 +263,7 @@ void multiply_items(const void* described, index_t begin, index_t end) {
 
 // --- x in the units' order, in fp32 ---
 
-Preparation preparation(const Weight& weight, Dtype, bool) {
+Preparation preparation(const Weight& weight, Dtype, Inputs) {
   return {is_native(weight) ? kNever : kOwnRows + 1, (weight.depth * 4 + 63) / 64 * 64, 0};
 }
 

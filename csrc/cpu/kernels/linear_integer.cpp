@@ -1,6 +1,6 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ with weights of 8 to 2 bits, multiplied as integers: nothing is dequantized.
 //
-// x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits, or per row to 8, and multiplied
+// x is quantized first (kernels/linear_quantize.hpp), per row and group of k to 16 bits or to 8, or per row to 8, and multiplied
 // in units of some rows by some columns (kernels/linear_integer_unit.hpp).
 //
 // A thread owns a tile of 64 columns (32 or 16 where tiles are few) for a panel of rows, and all slices of k or one. K goes in
@@ -135,7 +135,7 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   const Weight& weight = *call.weight;
   Plan plan{};
   plan.rows = item.rows, plan.x = quantized_x(call);
-  plan.grouped = weight.group != kWholeDepth, plan.whole = call.int8_activations && !plan.grouped;
+  plan.grouped = weight.group != kWholeDepth, plan.whole = are_eight_bits(call.inputs) && !plan.grouped;
   plan.expanded = is_expanded(weight.codes, item.rows, weight.follows);
   const index_t unit_rows = unit_rows_of<Dot>(weight, item, plan);
   plan.piece = plan.expanded ? kExpandedPiece : item.rows <= kStreamRows ? kStreamPiece : kPiece;
@@ -337,16 +337,16 @@ void multiply_items_as(const LinearCall& call, index_t begin, index_t end) {
 
 void multiply_items(const void* described, index_t begin, index_t end) {
   const LinearCall& call = *(const LinearCall*)described;
-  if (call.int8_activations)
+  if (are_eight_bits(call.inputs))
     multiply_items_as<Dot8>(call, begin, end);
   else
     multiply_items_as<Dot16>(call, begin, end);
 }
 
-Preparation preparation(const Weight& weight, Dtype, bool int8_activations) {
+Preparation preparation(const Weight& weight, Dtype, Inputs inputs) {
   const index_t least = weight.group < kXBlock ? kXBlock : weight.group;
-  const index_t group = weight.group != kWholeDepth ? least : int8_activations ? weight.depth : kXGroup;
-  const index_t row_bytes = quantized_x(weight, group, int8_activations).row_bytes;
+  const index_t group = weight.group != kWholeDepth ? least : are_eight_bits(inputs) ? weight.depth : kXGroup;
+  const index_t row_bytes = quantized_x(weight, group, are_eight_bits(inputs)).row_bytes;
   // Whole units, of either kind.
   const index_t rows = kPanelBytes / row_bytes / Dot8::kUnitRows * Dot8::kUnitRows;
   const index_t panel_rows = rows < kFewestPanelRows ? kFewestPanelRows : rows < kMaxPanelRows ? rows : kMaxPanelRows;

@@ -54,7 +54,7 @@ void clear(float* sums, const LinearItem& item) {
 
 // The totals of outputs whose slices are all there, scaled by column; of the only group, by row as well.
 void add_integer_slices(const LinearCall& call, const LinearItem& item, float* total) {
-  const bool whole = call.int8_activations && call.weight->group == kWholeDepth;
+  const bool whole = are_eight_bits(call.inputs) && call.weight->group == kWholeDepth;
   const float* const first = partials_of(call, item, 0);
   const char* x_scales = (const char*)call.prepared + item.row * call.prepared_stride + quantized_x(call).scales_at;
   for (index_t r = 0; r < item.rows; ++r, x_scales += call.prepared_stride)

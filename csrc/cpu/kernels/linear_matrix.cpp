@@ -205,8 +205,8 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   }
 }
 
-Preparation preparation(const Weight& weight, Dtype dtype, bool int8_activations) {
-  if (weight.format != Dtype::bf16) return kParent.preparation(weight, dtype, int8_activations);
+Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
+  if (weight.format != Dtype::bf16) return kParent.preparation(weight, dtype, inputs);
   const index_t rows = kPanelBytes / (weight.slice_depth * 2) / kUnitRows * kUnitRows;
   Preparation prepared{kNever, 0, 0};
   // Of several slices lower panels, and more tiles at a time.

@@ -53,7 +53,7 @@ struct Plan : Cutting {
   index_t unit_rows;
 
   explicit Plan(const LinearCall& call) {
-    grouped = call.weight->group != kWholeDepth, whole = call.int8_activations && !grouped, planes = !call.int8_activations;
+    grouped = call.weight->group != kWholeDepth, whole = are_eight_bits(call.inputs) && !grouped, planes = !are_eight_bits(call.inputs);
     piece = whole ? kWholePiece : kPiece;
     in_group = whole ? piece : grouped ? call.weight->group : call.x_group;
     in_step = in_group < kAmxFours ? in_group : kAmxFours;
@@ -325,9 +325,9 @@ void multiply_items(const void* described, index_t begin, index_t end) {
   }
 }
 
-Preparation preparation(const Weight& weight, Dtype dtype, bool int8_activations) {
-  Preparation prepared = kParent.preparation(weight, dtype, int8_activations);
-  const index_t row_bytes = quantized_x(weight, prepared.x_group, int8_activations).row_bytes;
+Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
+  Preparation prepared = kParent.preparation(weight, dtype, inputs);
+  const index_t row_bytes = quantized_x(weight, prepared.x_group, are_eight_bits(inputs)).row_bytes;
   if (row_bytes > prepared.row_bytes) prepared.row_bytes = row_bytes;
   const index_t rows = kPanelBytes / prepared.row_bytes / kUnitRows * kUnitRows;
   prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < kMaxPanelRows ? rows : kMaxPanelRows;

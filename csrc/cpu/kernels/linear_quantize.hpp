@@ -3,7 +3,7 @@
 // A row becomes: its integers in the order that the multiplication of this instruction set reads them, then per group
 // of k a scale (fp32) and an offset (int32): what a sum over stored weights has too much, the stored integer that means
 // zero times the sum of the group's integers, negated. 16 bits: x = q * scale with |q| <= 32639 = 127 * 256 + 127,
-// rounded to nearest even, one scale per group; 8 bits: |q| <= 127, one scale per row. Integers and scales are the same
+// rounded to nearest even, one scale per group; 8 bits: |q| <= 127, one scale per row or per group. Integers and scales are the same
 // on every processor. A group without numbers above 1e-30 becomes zero; one with an infinity or a NaN gets a NaN for
 // its scale, so that all of the row's results are NaN, and no other row's.
 //
@@ -58,7 +58,7 @@ QT_INLINE QuantizedX quantized_x(const Weight& weight, index_t x_group, bool eig
 }
 
 QT_INLINE QuantizedX quantized_x(const LinearCall& call) {
-  return quantized_x(*call.weight, call.x_group, call.int8_activations);
+  return quantized_x(*call.weight, call.x_group, are_eight_bits(call.inputs));
 }
 
 // Of 32 numbers, the largest magnitude of each lane; `largest_of` has the largest of all, as the bits of an fp32: above
@@ -254,15 +254,15 @@ QT_INLINE HalfSums quantize_group(const Element* x, index_t count, std::int32_t 
 template <class Element>
 void quantize_row(const LinearCall& call, const QuantizedX& layout, const Element* x, char* row) {
   const index_t depth = call.weight->depth, group = call.x_group;
-  const bool eight = call.int8_activations;
+  const bool eight = are_eight_bits(call.inputs), by_row = call.inputs == Inputs::eight_bits;
   const std::int32_t middle = middle_of(call.weight->codes);
   const bool halves = layout.in_group < group, shares = shifts(call.weight->scales);
   float *scale = (float*)(row + layout.scales_at), *share = (float*)(row + layout.shares_at);
   std::int32_t* offset = (std::int32_t*)(row + layout.offsets_at);
-  std::int32_t largest = eight ? largest_bits(x, depth) : 0;
+  std::int32_t largest = by_row ? largest_bits(x, depth) : 0;
   for (index_t at = 0; at < depth; at += group) {
     const index_t count = depth - at < group ? depth - at : group;
-    if (!eight) largest = largest_bits(x + at, count);
+    if (!by_row) largest = largest_bits(x + at, count);
     char* const integers = row + at * integer_bytes(eight);
     const HalfSums sums = quantize_group(x + at, count, largest, eight, integers, layout.plane, scale, halves);
     const float first = *scale;

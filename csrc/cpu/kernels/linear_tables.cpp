@@ -235,7 +235,7 @@ constexpr index_t kSets = 64, kLinesApart = 17;
 
 index_t padded(index_t depth) { return (depth + kTableBlock - 1) / kTableBlock * kTableBlock; }
 
-Preparation preparation(const Weight& weight, Dtype, bool) {
+Preparation preparation(const Weight& weight, Dtype, Inputs) {
   const index_t lines = padded(weight.depth) * index_t(sizeof(float)) / 64;
   return {1, (lines + (kLinesApart - lines % kSets + kSets) % kSets) * 64, 0};
 }

@@ -38,7 +38,7 @@ int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, co
                             const std::int64_t* inputs, const float* numbers);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
 void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype, const void* bias,
-                      const void* residual, void* y, index_t y_stride, int activation, int int8_activations);
+                      const void* residual, void* y, index_t y_stride, int activation, int inputs);
 }
 
 namespace check {

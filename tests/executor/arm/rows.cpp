@@ -42,7 +42,7 @@ void qt_weight_delete(qt::Weight* weight);
 void qt_weight_fill(qt::Weight* weight, const void* source, int dtype, index_t stride, index_t first, index_t count);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
 void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype, const void* bias,
-                      const void* residual, void* y, index_t y_stride, int activation, int int8_activations);
+                      const void* residual, void* y, index_t y_stride, int activation, int inputs);
 qt::Program* qt_program_new();
 void qt_program_delete(qt::Program* program);
 index_t qt_program_size(const qt::Program* program);
@@ -55,7 +55,7 @@ void qt_program_take_outputs(qt::Program* program, const void* x, index_t x_stri
                              int dtype);
 void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride, index_t max_rows,
                        int dtype, const void* bias, const void* residual, void* y, index_t y_stride, int activation,
-                       int int8_activations, int extent);
+                       int inputs, int extent);
 }
 
 namespace check {
