@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -191,6 +191,10 @@ _RIGHT = {
 }
 
 
+_MAY_WAIT = [HealthCheck.too_slow]
+"""How long the first examples take to draw is the machine's affair: other tests run beside these."""
+
+
 @st.composite
 def _said(draw: st.DrawFn) -> dict[str, tuple[int, bytes]]:
     """Draw keys, most with a value of their kind, some with anything."""
@@ -225,14 +229,14 @@ def _check(said: Mapping[str, tuple[int, bytes]]) -> bool:
     return True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=_MAY_WAIT)
 @given(said=_said())
 def test_whatever_is_said_of_a_tokenizer_is_one_or_one_line(said: dict[str, tuple[int, bytes]]) -> None:
     _check(said)
 
 
 @pytest.mark.whole
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=10_000, deadline=None, suppress_health_check=_MAY_WAIT, print_blob=True)
 @given(said=_said())
 def test_much_that_is_said_of_a_tokenizer_is_one_or_one_line(said: dict[str, tuple[int, bytes]]) -> None:
     _check(said)
