@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.step import SHAPES, config_of
+from bench.step import SHAPES, Room, config_of
 from quintet.executor.program.runner import OpBalance, ProgramRunner
 from quintet.executor.worker import make_torch_worker
 
@@ -83,10 +83,14 @@ def main() -> None:
     chosen = parser.parse_args()
     if min(chosen.threads) < 1:
         parser.error(f"--threads has {min(chosen.threads)}; each must be at least 1")
-    room = argparse.Namespace(
-        dtype=chosen.dtype, quantization=chosen.quantization, threads=1, pin=False, repetitions=0
+    room = Room(
+        rows=[max(rows for rows, _, _ in STEPS.values())],
+        context=2048,
+        new=1,
+        repetitions=0,
+        dtype=chosen.dtype,
+        quantization=chosen.quantization,
     )
-    room.rows, room.context, room.new = [max(rows for rows, _, _ in STEPS.values())], 2048, 1
     print(f"| step | {' | '.join(f'{n} threads' for n in chosen.threads)} | barriers | MB once | MB again |")
     print("|---|" + "---:|" * (len(chosen.threads) + 3))
     runners = {}

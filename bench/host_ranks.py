@@ -25,7 +25,7 @@ import msgspec
 from bench.hosts import free_port
 from bench.overhead.run import Machine, _commit, machine
 from bench.stages import run
-from bench.step import SHAPES, Steps, config_of
+from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.hosts.member import OwnPlace
 from quintet.executor.parallel.followers import Followers
 from quintet.executor.parallel.leader import make_leading_worker
@@ -86,13 +86,10 @@ def other_host(config: EngineConfig, folder: Path) -> Iterator[EngineConfig]:
 
 def measure(shape: str, hosts: int) -> list[Figure]:
     """Load the model on so many hosts, and measure each case."""
-    args = argparse.Namespace(
-        rows=[max(requests for requests, *_ in CASES)], new=512, context=256, repetitions=20,
-        dtype="bfloat16", quantization="none", threads=1, pin=False,
-    )  # fmt: skip
+    room = Room(rows=[max(requests for requests, *_ in CASES)], new=512, context=256)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        config = config_of(folder, SHAPES[shape], args, RANKS)
+        config = config_of(folder, SHAPES[shape], room, RANKS)
         scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=2048)
         config = msgspec.structs.replace(config, scheduler=scheduler)
         if hosts > 1:

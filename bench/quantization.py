@@ -8,7 +8,8 @@ other, not with a larger model's: the smaller a model, the more a lost bit hurts
 
 With ``--formats`` the rows are formats of quantized checkpoints instead, which are made of the embedded model by rounding each
 number to the nearest: what their publishers do better is not in it. With ``--made`` they are what `quintet quantize` writes,
-GPTQ and AWQ calibrated with library files that the model was trained on.
+GPTQ and AWQ calibrated with library files that the model was trained on. With ``--int8-activations`` each row whose weights are
+integers comes a second time, computed with ``--activation-dtype int8``.
 """
 
 from __future__ import annotations
@@ -56,8 +57,6 @@ VARIANTS: Mapping[str, Mapping[str, str]] = {
     "int8": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "int4": {"quantization": "int4"},
-    "int8, int8 activations": {"quantization": "int8", "activation_dtype": "int8"},
-    "int4, int8 activations": {"quantization": "int4", "activation_dtype": "int8"},
     "bf16, int8 KV": {"kv_cache_dtype": "int8"},
     "int4, int8 KV": {"quantization": "int4", "kv_cache_dtype": "int8"},
     "bf16, fp8 KV": {"kv_cache_dtype": "fp8"},
@@ -108,6 +107,12 @@ FORMATS: Mapping[str, Written] = {
     "bitsandbytes fp4": bitsandbytes("fp4", nested=True),
     "bitsandbytes int8": bitsandbytes("int8"),
 }
+FLOATS = {
+    name
+    for name in FORMATS
+    if name.startswith(("FP8", "MXFP8", "SqueezeLLM", "bitsandbytes nf4", "bitsandbytes fp4"))
+}
+"""Of these weights are multiplied as floating-point numbers, and so are inputs."""
 
 
 def held_out(max_windows: int | None) -> list[list[int]]:
@@ -127,6 +132,16 @@ def write(written: Written, folder: Path) -> dict[str, str]:
     card = json.loads((folder / "config.json").read_bytes())
     (folder / "config.json").write_text(json.dumps(card | {"quantization_config": written.section}))
     return {"model": str(folder)}
+
+
+def with_int8_activations(variants: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, str]]:
+    """Return the rows, and behind each whose weights are integers the same with inputs in 8 bits."""
+    found = {}
+    for name, options in variants.items():
+        found[name] = options
+        if name not in FLOATS and options.keys() & {"quantization", "model"}:
+            found[f"{name}, int8 activations"] = {**options, "activation_dtype": "int8"}
+    return found
 
 
 def made(folder: Path, only: Collection[str]) -> Mapping[str, Mapping[str, str]]:
@@ -154,7 +169,9 @@ def main() -> None:
     parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
     parser.add_argument("--only", action="append", default=[], help="this row, besides bf16; may be repeated")
     parser.add_argument(
-        "--int8-activations", action="store_true", help="each row but bf16 once more, with inputs in 8 bits"
+        "--int8-activations",
+        action="store_true",
+        help="each row of integers once more, with inputs in 8 bits",
     )
     parser.add_argument("--windows", type=int, help=f"read so many of {WINDOW} tokens alone")
     parser.add_argument("--json", type=Path, help="also write the scores here")
@@ -176,15 +193,7 @@ def main() -> None:
         if arguments.only:
             variants = {name: each for name, each in variants.items() if name in ("bf16", *arguments.only)}
         if arguments.int8_activations:
-            variants = {
-                name: each
-                for first, options in variants.items()
-                for name, each in (
-                    (first, options),
-                    (f"{first}, int8 activations", {**options, "activation_dtype": "int8"}),
-                )
-                if name != "bf16, int8 activations"
-            }
+            variants = with_int8_activations(variants)
         scores = list(measure(variants, held_out(arguments.windows)))
     print(table(scores))
     print(f"\n{scores[0].num_tokens} tokens of held-out library files, in windows of {WINDOW}")

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 
 from bench.overhead.run import Machine, _commit, machine
-from bench.step import SHAPES, Steps, config_of
+from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.interface import Pending, StepWorker
 from quintet.executor.parallel.followers import Followers
 from quintet.executor.parallel.leader import make_leading_worker
@@ -90,12 +90,9 @@ def measure(shape: str, stages: int, threads: int) -> list[Figure]:
     """Load the model in so many stages, and measure each case."""
     card, figures = SHAPES[shape], []
     most = max(requests for requests, *_ in CASES)
-    args = argparse.Namespace(
-        rows=[most], new=512, context=256, repetitions=20, dtype="bfloat16", quantization="none",
-        threads=threads // stages, pin=False,
-    )  # fmt: skip
+    room = Room(rows=[most], new=512, context=256, threads=threads // stages)
     with tempfile.TemporaryDirectory() as folder:
-        config = config_of(Path(folder), card, args, 1)
+        config = config_of(Path(folder), card, room, 1)
         scheduler = msgspec.structs.replace(config.scheduler, max_num_batched_tokens=2048)
         executor = msgspec.structs.replace(config.executor, pipeline_parallel_size=stages)
         config = msgspec.structs.replace(config, scheduler=scheduler, executor=executor)

@@ -17,10 +17,11 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -41,12 +42,14 @@ from quintet.executor.worker import Worker, make_torch_worker
 from quintet.process.trace import no_span
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import (
+    ActivationDtype,
     CacheConfig,
     EngineConfig,
     ExecutorConfig,
     FrontendConfig,
     ModelConfig,
     ProcessesConfig,
+    Quantization,
     SchedulerConfig,
 )
 from quintet.wire.ids import Role, WorkerId
@@ -102,28 +105,46 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What a configuration has room for, and what it computes with."""
+
+    rows: Sequence[int]
+    """Requests in a step."""
+    context: int
+    """Tokens that each has before."""
+    new: int
+    """Tokens that each computes in a step."""
+    repetitions: int = 20
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    quantization: Quantization = "none"
+    activation_dtype: ActivationDtype = "auto"
+    threads: int = 1
+    pin: bool = False
+
+
 def config_of(
     folder: Path,
     card: dict[str, Any],
-    args: argparse.Namespace,
+    room: Room,
     ranks: int = 1,
     *,
     whole_experts: bool = False,
     leaves: int = 1,
     together: int = 1,
 ) -> EngineConfig:
-    """Return a configuration for a model card, with room for what ``args`` ask for; ``folder`` is its run folder."""
+    """Return a configuration for a model card, with room for what ``room`` asks for; ``folder`` is its run folder."""
     heads = card["num_attention_heads"]
     head_dim = card.get("head_dim") or card["hidden_size"] // heads
     kv = full_layers(
         card["num_hidden_layers"],
         Share(0, ranks).of_kv_heads(card["num_key_value_heads"]).count,
         head_dim,
-        4 if args.dtype == "float32" else 2,
+        4 if room.dtype == "float32" else 2,
         BLOCK_SIZE,
     )
-    length = args.context + args.new + args.repetitions + 8
-    blocks = -(-length // BLOCK_SIZE) * max(args.rows) + 1
+    length = room.context + room.new + room.repetitions + 8
+    blocks = -(-length // BLOCK_SIZE) * max(room.rows) + 1
     return EngineConfig(
         run_dir=str(folder),
         model=ModelConfig(
@@ -132,7 +153,7 @@ def config_of(
             served_names=["bench"],
             architecture=card["architectures"][0],
             card=json.dumps(card),
-            dtype=args.dtype,
+            dtype=room.dtype,
             vocab_size=card["vocab_size"],
             max_model_len=length,
             eos_token_ids=[],
@@ -140,14 +161,14 @@ def config_of(
         ),
         cache=CacheConfig(memory_bytes=blocks * kv.bytes_per_block),
         scheduler=SchedulerConfig(
-            max_num_seqs=max(args.rows), max_num_batched_tokens=max(2048, args.new * max(args.rows))
+            max_num_seqs=max(room.rows), max_num_batched_tokens=max(2048, room.new * max(room.rows))
         ),
         executor=ExecutorConfig(
             load_format="dummy",
-            threads=args.threads,
-            quantization=args.quantization,
-            activation_dtype=args.activation_dtype,
-            pin_threads=args.pin,
+            threads=room.threads,
+            quantization=room.quantization,
+            activation_dtype=room.activation_dtype,
+            pin_threads=room.pin,
             tensor_parallel_size=ranks,
             decode_context_parallel_size=together,
             expert_parallel=whole_experts,
@@ -158,23 +179,23 @@ def config_of(
     )
 
 
-def config_of_model(model: str, folder: Path, args: argparse.Namespace) -> EngineConfig:
-    """Return a checkpoint's configuration, with room for what ``args`` ask for; ``folder`` is its run folder."""
-    length = args.context + args.new + args.repetitions + 8
+def config_of_model(model: str, folder: Path, room: Room) -> EngineConfig:
+    """Return a checkpoint's configuration, with room for what ``room`` asks for; ``folder`` is its run folder."""
+    length = room.context + room.new + room.repetitions + 8
     options = Options(
         model=model,
         device="cpu",
-        dtype=args.dtype,
+        dtype=room.dtype,
         block_size=BLOCK_SIZE,
         max_model_len=length,
-        max_num_seqs=max(args.rows),
-        max_num_batched_tokens=max(2048, args.new * max(args.rows)),
-        activation_dtype=args.activation_dtype,
-        threads=args.threads,
-        pin_threads=args.pin,
+        max_num_seqs=max(room.rows),
+        max_num_batched_tokens=max(2048, room.new * max(room.rows)),
+        activation_dtype=room.activation_dtype,
+        threads=room.threads,
+        pin_threads=room.pin,
     )
     config = resolve(options, folder / "run", http=False).config
-    blocks = -(-length // BLOCK_SIZE) * max(args.rows) + 1
+    blocks = -(-length // BLOCK_SIZE) * max(room.rows) + 1
     cache = msgspec.structs.replace(config.cache, memory_bytes=blocks * config.model.kv.bytes_per_block)
     return msgspec.structs.replace(config, cache=cache)
 
@@ -331,13 +352,14 @@ def main() -> None:
     parser.add_argument("--brief", action="store_true", help="no operation by operation")
     args = parser.parse_args()
     card = SHAPES[args.shape] | ({} if args.kv_heads is None else {"num_key_value_heads": args.kv_heads})
+    room = Room(**{each.name: getattr(args, each.name) for each in fields(Room)})
     with tempfile.TemporaryDirectory() as folder:
         begun = time.perf_counter()
         if args.model is not None:
-            config = config_of_model(args.model, Path(folder), args)
+            config = config_of_model(args.model, Path(folder), room)
         else:
             config = config_of(
-                *(Path(folder), card, args, args.ranks),
+                *(Path(folder), card, room, args.ranks),
                 whole_experts=args.whole_experts,
                 leaves=_leaves_of(card) if args.layout_invariant else 1,
                 together=args.kv_together,

@@ -12,11 +12,14 @@ from quintet.executor.cards.share import WHOLE, Share
 from quintet.executor.gguf.weights import open_gguf
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
+from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.platforms.platform import Platform
 from quintet.executor.quant.blocks import read_blocks
 from quintet.executor.quant.formats.registry import recognise
+from quintet.executor.quant.formats.scheme import Format
 from quintet.executor.quant.kv_scales import read_kv_scales
 from quintet.executor.quant.registry import open_quantization
+from quintet.executor.quant.rounded_inputs import RoundedInputs
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.packed_cache import PackedCache
@@ -41,14 +44,11 @@ def load_model(
         None if files is None else {name: file.entries[name] for file in files for name in file.entries}
     )
     quantization = open_quantization(config.executor.quantization, stored, contents, on_device=on_device)
-    rounds_inputs = config.executor.activation_dtype == "int8"
-    setting = Setting(platform.device, MODEL_DTYPES[config.model.dtype], quantization, share, rounds_inputs)
+    rounded = RoundedInputs(quantization) if config.executor.activation_dtype == "int8" else None
+    setting = Setting(platform.device, MODEL_DTYPES[config.model.dtype], rounded or quantization, share)
     model = build_model(config.model.architecture, card, setting)
-    if rounds_inputs and not model.weights.has_rounded_inputs:
-        raise ConfigError(
-            f"{card.path}: --activation-dtype int8 is for weights that are integers, and there are none"
-            f" ({stored.words if stored else 'as floating-point numbers'}): drop it"
-        )
+    if rounded is not None and not rounded.num_layers and share.stages == 1:  # other stages may have some
+        raise ConfigError(_why_no_rounding(card.path, stored))
     check_agreement(model, config.model, card.path, share)
     with torch.inference_mode():
         if files is None:
@@ -59,6 +59,16 @@ def load_model(
                 read_kv_scales(files, model.attentions, by_head=platform.device.type == "cpu")
         model.weights.release()
     return model
+
+
+def _why_no_rounding(path: str, stored: Format | None) -> str:
+    if linear_library() is None:
+        return (
+            "--activation-dtype int8 needs Quintet's host kernels, and they were not built: install a C++ compiler"
+            " (g++ or clang++) and Quintet again, or drop the flag"
+        )
+    words = "floating-point numbers" if stored is None else stored.words
+    return f"{path}: --activation-dtype int8 is for weights that are integers, and this model has none ({words}): drop it"
 
 
 def _open_files(model: ModelConfig) -> Sequence[WeightFile]:

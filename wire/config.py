@@ -20,7 +20,8 @@ Quantization = Literal[
 """What linear layers are rounded into, or the format in which their checkpoint has them: ``docs/quantization.md``."""
 
 ActivationDtype = Literal["auto", "int8"]
-"""What inputs of layers whose weights are integers are rounded to: as the checkpoint says, or 16 bits; or 8 bits everywhere."""
+"""What inputs of layers whose weights are integers are rounded to: as the checkpoint says, or 16 bits; or 8 bits, but for the
+output layer's and those of routers."""
 
 ModelImpl = Literal["quintet", "transformers"]
 """Whose layers compute a model: ours, or those of transformers over our KV memory."""

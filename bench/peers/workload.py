@@ -177,6 +177,7 @@ ROWS: tuple[Row, ...] = (
     _rounded(_stream("E", "mxfp4", "≥ 1.25 × llama.cpp")),
     *(_rounded(_prompt(model, precision, "≥ 2 × llama.cpp")) for model in ("S", "M") for precision in ("q8_0", "q4_k_m")),
     _rounded(_prompt("L", "q4_k_m", "≥ 2 × llama.cpp")),
+    _rounded(_prompt("E", "mxfp4", "≥ 2 × llama.cpp")),
     *(
         _clients(clients, 2, (replace(_OUTPUT, goal="≥ 2 × llama.cpp"),), precision)
         for precision in _FOR_CLIENTS for clients in (8, 32)

@@ -30,7 +30,7 @@ index_t in_lines(index_t bytes) { return (bytes + kLineBytes - 1) / kLineBytes *
 
 LinearCall gate_up_call(const ExpertsLayer& layer, index_t x_stride, index_t y_stride, int dtype) {
   LinearCall call = linear_call(layer.gate_up[0], nullptr, x_stride, dtype, nullptr, nullptr, nullptr, y_stride,
-                                int(layer.activation), int(layer.inputs));
+                                int(layer.activation), int(layer.gate_up_inputs));
   call.gate_factor = float(layer.gate_factor), call.gate_limit = float(layer.gate_limit);
   return call;
 }

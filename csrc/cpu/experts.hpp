@@ -51,7 +51,7 @@ struct ExpertsLayer {
   const Weight* const* down;     // [kept + places]: [hidden, width]
   const void* gate_up_bias;      // [kept + places][2 width] or null, in the rows' format
   const void* down_bias;         // [kept + places][hidden] or null, likewise
-  index_t activation, inputs, down_inputs;
+  index_t activation, gate_up_inputs, down_inputs;
   double gate_factor, gate_limit;  // of Activation::clamped_swiglu
   std::int64_t* asked;  // [experts + 2] or null: work so far, in rows, of each expert; the busiest rank's in each step; all ranks'
 };

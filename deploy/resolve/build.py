@@ -98,10 +98,10 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     facts = ranks.of_one_rank(options, facts, device)
     sum_leaves = ranks.sum_leaves(options, facts)
     quantization = choose_quantization(options, device, facts)
-    check_activations(options, device, quantization)
     if kind == "torch" and facts.implementation == "transformers":
         check_transformers_flags(options)
         notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
+    check_activations(options, device, quantization)
     weights = read_weight_facts(folder) if reads_weights else None
     if facts.stored is not None and weights is not None:
         check_contents(facts.stored, weights.contents, str(folder / "config.json"))

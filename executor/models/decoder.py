@@ -33,7 +33,6 @@ class Decoder:
         self.weights = WeightPlan(
             setting.dtype,
             setting.device,
-            setting.rounds_inputs,
             prefix=names.prefix,
             ignored=(*names.ignored, f"{names.head}.weight"),
         )

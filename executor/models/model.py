@@ -26,8 +26,6 @@ class Setting:
     """Who makes the methods of its linear layers; the model hands it on."""
     share: Share = WHOLE
     """What this process computes of it, where others compute the rest."""
-    rounds_inputs: bool = False
-    """See `quintet.executor.weights.plan.WeightPlan`."""
 
 
 class CausalModel(Protocol):

@@ -83,6 +83,9 @@ class PackedRun(Protocol):
     def inputs(self) -> Inputs:
         """What its inputs are rounded to."""
 
+    def round_inputs(self) -> bool:
+        """Have them rounded to 8 bits, if the weight is in integers. Return whether they are."""
+
 
 class LinearMethod(Protocol):
     """Owns the tensors of one layer. Declares them in a plan when made, is filled by the loader, and then multiplies."""

@@ -28,7 +28,8 @@ class Numbers:
     inputs: Inputs = Inputs.SIXTEEN_BITS
     """What inputs are rounded to, where weights are integers."""
 
-    def inputs_if(self, eight_bits: bool) -> Inputs:
-        """Return what inputs are rounded to where 8 bits are asked for, or not."""
-        asked = eight_bits and self.inputs is Inputs.SIXTEEN_BITS and self.weight_format.is_integer
-        return Inputs.EIGHT_BITS_IN_GROUPS if asked else self.inputs
+    @property
+    def rounded_inputs(self) -> Inputs:
+        """What inputs are rounded to where 8 bits are asked for."""
+        has_wide = self.inputs is Inputs.SIXTEEN_BITS and self.weight_format.is_integer
+        return Inputs.EIGHT_BITS_IN_GROUPS if has_wide else self.inputs

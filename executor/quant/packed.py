@@ -101,8 +101,7 @@ class PackedLinear:
         self._packed: PackedWeight | None = None
         self._outliers = _outliers_of(self._sources) if numbers.weight_format.has_tables else 0
         self.is_quantized = sources is None and not numbers.weight_format.is_float
-        self.inputs = numbers.inputs_if(plan.rounds_inputs and not shape.is_output_layer)
-        plan.has_rounded_inputs |= self.inputs is not Inputs.SIXTEEN_BITS
+        self.inputs = numbers.inputs
         self.num_bytes: int = shape.leaves * library.weight_bytes(
             *(int(numbers.weight_format), shape.columns, shape.depth // shape.leaves),
             *(numbers.group, bool(shape.activation)),
@@ -160,6 +159,11 @@ class PackedLinear:
             cut_columns=shape.cut_columns,
             outliers=self._outliers,
         )
+
+    def round_inputs(self) -> bool:
+        """See `PackedRun`."""
+        self.inputs = self._numbers.rounded_inputs
+        return self.inputs is not Inputs.SIXTEEN_BITS
 
     def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `LinearMethod.apply`. out: what it is written to, where it is given."""

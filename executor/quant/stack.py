@@ -133,8 +133,7 @@ class PackedStack:
     def __init__(self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: Numbers) -> None:
         self._library, self._shape, self._numbers = library, shape, numbers
         self._packed: list[PackedWeight] | None = None
-        self.inputs = numbers.inputs_if(plan.rounds_inputs)
-        plan.has_rounded_inputs |= self.inputs is not Inputs.SIXTEEN_BITS
+        self.inputs = numbers.inputs
         one = library.weight_bytes(
             *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, shape.paired)
         )
@@ -185,6 +184,11 @@ class PackedStack:
             paired=shape.paired,
             memory=memory,
         )
+
+    def round_inputs(self) -> bool:
+        """Have inputs rounded to 8 bits, if weights are in integers. Return whether they are."""
+        self.inputs = self._numbers.rounded_inputs
+        return self.inputs is not Inputs.SIXTEEN_BITS
 
     def _fill(self, expert: int, begin: int, rows: Rows) -> None:
         fill(self.packed[expert], rows, begin)

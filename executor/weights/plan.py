@@ -62,10 +62,6 @@ class WeightPlan:
 
     dtype: torch.dtype
     device: torch.device
-    rounds_inputs: bool = False
-    """Whether inputs of layers whose weights are integers are rounded to 8 bits, but for the output layer's."""
-    has_rounded_inputs: bool = False
-    """Whether there are such layers, or those whose checkpoint says so."""
     expected: dict[str, Expected] = field(default_factory=dict)
     prefix: str = ""
     """What names of a checkpoint begin with or not, whatever the expected ones do."""

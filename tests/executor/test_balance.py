@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import pytest
 from bench.balance import STEPS, share
-from bench.step import SHAPES, config_of
+from bench.step import SHAPES, Room, config_of
 
 from quintet.executor.ops.host_library import open_library
 from quintet.executor.program.runner import OpBalance, ProgramRunner
@@ -25,16 +24,7 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def worker_of(shape: dict[str, object], folder: Path) -> Worker:
     """One layer, few words: how layers are cut does not depend on how many there are."""
     card = shape | {"num_hidden_layers": 1, "vocab_size": 1024}
-    room = argparse.Namespace(
-        dtype="bfloat16",
-        quantization="none",
-        threads=1,
-        pin=False,
-        repetitions=0,
-        rows=[32],
-        context=2048,
-        new=1,
-    )
+    room = Room(rows=[32], context=2048, new=1, repetitions=0)
     return make_torch_worker(config_of(folder, card, room))
 
 

@@ -58,6 +58,7 @@ ROUTINGS = {
     "phi": Routing(experts=9, chosen=2, scoring=Scoring.SPARSE_MIXER, jitter=0.4),
     "all": Routing(experts=3, chosen=3, scoring=Scoring.SIGMOID),
 }
+WIDE = Inputs.SIXTEEN_BITS
 CORRECTED = ("deepseek v3",)
 
 
@@ -107,18 +108,20 @@ def packed_experts(
     gate: Gate = SILU,
     weight_format: WeightFormat | None = None,
     group: int = 0,
-    eight: bool = False,
+    inputs: Inputs = WIDE,
+    down_format: WeightFormat | None = None,
 ) -> HostExperts:
+    """down_format: where downs have another one than gates and ups, without groups and rounded inputs."""
     chosen = FLOATS[tables.down.dtype] if weight_format is None else weight_format
     return HostExperts(
         ROUTINGS[name],
         gate,
         pack(tables.gate_up, chosen, group, True),
-        pack(tables.down, chosen, group, False),
+        pack(tables.down, down_format or chosen, 0 if down_format else group, False),
         correction=correction_of(name),
         gate_up_bias=tables.gate_up_bias,
         down_bias=tables.down_bias,
-        inputs=(Inputs(eight), Inputs(eight)),
+        inputs=(inputs, WIDE if down_format else inputs),
     )
 
 
@@ -151,18 +154,22 @@ def test_narrow_formats(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "group", "eight", "slack"),
+    ("weight_format", "group", "inputs", "slack"),
     [
-        (WeightFormat.INT8, 0, False, 1e-4),
-        (WeightFormat.INT8, 32, True, 0.05),
-        (WeightFormat.INT4, 32, False, 1e-4),
+        (WeightFormat.INT8, 0, WIDE, 1e-4),
+        (WeightFormat.INT8, 32, Inputs.EIGHT_BITS, 0.05),
+        (WeightFormat.INT4, 32, Inputs.EIGHT_BITS_IN_GROUPS, 0.05),
+        (WeightFormat.INT4, 32, WIDE, 1e-4),
     ],
 )
-def test_integers(weight_format: WeightFormat, group: int, eight: bool, slack: float) -> None:
-    """Compared with the numbers that the packed weights stand for; x in 8 bits is off by 2^-8 of its row's largest."""
+@pytest.mark.parametrize("down_format", [None, WeightFormat.FP32])
+def test_integers(
+    weight_format: WeightFormat, group: int, inputs: Inputs, slack: float, down_format: WeightFormat | None
+) -> None:
+    """Compared with the numbers that the packed weights stand for; x in 8 bits is off by 2^-8 of its group's largest."""
     routing = ROUTINGS["mixtral"]
     host = packed_experts(
-        "mixtral", tables_of(routing, torch.float32, False), SILU, weight_format, group, eight
+        "mixtral", tables_of(routing, torch.float32, False), SILU, weight_format, group, inputs, down_format
     )
     gate_up, down = host._weights
     tables = ExpertTables(
@@ -174,24 +181,25 @@ def test_integers(weight_format: WeightFormat, group: int, eight: bool, slack: f
 
 
 @pytest.mark.parametrize(
-    ("weight_format", "group", "dtype", "eight"),
+    ("weight_format", "group", "dtype", "inputs"),
     [
-        (WeightFormat.BF16, 0, torch.bfloat16, False),
-        (WeightFormat.FP16, 0, torch.float16, False),
-        (WeightFormat.FP32, 0, torch.float32, False),
-        (WeightFormat.INT8, 0, torch.bfloat16, False),
-        (WeightFormat.INT8, 0, torch.bfloat16, True),
-        (WeightFormat.INT4, 32, torch.float32, False),
+        (WeightFormat.BF16, 0, torch.bfloat16, WIDE),
+        (WeightFormat.FP16, 0, torch.float16, WIDE),
+        (WeightFormat.FP32, 0, torch.float32, WIDE),
+        (WeightFormat.INT8, 0, torch.bfloat16, WIDE),
+        (WeightFormat.INT8, 0, torch.bfloat16, Inputs.EIGHT_BITS),
+        (WeightFormat.INT4, 32, torch.float32, WIDE),
+        (WeightFormat.INT4, 32, torch.float32, Inputs.EIGHT_BITS_IN_GROUPS),
     ],
 )
 @pytest.mark.parametrize("name", ["deepseek v3", "llama4"])
 def test_the_same_bits(
-    name: str, weight_format: WeightFormat, group: int, dtype: torch.dtype, eight: bool
+    name: str, weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs
 ) -> None:
     """A token alone, in parts of a batch, and on 1, 2 and 40 threads."""
     routing, tokens = ROUTINGS[name], 230
     tables = tables_of(routing, dtype, biased=True)
-    host = packed_experts(name, tables, SILU, weight_format, group, eight)
+    host = packed_experts(name, tables, SILU, weight_format, group, inputs)
     x = noise(tokens, HIDDEN, dtype=dtype, seed=6)
     scores = noise(tokens, routing.experts, dtype=dtype, seed=7)
     whole = host(x, scores)

@@ -318,6 +318,18 @@ def test_layers_that_are_computed_together_have_one_order() -> None:
 
 
 @needs_kernels
+@pytest.mark.parametrize("name", KEPT)
+def test_inputs_are_rounded_if_integers_are_multiplied(name: str) -> None:
+    """By token where the checkpoint says so, or where the weight has no groups."""
+    layer, _ = loaded(KEPT[name][0], [Part("q", 96)])
+    (run,) = layer.method.runs
+    says_so = run.inputs is Inputs.EIGHT_BITS
+    assert run.round_inputs() is KEPT[name][1].is_integer
+    rounded = Inputs.EIGHT_BITS if says_so else Inputs.EIGHT_BITS_IN_GROUPS
+    assert run.inputs is (rounded if KEPT[name][1].is_integer else Inputs.SIXTEEN_BITS)
+
+
+@needs_kernels
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
     layer, numbers = loaded(ROUNDED[name], [Part("q", 96), Part("k", 32)])

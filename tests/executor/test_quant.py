@@ -13,6 +13,7 @@ from quintet.executor.ops.linear import linear
 from quintet.executor.quant.method import Quantization
 from quintet.executor.quant.none import RowMajorLinear
 from quintet.executor.quant.registry import open_quantization
+from quintet.executor.quant.rounded_inputs import RoundedInputs
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve
 from quintet.wire.errors import ConfigError
@@ -121,25 +122,35 @@ def test_a_layer_multiplies_by_the_numbers_it_holds(name: str, rows: int) -> Non
     torch.testing.assert_close(y, expected, rtol=2**-7, atol=1.0 if name == "w8a8" else 0.25)
 
 
+def rounded_layer(name: str, **options: bool) -> tuple[Linear, RoundedInputs]:
+    plan, quantization = (
+        WeightPlan(torch.bfloat16, torch.device("cpu")),
+        RoundedInputs(open_quantization(name)),
+    )
+    layer = Linear(Setting(quantization), plan, QKV, DEPTH, biased=True, **options)
+    deliver(plan)
+    return layer, quantization
+
+
 @needs_kernels
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 def test_inputs_are_rounded_where_weights_are_integers(name: str) -> None:
-    """Those of int8 by token, as w8a8's are; those of int4 by group; the output layer's and floats' never."""
-    plan, told = (WeightPlan(torch.bfloat16, torch.device("cpu"), rounds) for rounds in (False, True))
-    layers = [Linear(Setting(open_quantization(name)), each, QKV, DEPTH) for each in (plan, told)]
-    head = Linear(Setting(open_quantization(name)), told, (Part("head", 65),), DEPTH, is_output_layer=True)
-    deliver(plan), deliver(told)
+    """Those of int8 by token, as w8a8's are; those of int4 by group."""
     x = noise(3, DEPTH).bfloat16()
     x[:, :128] *= 100
-    as_they_are, rounded = (layer(x) for layer in layers)
-    assert torch.equal(as_they_are, rounded) is (name in ("none", "w8a8"))
-    assert plan.has_rounded_inputs is (name == "w8a8") and told.has_rounded_inputs is (name != "none")
-    (packed,) = head.method.runs
-    assert packed.inputs is Inputs.SIXTEEN_BITS
+    (layer, quantization), (as_it_is, _) = rounded_layer(name), layer_of(name, QKV)
+    assert torch.equal(layer(x), as_it_is(x)) is (name in ("none", "w8a8"))
+    assert quantization.num_layers == (name != "none")
     if name == "int8":
-        by_token = Linear(Setting(open_quantization("w8a8")), plan, QKV, DEPTH)
-        deliver(plan)
-        assert torch.equal(rounded, by_token(x))
+        assert torch.equal(layer(x), layer_of("w8a8", QKV)[0](x))
+
+
+@needs_kernels
+@pytest.mark.parametrize("kept", ["is_output_layer", "is_exact"])
+def test_inputs_of_some_layers_are_never_rounded(kept: str) -> None:
+    layer, quantization = rounded_layer("int4", **{kept: True})
+    (run,) = layer.method.runs
+    assert run.inputs is Inputs.SIXTEEN_BITS and quantization.num_layers == 0
 
 
 @needs_kernels

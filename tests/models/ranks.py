@@ -21,7 +21,7 @@ from quintet.executor.parallel.library import OrderKind
 from quintet.executor.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.platforms.platform import open_platform
 from quintet.executor.worker import Worker, make_torch_worker
-from quintet.wire.config import EngineConfig, KvCacheDtype, Quantization
+from quintet.wire.config import ActivationDtype, EngineConfig, KvCacheDtype, Quantization
 
 
 def config_of(
@@ -36,6 +36,7 @@ def config_of(
     experts: bool,
     eplb: str | None = None,
     invariant: bool = False,
+    activation_dtype: ActivationDtype = "auto",
     context: int = 1,
     max_model_len: int = MAX_MODEL_LEN,
 ) -> EngineConfig:
@@ -44,6 +45,7 @@ def config_of(
         model=str(folder),
         dtype=dtype,
         quantization=quantization,
+        activation_dtype=activation_dtype,
         kv_cache_dtype=kv_cache_dtype,
         device="cpu",
         max_model_len=max_model_len,

@@ -15,7 +15,7 @@ from tests.models.ranks import in_ranks
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
 
-from quintet.wire.config import Quantization
+from quintet.wire.config import ActivationDtype, Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 
@@ -24,30 +24,49 @@ EXPERTS = ("mixtral", "gpt-oss, 4 bits")
 
 
 def check(
-    name: str, folder: Path, dtype: Dtype, quantization: Quantization = "none", *, experts: bool = False
+    name: str,
+    folder: Path,
+    dtype: Dtype,
+    quantization: Quantization = "none",
+    *,
+    experts: bool = False,
+    activations: ActivationDtype = "auto",
 ) -> None:
     """Each prompt alone: what it has in company is the same bits as ever, in each layout."""
     prompts = [each.prompt for each in made(ROWS[name], folder)]
-    check_prompts(prompts, folder, dtype, quantization, experts=experts)
+    check_prompts(prompts, folder, dtype, quantization, experts=experts, activations=activations)
 
 
 def check_prompts(
-    prompts: list[list[int]], folder: Path, dtype: Dtype, quantization: Quantization, *, experts: bool
+    prompts: list[list[int]],
+    folder: Path,
+    dtype: Dtype,
+    quantization: Quantization,
+    *,
+    experts: bool,
+    activations: ActivationDtype = "auto",
 ) -> None:
     """The same of a folder."""
-    expected = alone(load(folder, dtype, quantization, layout_invariant=True), prompts)
+    expected = alone(
+        load(folder, dtype, quantization, layout_invariant=True, activation_dtype=activations), prompts
+    )
+    switches = {"invariant": True, "activation_dtype": activations}
     for size in SIZES:
-        with in_ranks(folder, size, dtype, quantization, experts=experts, invariant=True) as loaded:
+        with in_ranks(folder, size, dtype, quantization, experts=experts, **switches) as loaded:
             found = alone(loaded, prompts)
         assert found.bits.keys() == expected.bits.keys()
         differing = [key for key, bits in found.bits.items() if bits != expected.bits[key]]
         assert not differing, (size, len(differing), len(found.bits), differing[:3])
 
 
-@pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_ranks_have_the_bits_of_one_process(quantization: Quantization, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("quantization", "activations"), [("none", "auto"), ("int4", "auto"), ("int4", "int8")]
+)
+def test_ranks_have_the_bits_of_one_process(
+    quantization: Quantization, activations: ActivationDtype, tmp_path: Path
+) -> None:
     """With four ranks two of them keep the same KV head."""
-    check("llama", tmp_path, "float32", quantization)
+    check("llama", tmp_path, "float32", quantization, activations=activations)
 
 
 def test_slices_are_those_of_one_process(tmp_path: Path) -> None:

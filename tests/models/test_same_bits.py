@@ -165,29 +165,22 @@ def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv", "executor"),
+    ("dtype", "kv"),
     [
-        ("bfloat16", "model", {}),
-        ("float32", "model", {}),
-        ("float16", "model", {}),
-        ("bfloat16", "int4", {}),
-        ("bfloat16", "fp8", {}),
-        ("bfloat16", "model", {"quantization": "int4", "activation_dtype": "int8"}),
+        ("bfloat16", "model"),
+        ("float32", "model"),
+        ("float16", "model"),
+        ("bfloat16", "int4"),
+        ("bfloat16", "fp8"),
     ],
 )
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("params", [GREEDY, RANDOM], ids=["greedy", "random"])
 def test_logits_do_not_depend_on_company_or_schedule(
-    model: str,
-    dtype: Dtype,
-    kv: KvFormat,
-    executor: dict[str, Any],
-    params: SamplingParams,
-    tmp_path: Path,
-    threads: None,
+    model: str, dtype: Dtype, kv: KvFormat, params: SamplingParams, tmp_path: Path, threads: None
 ) -> None:
     card = card_of(MODELS[model], tmp_path)
-    config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3, **executor)
+    config = engine_config(tmp_path, card, 16, 288, dtype, load_format="dummy", seed=3)
     config = with_kv(changed(config, max_num_seqs=64), kv)
     worker = make_torch_worker(config)
     assert isinstance(worker.runner, ProgramRunner)

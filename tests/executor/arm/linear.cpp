@@ -49,11 +49,13 @@ constexpr int kTables = 26;  // 4 bits that choose from a table of each column, 
 constexpr index_t kOutlierEvery = 37;
 constexpr index_t kRows[] = {1, 2, 3, 12, 13, 37, 193};
 
+constexpr int kSixteenBits = 0, kEightBits = 1, kEightBitsInGroups = 2;
+
 struct Format {
   const char* name;
   int code;  // 5: int4 with zero points
   index_t group;
-  bool bytes_of_x;  // x in 8 bits
+  int inputs;  // what x becomes: 16 bits, 8 by row, 8 by group
   bool is_integer() const { return code >= 3 && code != kTables; }
 };
 
@@ -163,14 +165,14 @@ void check_packing(Findings& findings, Format format, const Matrix& source, cons
 
 // What x is off by once it is integers: for each number of a row.
 std::vector<double> errors_of_x(const Format& format, const Matrix& x, index_t row) {
-  const index_t group = format.bytes_of_x ? x.width : format.group ? format.group : 256;
+  const index_t group = format.inputs == kEightBits ? x.width : format.group ? format.group : format.inputs ? x.width : 256;
   std::vector<double> errors(x.width);
   if (!format.is_integer()) return errors;
   for (index_t begin = 0; begin < x.width; begin += group) {
     const index_t end = std::min(x.width, begin + group);
     double largest = 0;
     for (index_t k = begin; k < end; ++k) largest = std::max(largest, std::fabs(x.at(row, k)));
-    for (index_t k = begin; k < end; ++k) errors[k] = largest * (0.5 / (format.bytes_of_x ? 127 : 32639) + 0x1p-22);
+    for (index_t k = begin; k < end; ++k) errors[k] = largest * (0.5 / (format.inputs ? 127 : 32639) + 0x1p-22);
   }
   return errors;
 }
@@ -226,7 +228,7 @@ void check_multiplying(Findings& findings, const std::string& name, Format forma
     const auto run = [&](index_t first, index_t count, Matrix& y) {
       qt_weight_linear(packed.get(), x.row(first), depth, count, int(dtype), variant.bias ? bias.row(0) : nullptr,
                        variant.residual ? residual.row(first) : nullptr, y.row(0), width, variant.activation,
-                       format.bytes_of_x);
+                       format.inputs);
     };
     findings.begin(name + ", " + variant.name);
     Matrix whole(dtype, rows, width);
@@ -269,7 +271,7 @@ void check_multiplying(Findings& findings, const std::string& name, Format forma
     const index_t bad = 7, few = 13;
     poisoned.set(bad, depth / 2, INFINITY);
     qt_weight_linear(packed.get(), poisoned.row(0), depth, few, int(dtype), nullptr, nullptr, again.row(0), width, kNone,
-                     format.bytes_of_x);
+                     format.inputs);
     for (index_t r = 0; r < few; ++r) {
       if (r != bad) findings.same(again.row(r), whole.row(r), whole.row_bytes(), r);
       for (index_t c = 0; c < width; ++c) findings.is(std::isnan(again.at(r, c)) == (r == bad), r);
@@ -281,11 +283,19 @@ void check_multiplying(Findings& findings, const std::string& name, Format forma
 
 void check_linear(Findings& findings) {
   const Format formats[] = {
-      {"bf16", 0, 0, false},       {"fp16", 1, 0, false},          {"fp32", 2, 0, false},
-      {"int8", 3, 0, false},       {"int8 by 32", 3, 32, false},   {"int4 by 32", 4, 32, false},
-      {"int4+0 by 128", 5, 128, false}, {"w8a8", 3, 0, true},      {"w8a8 by 128", 3, 128, true},
-      {"w4a8 by 64", 4, 64, true}, {"w4a8+0 by 128", 5, 128, true},
-      {"tables", kTables, 0, false},
+      {"bf16", 0, 0, kSixteenBits},
+      {"fp16", 1, 0, kSixteenBits},
+      {"fp32", 2, 0, kSixteenBits},
+      {"int8", 3, 0, kSixteenBits},
+      {"int8 by 32", 3, 32, kSixteenBits},
+      {"int4 by 32", 4, 32, kSixteenBits},
+      {"int4+0 by 128", 5, 128, kSixteenBits},
+      {"w8a8", 3, 0, kEightBits},
+      {"w8a8 by 128", 3, 128, kEightBits},
+      {"w4a8 by 64", 4, 64, kEightBits},
+      {"w4a8 by 32, groups of x", 4, 32, kEightBitsInGroups},
+      {"w4a8+0 by 128, groups of x", 5, 128, kEightBitsInGroups},
+      {"tables", kTables, 0, kSixteenBits},
   };
   // Many rows over two tiles; few over much depth, whose one tile is split among threads.
   const Shape shapes[] = {{98, 281, 388}, {34, 2103, 40}};
