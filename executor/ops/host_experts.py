@@ -100,10 +100,9 @@ class HostExperts:
         inputs: tuple[Inputs, Inputs] = (Inputs.SIXTEEN_BITS, Inputs.SIXTEEN_BITS),
         homes: Homes = ALL_HERE,
     ) -> None:
-        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; inputs: of either; the rest:
-        see `ExpertTables`, `route`.
+        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; the rest: see `ExpertTables`, `route`.
 
-        Of the experts that are at home here, then of the places.
+        Of the experts that are at home here, then of the places. inputs: of gates and ups, then of downs.
         """
         first = routing.experts * homes.rank // homes.ranks
         kept = routing.experts * (homes.rank + 1) // homes.ranks - first
