@@ -101,7 +101,7 @@ def choose(
         )
     else:
         saves = policy == "prefix"
-        roomy = [engine for engine in in_turn if has_room(engine, num_kept, saves)] or in_turn
+        roomy = [e for e in in_turn if has_room(e.kv_free, num_kept, e.num_cached if saves else 0)] or in_turn
         least = sorted(map(_load, in_turn))[:2] if usual and num_tokens >= LONG * usual else []
         best = min(roomy, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
         reason = f"{best.num_queued} queued tokens, {best.num_open} open"
@@ -113,10 +113,9 @@ def choose(
     return Choice(best.index, reason, best.num_cached, best.used)
 
 
-def has_room(engine: Candidate, num_kept: int, saves: bool) -> bool:
-    """Whether its KV memory holds a request that takes so many tokens of it, or nobody knows."""
-    num_shared = engine.num_cached if saves else 0
-    return engine.kv_free is None or engine.kv_free >= num_kept - num_shared
+def has_room(kv_free: int | None, num_kept: int, num_shared: int) -> bool:
+    """Whether KV memory holds a request of so many tokens, of which some are there already, or nobody knows (None)."""
+    return kv_free is None or kv_free >= num_kept - num_shared
 
 
 def _slowness(engine: Candidate) -> float:

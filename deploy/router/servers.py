@@ -345,10 +345,10 @@ class Servers:
         """Return who is worth comparing, with how many pieces of the prompt each has: not more than decide."""
         if self._policy in ("load", "prefix") or (self._policy == "session" and not session):
 
+            saved_by_piece = PIECE_TOKENS if self._policy == "prefix" else 0
+
             def fits(index: int, num_pieces: int) -> bool:
-                return has_room(
-                    self._engine(self._by_index[index], num_pieces), num_kept, self._policy == "prefix"
-                )
+                return has_room(self._by_index[index].kv_free, num_kept, saved_by_piece * num_pieces)
 
             known = self._holders.of(asked.names)
             roomy = self._shortlist.candidates(known, without, turn, fits)
