@@ -344,7 +344,6 @@ class Servers:
     ) -> dict[int, int]:
         """Return who is worth comparing, with how many pieces of the prompt each has: not more than decide."""
         if self._policy in ("load", "prefix") or (self._policy == "session" and not session):
-
             saved_by_piece = PIECE_TOKENS if self._policy == "prefix" else 0
 
             def fits(index: int, num_pieces: int) -> bool:

@@ -53,7 +53,7 @@ struct Plan : Cutting {
   index_t unit_rows;
 
   explicit Plan(const LinearCall& call) {
-    grouped = call.weight->group != kWholeDepth, whole = are_eight_bits(call.inputs) && !grouped, planes = !are_eight_bits(call.inputs);
+    grouped = call.weight->group != kWholeDepth, planes = !are_eight_bits(call.inputs), whole = !planes && !grouped;
     piece = whole ? kWholePiece : kPiece;
     in_group = whole ? piece : grouped ? call.weight->group : call.x_group;
     in_step = in_group < kAmxFours ? in_group : kAmxFours;
