@@ -23,6 +23,7 @@ from quintet.executor.quant.rounded_inputs import RoundedInputs
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.packed_cache import PackedCache
+from quintet.executor.weights.read_ahead import take_reserved
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
@@ -54,7 +55,7 @@ def load_model(
         if files is None:
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, files, _packed_cache(config, share))
+            load_checkpoint(model.weights, files, _packed_cache(config, share), take_reserved())
             if config.cache.dtype == "fp8":
                 read_kv_scales(files, model.attentions, by_head=platform.device.type == "cpu")
         model.weights.release()

@@ -22,7 +22,7 @@ from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.kv_talk import kv_talk, own_places
 from quintet.executor.parallel.followers import Followers
 from quintet.executor.platforms.shares import take_share
-from quintet.executor.weights.read_ahead import read_ahead
+from quintet.executor.weights.read_ahead import read_ahead, reserve_ahead
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
@@ -89,6 +89,7 @@ def make_worker(config: EngineConfig, span: Span, followers: Followers | None = 
     _set_environment()
     if config.executor.kind == "torch" and config.executor.load_format == "auto":
         read_ahead(config, share_of(config.executor, 0).label)
+        reserve_ahead(config)
     path = LEADERS[config.executor.device] if followers else WORKERS[config.executor.kind]
     module, _, function = path.partition(":")
     gc.disable()  # importing torch makes a million objects that stay: looking through them takes a seventh of its second

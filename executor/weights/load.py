@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from quintet.executor.platforms.huge_memory import HugeMemory
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.files import PICKLED, checkpoint_files
 from quintet.executor.weights.mapped import DTYPES, MappedFile
@@ -33,17 +34,19 @@ def load_checkpoint(
     plan: WeightPlan,
     files: Sequence[WeightFile],
     cache: PackedCache | None = None,
+    ahead: HugeMemory | None = None,
 ) -> None:
     """Deliver every tensor that ``plan`` expects from the files of a checkpoint.
 
-    With a ``cache``, what is packed there is mapped, and otherwise written there. Raises `ConfigError`, one line, for a
-    tensor that is missing, superfluous or of another shape; no tensor is read before all were compared.
+    With a ``cache``, what is packed there is mapped, and otherwise written there. ahead: see `reserve`. Raises `ConfigError`, one
+    line, for a tensor that is missing, superfluous or of another shape; no tensor is read before all were compared.
     """
     names = expected_names(plan, files)
     if cache is not None and plan.stores and cache.open(files, plan.stores):
+        reserve([], ahead)
         _deliver(plan, files, names, packed=True)
         return
-    plan.reservation = reserve(plan.stores)
+    plan.reservation = reserve(plan.stores, ahead)
     _deliver(plan, files, names, packed=False)
     if cache is None or plan.reservation is None:
         return

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from quintet.executor.ops.huge_pages import HugePages
+from quintet.executor.platforms.huge_memory import HugeMemory
 
 SECTION_ALIGNMENT = 4096
 """Sections begin on pages, in memory as in a file that is mapped."""
@@ -40,13 +41,20 @@ def offsets(stores: Iterable[PackedStore], begin: int = 0) -> tuple[list[int], i
     return begins, end
 
 
-def reserve(stores: Iterable[PackedStore]) -> HugePages | None:
-    """Open every store in memory of its own, taken from one reservation; return that, None where there are no stores."""
+def reserve(stores: Iterable[PackedStore], ahead: HugeMemory | None = None) -> HugePages | None:
+    """Open every store in memory of its own, taken from one reservation; return that, None where there are no stores.
+
+    ahead: what may be that, if it is large enough; what is not used of it is given back.
+    """
     stores = list(stores)
     begins, end = offsets(stores)
+    if ahead is not None:
+        is_enough = 0 < end <= ahead.length
+        ahead.shrink(end if is_enough else 0)
+        ahead = ahead if is_enough else None
     if not end:
         return None
-    reservation = HugePages(end)
+    reservation = HugePages(end, ahead)
     for store, begin in zip(stores, begins, strict=True):
         store.open(reservation.memory[begin : begin + store.num_bytes])
     return reservation

@@ -70,14 +70,18 @@ QT_INLINE void put_bytes(char* row, const Rows& rows, index_t v, i32v values) {
     if (rows.of[v * kLanes + i]) row[v * kLanes + i] = char(values[i]);
 }
 
-// kLanes words (pairs of 16-bit numbers) from k of each row of vector v, one vector per pair of k. `count` words are
-// left.
+// kLanes words from a byte of each row of vector v on, one vector for each word; zeros where a row has no more of them, or is null.
 QT_INLINE void load_words(const Rows& rows, index_t v, index_t byte, index_t bytes_left, i32v (&words)[kLanes]) {
+  const char* const* const of = rows.of + v * kLanes;
+  if (rows.all[v] && bytes_left >= index_t(sizeof(i32v))) {
 #pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i) {
-    const char* row = rows.of[v * kLanes + i];
-    words[i] = i32v{};
-    if (row) std::memcpy(&words[i], row + byte, bytes_left < index_t(sizeof(i32v)) ? bytes_left : sizeof(i32v));
+    for (int i = 0; i < kLanes; ++i) words[i] = load_bits(of[i] + byte);
+  } else {
+    const index_t bytes = bytes_left < index_t(sizeof(i32v)) ? bytes_left : sizeof(i32v);
+    for (int i = 0; i < kLanes; ++i) {
+      words[i] = i32v{};
+      if (of[i] && bytes > 0) std::memcpy(&words[i], of[i] + byte, bytes);
+    }
   }
   transpose(words);
 }

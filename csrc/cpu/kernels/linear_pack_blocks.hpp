@@ -22,20 +22,41 @@ struct HeadOfLane {
   }
 };
 
-// Low halves of bytes, then high ones.
+// Bytes side by side: of loops over them compilers do not know that what is written is not what is read.
+typedef std::uint8_t u8x16 __attribute__((vector_size(16)));
+QT_INLINE u8x16 bytes_at(const unsigned char* from) {
+  u8x16 bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  return bytes;
+}
+
+// Low halves of bytes, then high ones. count: of bytes, a multiple of 16, as in what follows.
 QT_INLINE void split(const unsigned char* from, index_t count, unsigned char* codes) {
-  for (index_t i = 0; i < count; ++i) codes[i] = from[i] & 15;
-  for (index_t i = 0; i < count; ++i) codes[count + i] = from[i] >> 4;
+#pragma GCC unroll 4
+  for (index_t i = 0; i < count; i += 16) {
+    const u8x16 bytes = bytes_at(from + i), low = bytes & 15, high = bytes >> 4;
+    std::memcpy(codes + i, &low, 16);
+    std::memcpy(codes + count + i, &high, 16);
+  }
 }
 
-// Adds bit n of each byte, as a code's `value`.
-QT_INLINE void add_bits(const unsigned char* from, index_t count, int n, int value, unsigned char* codes) {
-  for (index_t i = 0; i < count; ++i) codes[i] = (unsigned char)(codes[i] + (from[i] >> n & 1) * value);
+// Adds the bits of `mask` from bit n of each byte on, times `value`, to codes.
+QT_INLINE void add_bits(const unsigned char* from, index_t count, int n, int mask, int value, unsigned char* codes) {
+#pragma GCC unroll 2
+  for (index_t i = 0; i < count; i += 16) {
+    const u8x16 sum = bytes_at(codes + i) + (bytes_at(from + i) >> n & std::uint8_t(mask)) * std::uint8_t(value);
+    std::memcpy(codes + i, &sum, 16);
+  }
 }
 
-// Two bits from bit n on.
-QT_INLINE void take_pairs(const unsigned char* from, index_t count, int n, int value, unsigned char* codes) {
-  for (index_t i = 0; i < count; ++i) codes[i] = (unsigned char)(codes[i] + (from[i] >> n & 3) * value);
+// Adds bit n of a byte, times 16, to code n.
+QT_INLINE void add_bit_of_each(unsigned char bits, unsigned char* codes) {
+  constexpr std::uint64_t each = 0x0101010101010101;
+  const std::uint64_t apart = bits * each & 0x8040201008040201;  // its own in each byte
+  std::uint64_t sum;
+  std::memcpy(&sum, codes, sizeof sum);
+  sum += ((apart + 127 * each) >> 7 & each) << 4;
+  std::memcpy(codes, &sum, sizeof sum);
 }
 
 // 6-bit scales and minima of eight groups in twelve bytes: the first four have bytes of their own, whose upper two bits are the
@@ -64,7 +85,7 @@ void take_small(const Weight& weight, const unsigned char* from, unsigned char* 
   const bool five = weight.codes == Codes::five;
   split(from + (five ? 4 : 0), 16, codes);
   if (!five) return;
-  for (index_t i = 0; i < 32; ++i) codes[i] = (unsigned char)(codes[i] + (from[i / 8] >> (i % 8) & 1) * 16);
+  for (index_t i = 0; i < 4; ++i) add_bit_of_each(from[i], codes + 8 * i);
 }
 
 // Q4_K and Q5_K: d, minima's d, 6-bit scales; with 5 bits the upper ones, bit g of a byte for group g; halves of bytes.
@@ -74,14 +95,14 @@ void take_groups_of_32(const Weight& weight, const unsigned char* from, unsigned
   six_bits(from + 4, head);
   const unsigned char *const upper = from + 16, *const nibbles = upper + (five ? 32 : 0);
   for (int pair = 0; pair < 4; ++pair) split(nibbles + 32 * pair, 32, codes + 64 * pair);
-  for (int g = 0; five && g < 8; ++g) add_bits(upper, 32, g, 16, codes + 32 * g);
+  for (int g = 0; five && g < 8; ++g) add_bits(upper, 32, g, 1, 16, codes + 32 * g);
 }
 
 // Q6_K: halves of bytes, upper two bits, scales, d.
 void take_six(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   for (int half = 0; half < 2; ++half) {
     split(from + 64 * half, 64, codes + 128 * half);
-    for (int n = 0; n < 4; ++n) take_pairs(from + 128 + 32 * half, 32, 2 * n, 16, codes + 128 * half + 32 * n);
+    for (int n = 0; n < 4; ++n) add_bits(from + 128 + 32 * half, 32, 2 * n, 3, 16, codes + 128 * half + 32 * n);
   }
   for (int g = 0; g < 16; ++g) head.byte(1, g, from[192 + g]);
   head.half(0, from + 208);
@@ -89,13 +110,13 @@ void take_six(const unsigned char* from, unsigned char* codes, const HeadOfLane&
 
 QT_INLINE void take_lower_pairs(const unsigned char* from, unsigned char* codes) {
   std::memset(codes, 0, 256);
-  for (int n = 0; n < 8; ++n) take_pairs(from + n / 4 * 32, 32, n % 4 * 2, 1, codes + 32 * n);
+  for (int n = 0; n < 8; ++n) add_bits(from + n / 4 * 32, 32, n % 4 * 2, 3, 1, codes + 32 * n);
 }
 
 // Q3_K: upper bits, bit n of a byte for the n-th 32 k; pairs of bits; 6-bit scales, lower four bits and upper two; d.
 void take_three(const unsigned char* from, unsigned char* codes, const HeadOfLane& head) {
   take_lower_pairs(from + 32, codes);
-  for (int n = 0; n < 8; ++n) add_bits(from, 32, n, 4, codes + 32 * n);
+  for (int n = 0; n < 8; ++n) add_bits(from, 32, n, 1, 4, codes + 32 * n);
   const unsigned char *const lower = from + 96, *const upper = lower + 8;
   for (int g = 0; g < 16; ++g) {
     const int scale = (lower[g % 8] >> (g / 8 * 4) & 15) | (upper[g % 4] >> (g / 4 * 2) & 3) << 4;
@@ -141,28 +162,38 @@ index_t stored_bytes(const Weight& weight) {
   return codes + (weight.scales == Scales::bytes_minimum || weight.codes == Codes::three ? head - 4 : head);
 }
 
+inline constexpr index_t kTakenAtOnce = 256;  // k of each row
+
 void fill_blocks(const void* described, index_t begin, index_t end) {
   const PackCall& call = *(const PackCall*)described;
   const Weight& weight = *call.weight;
-  const index_t in_file = stored_bytes(weight);
-  alignas(64) unsigned char codes[kTileColumns * 256];
+  const index_t in_file = stored_bytes(weight), together = kTakenAtOnce / weight.block;
+  alignas(64) unsigned char codes[kTileColumns * kTakenAtOnce];
   for (index_t i = begin; i < end; ++i) {
     const index_t tile = call.first_tile + i;
     const Rows rows = rows_of(call, tile);
     Rows taken = rows;
     for (index_t lane = 0; lane < kTileColumns; ++lane)
-      if (rows.of[lane]) taken.of[lane] = (const char*)codes + lane * weight.block;
+      if (rows.of[lane]) taken.of[lane] = (const char*)codes + lane * kTakenAtOnce;
     char* const memory = weight.memory + tile * weight.tile_bytes;
     for (index_t lane = 0; lane < kTileColumns; ++lane) {
       const float one = weight.scales == Scales::exponent ? 0.5f : 1.0f;  // whose table is doubled
       if (rows.of[lane]) std::memcpy(memory + lane * 4, &one, 4);
     }
-    for (index_t block = 0; block < weight.blocks; ++block) {
-      char* const head = head_at(weight, memory, block);
-      for (index_t lane = 0; lane < kTileColumns; ++lane)
-        if (rows.of[lane])
-          take_block(weight, (const unsigned char*)rows.of[lane] + block * in_file, codes + lane * weight.block, {head, lane});
-      put_codes(weight, taken, memory, block * weight.block, weight.block, 0);
+    for (index_t first = 0, last; first < weight.blocks; first = last) {
+      last = weight.blocks - first < together ? weight.blocks : first + together;
+      const index_t ahead = (weight.blocks - last < together ? weight.blocks - last : together) * in_file;
+      for (index_t lane = 0; lane < kTileColumns; ++lane) {
+        if (!rows.of[lane]) continue;
+        // 64 rows are more streams than processors follow by themselves.
+        for (index_t at = 0; at < ahead; at += 64) __builtin_prefetch(rows.of[lane] + last * in_file + at);
+        for (index_t block = first; block < last; ++block) {
+          const unsigned char* const from = (const unsigned char*)rows.of[lane] + block * in_file;
+          unsigned char* const to = codes + lane * kTakenAtOnce + (block - first) * weight.block;
+          take_block(weight, from, to, {head_at(weight, memory, block), lane});
+        }
+      }
+      put_codes(weight, taken, memory, first * weight.block, (last - first) * weight.block, 0);
     }
   }
 }

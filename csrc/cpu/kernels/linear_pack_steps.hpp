@@ -18,35 +18,52 @@ QT_INLINE void put_halves(char* row, const Rows& rows, index_t v, i32v values) {
     }
 }
 
-// k [first, first + count) of the filled lanes from their rows, which begin with the first, plus `added` each. Returns an
-// upper bound of the codes: all their bits.
-std::uint8_t put_codes(const Weight& weight, const Rows& rows, char* tile, index_t first, index_t count, std::uint8_t added) {
-  const CodeStep size = step_of(weight.codes);
-  const int lines = int(size.bytes / kCodeLine);
+template <Codes kCodes>
+std::uint8_t put_codes_as(const Weight& weight, const Rows& rows, char* tile, index_t first, index_t count, std::uint8_t added) {
+  constexpr CodeStep size = step_of(kCodes);
   u8v any{};
   for (index_t begin = 0; begin < count; begin += kCodesAtOnce)
     for (index_t v = 0; v < kVectors; ++v) {
       if (!rows.any[v]) continue;
       i32v fours[kCodesAtOnce / 4];
+#pragma GCC unroll 4
       for (index_t i = 0; i < kCodesAtOnce / 4; i += kLanes) {
-        i32v words[kLanes] = {};
-        if (begin + i * 4 < count) load_words(rows, v, begin + i * 4, count - begin - i * 4, words);
+        i32v words[kLanes];
+        load_words(rows, v, begin + i * 4, count - begin - i * 4, words);
+#pragma GCC unroll 16
         for (index_t j = 0; j < kLanes; ++j) {
           const u8v codes = (u8v)words[j] + added;
           any |= codes;
           fours[i + j] = (i32v)codes;
         }
       }
+      char* to = codes_at(weight, tile, first + begin);
+      index_t left = weight.block - (first + begin) % weight.block;  // of its block
       for (index_t k = 0; k < kCodesAtOnce && begin + k < count; k += size.k) {
-        const StoredStep step = stored_step(weight.codes, fours + k / 4);
-        char* const to = codes_at(weight, tile, first + begin + k);
-        for (int line = 0; line < lines; ++line) put(to + line * kCodeLine, rows, v, step.lines[line]);
-        if (weight.codes == Codes::three) put_halves(to + kCodeLine, rows, v, step.halves);
+        const StoredStep step = stored_step(kCodes, fours + k / 4);
+        for (int line = 0; line < lines_of(kCodes); ++line) put(to + line * kCodeLine, rows, v, step.lines[line]);
+        if constexpr (kCodes == Codes::three) put_halves(to + kCodeLine, rows, v, step.halves);
+        to += size.bytes, left -= size.k;
+        if (left <= 0) to += weight.head_bytes, left = weight.block;
       }
     }
   std::uint8_t bits = 0;
   for (int i = 0; i < 4 * kLanes; ++i) bits = std::uint8_t(bits | any[i]);
   return bits;
+}
+
+// k [first, first + count) of the filled lanes from their rows, which begin with the first, plus `added` each. Returns an
+// upper bound of the codes: all their bits.
+std::uint8_t put_codes(const Weight& weight, const Rows& rows, char* tile, index_t first, index_t count, std::uint8_t added) {
+  switch (weight.codes) {
+    case Codes::four: return put_codes_as<Codes::four>(weight, rows, tile, first, count, added);
+    case Codes::table: return put_codes_as<Codes::table>(weight, rows, tile, first, count, added);
+    case Codes::six: return put_codes_as<Codes::six>(weight, rows, tile, first, count, added);
+    case Codes::five: return put_codes_as<Codes::five>(weight, rows, tile, first, count, added);
+    case Codes::three: return put_codes_as<Codes::three>(weight, rows, tile, first, count, added);
+    case Codes::two: return put_codes_as<Codes::two>(weight, rows, tile, first, count, added);
+    default: return put_codes_as<Codes::eight>(weight, rows, tile, first, count, added);
+  }
 }
 
 }  // namespace

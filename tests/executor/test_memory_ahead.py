@@ -1,0 +1,96 @@
+"""Memory for weights is begun before anything knows how much they take: what was begun is used, or given back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.frontend.configs import make_config
+
+from quintet.executor.platforms.huge_memory import PAGE_BYTES, PIECE_BYTES, HugeMemory
+from quintet.executor.weights.read_ahead import reserve_ahead, take_reserved
+from quintet.executor.weights.store import Description, reserve
+from quintet.wire.config import EngineConfig
+
+EXPECTED = 4 * PIECE_BYTES
+
+
+class Layer:
+    """A store that keeps what it is given."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.description: Description = {}
+        self.memory = torch.empty(0)
+
+    def open(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+
+def config_of(folder: Path, **executor: Any) -> EngineConfig:
+    config = make_config(str(folder))
+    changed = {"kind": "torch", "device": "cpu", "weight_bytes": EXPECTED, **executor}
+    return msgspec.structs.replace(config, executor=msgspec.structs.replace(config.executor, **changed))
+
+
+@pytest.fixture
+def ahead(tmp_path: Path) -> Iterator[HugeMemory]:
+    reserve_ahead(config_of(tmp_path))
+    memory = take_reserved()
+    assert memory is not None
+    yield memory
+    assert take_reserved() is None, "it is taken once"
+
+
+@pytest.mark.parametrize("num_bytes", [EXPECTED // 2, EXPECTED, EXPECTED + EXPECTED // 8])
+def test_weights_lie_in_it_if_they_have_room_there(ahead: HugeMemory, num_bytes: int) -> None:
+    layers = [Layer(num_bytes - 4096), Layer(4000)]
+    reservation = reserve(layers, ahead)
+    assert reservation is not None
+    assert ahead.length - PAGE_BYTES < num_bytes <= ahead.length
+    begin = ahead.offset + torch.frombuffer(ahead.map, dtype=torch.uint8).data_ptr()
+    assert [layer.memory.data_ptr() for layer in layers] == [begin, begin + num_bytes - 4096]
+    for layer in layers:
+        layer.memory.fill_(1)
+        assert int(layer.memory.sum(dtype=torch.int64)) == layer.num_bytes
+
+
+def test_what_is_too_small_is_given_back(ahead: HugeMemory) -> None:
+    layer = Layer(2 * EXPECTED)
+    assert reserve([layer], ahead) is not None
+    assert ahead.map.closed
+    assert layer.memory.nbytes == layer.num_bytes and not layer.memory.any()
+
+
+def test_nothing_to_pack_gives_it_back(ahead: HugeMemory) -> None:
+    assert reserve([], ahead) is None
+    assert ahead.map.closed
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"device": "cuda"},
+        {"tensor_parallel_size": 2},
+        {"pipeline_parallel_size": 2},
+        {"packed_cache": "folder"},
+        {"weight_bytes": 0},
+    ],
+    ids=str,
+)
+def test_none_is_begun_where_this_process_does_not_pack_all_weights(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    reserve_ahead(config_of(tmp_path, **changed))
+    assert take_reserved() is None
+
+
+def test_none_is_begun_for_layers_of_transformers(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    model = msgspec.structs.replace(config.model, implementation="transformers")
+    reserve_ahead(msgspec.structs.replace(config, model=model))
+    assert take_reserved() is None
