@@ -13,6 +13,7 @@ from quintet.executor.gguf.weights import open_gguf
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
 from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.ops.huge_memory import HugeMemory
 from quintet.executor.platforms.platform import Platform
 from quintet.executor.quant.blocks import read_blocks
 from quintet.executor.quant.formats.registry import recognise
@@ -23,7 +24,6 @@ from quintet.executor.quant.rounded_inputs import RoundedInputs
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.weights.packed_cache import PackedCache
-from quintet.executor.weights.read_ahead import take_reserved
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
@@ -32,11 +32,17 @@ MODEL_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32":
 
 
 def load_model(
-    config: EngineConfig, platform: Platform, *, on_device: bool = False, share: Share = WHOLE
+    config: EngineConfig,
+    platform: Platform,
+    *,
+    on_device: bool = False,
+    share: Share = WHOLE,
+    ahead: HugeMemory | None = None,
 ) -> CausalModel:
     """Return the configured model, or a rank's share of it, with its weights.
 
-    on_device: whether our kernels of a device multiply by them.
+    on_device: whether our kernels of a device multiply by them. ahead: memory for them, see
+    `quintet.executor.weights.store.reserve`.
     """
     card = card_of(config.model)
     stored = recognise(card)
@@ -55,7 +61,7 @@ def load_model(
         if files is None:
             fill_randomly(model.weights, config.executor.seed)
         else:
-            load_checkpoint(model.weights, files, _packed_cache(config, share), take_reserved())
+            load_checkpoint(model.weights, files, _packed_cache(config, share), ahead)
             if config.cache.dtype == "fp8":
                 read_kv_scales(files, model.attentions, by_head=platform.device.type == "cpu")
         model.weights.release()

@@ -87,15 +87,18 @@ def _set_environment() -> None:
 def make_worker(config: EngineConfig, span: Span, followers: Followers | None = None) -> StepWorker:
     """Import and build the worker that the configuration names; with ``followers``, one that has other ranks compute too."""
     _set_environment()
+    ahead = None
     if config.executor.kind == "torch" and config.executor.load_format == "auto":
         read_ahead(config, share_of(config.executor, 0).label)
-        reserve_ahead(config)
+        ahead = reserve_ahead(config)
     path = LEADERS[config.executor.device] if followers else WORKERS[config.executor.kind]
     module, _, function = path.partition(":")
     gc.disable()  # importing torch makes a million objects that stay: looking through them takes a seventh of its second
     make: Callable[..., StepWorker] = getattr(importlib.import_module(module), function)
     gc.enable()
-    return make(config, span) if followers is None else make(config, span, followers)
+    if followers is not None:
+        return make(config, span, followers)
+    return make(config, span) if ahead is None else make(config, span, ahead)
 
 
 Message = StepPlan | KvOrders | KvPins

@@ -25,6 +25,7 @@ from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel
 from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
+from quintet.executor.ops.huge_memory import HugeMemory
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.parallel.library import Note
@@ -223,10 +224,10 @@ class Worker:
         self.runner.copy_blocks(sources, targets)
 
 
-def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
-    """Open the device, build and load the model, reserve KV memory."""
+def make_worker(config: EngineConfig, span: Span = no_span, ahead: HugeMemory | None = None) -> StepWorker:
+    """Open the device, build and load the model, reserve KV memory. ahead: for weights on the host, see `load_model`."""
     if config.executor.device != "cuda" or config.model.implementation == "transformers":
-        return make_torch_worker(config, span)
+        return make_torch_worker(config, span, ahead=ahead)
     from quintet.executor.cuda.boot import make_device_worker  # dozens of modules that only a GPU needs
     from quintet.executor.platforms.cuda import open_cuda_device
 
@@ -241,7 +242,11 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> StepWorker:
 
 
 def make_torch_worker(
-    config: EngineConfig, span: Span = no_span, ranks: Ranks | None = None, crossings: Sequence[int] = ()
+    config: EngineConfig,
+    span: Span = no_span,
+    ranks: Ranks | None = None,
+    crossings: Sequence[int] = (),
+    ahead: HugeMemory | None = None,
 ) -> Worker:
     """Return the worker of a CPU, or of a GPU without our kernels; of rank 0 of a model that is divided."""
     begun = time.monotonic()
@@ -249,7 +254,8 @@ def make_torch_worker(
     num_blocks = num_blocks_of(config)
     if config.model.implementation == "transformers":
         return _make_transformers_worker(config, platform, num_blocks, begun, span)
-    model = load_model(config, platform, share=share_of(config.executor, 0) if ranks is None else ranks.share)
+    share = share_of(config.executor, 0) if ranks is None else ranks.share
+    model = load_model(config, platform, share=share, ahead=ahead)
     facts = facts_of(config, platform, model.weights.num_bytes, begun)
     stage = _open_stage(model, config, platform, num_blocks, WHOLE if ranks is None else ranks.share, ranks)
     return Worker(

@@ -19,6 +19,7 @@ constexpr bool is_counted_by_shifts(const Form& form) {
   return std::has_single_bit(std::size_t(step_of(form.codes).k)) && (form.block == 0 || std::has_single_bit(std::size_t(form.block)));
 }
 static_assert(std::all_of(std::begin(kForms), std::end(kForms), is_counted_by_shifts));  // linear_integer_piece.hpp
+static_assert(std::all_of(std::begin(kForms), std::end(kForms), [](const Form& form) { return form.block <= 256; }));  // linear_pack_blocks.hpp
 
 // Slices of k (linear.hpp): so many that the narrowest items are at least this many, where depth allows. 64 threads then have
 // four or five each, and who has one more than others is not much behind.

@@ -9,7 +9,7 @@ make room for one page of 2 MiB, and whoever starts a server waits for the first
 
 On a machine with several memory nodes the pages lie on those that compute, in turn (`executor.platforms.memory_nodes`).
 
-Nothing here changes what the memory holds. Who makes it ready: `executor.platforms.huge_memory`.
+Nothing here changes what the memory holds. Who makes it ready: `executor.ops.huge_memory`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import time
 
 import torch
 
-from quintet.executor.platforms.huge_memory import PAGE_BYTES, HugeMemory, helpers
+from quintet.executor.ops.huge_memory import PAGE_BYTES, HugeMemory, spare_threads
 
 MADV_COLLAPSE = 25
 """Linux 6.1. Python's mmap has no name for it."""
 
 
 class HugePages:
-    """One reservation, which the tensor keeps alive."""
+    """One reservation, whose memory the tensor keeps alive."""
 
     def __init__(self, size_bytes: int, reserved: HugeMemory | None = None) -> None:
         """Take ``reserved``, of at least so many bytes, or reserve them; return when they are ready."""
         own = HugeMemory(size_bytes) if reserved is None else reserved
-        own.begin(size_bytes, helpers())
+        own.begin(size_bytes, spare_threads())
         own.finish()
         self._map, self._begin, self._length = own.map, own.offset, own.length
         whole = torch.frombuffer(own.map, dtype=torch.uint8)
@@ -54,7 +54,9 @@ class HugePages:
         while self.is_scattered:
             begin, self._gathered = self._begin + self._gathered, self._gathered + PAGE_BYTES
             with contextlib.suppress(OSError):  # no room, nothing written there yet, or an older system
-                self._map.madvise(mmap.MADV_HUGEPAGE, begin, PAGE_BYTES)
+                self._map.madvise(
+                    mmap.MADV_HUGEPAGE, begin, PAGE_BYTES
+                )  # those that are small must not be others
                 self._map.madvise(MADV_COLLAPSE, begin, PAGE_BYTES)
             if time.perf_counter() > deadline:
                 break

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from quintet.executor.platforms.huge_memory import HugeMemory
+from quintet.executor.ops.huge_memory import HugeMemory
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.files import PICKLED, checkpoint_files
 from quintet.executor.weights.mapped import DTYPES, MappedFile
@@ -43,7 +43,6 @@ def load_checkpoint(
     """
     names = expected_names(plan, files)
     if cache is not None and plan.stores and cache.open(files, plan.stores):
-        reserve([], ahead)
         _deliver(plan, files, names, packed=True)
         return
     plan.reservation = reserve(plan.stores, ahead)

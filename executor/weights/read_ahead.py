@@ -6,13 +6,12 @@ which there turns out to be too little.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from quintet.executor.platforms.huge_memory import HugeMemory
+from quintet.executor.ops.huge_memory import HugeMemory, spare_threads
 from quintet.executor.weights.files import checkpoint_files, packed_file
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
@@ -23,11 +22,8 @@ MAX_SHARE_OF_MEMORY = 0.5
 """Of more than this, the first pages would be gone before they are used."""
 ROOM = 1.25
 """Reserved, over what weights are expected to take. What is too much is given back."""
-CERTAIN = 0.9
+USUALLY_NEEDED = 0.9
 """Of what is expected: so much is made ready before it is known."""
-
-_reserved: list[HugeMemory] = []
-"""At most one, until it is taken."""
 
 
 def read_ahead(config: EngineConfig, whose: str = "") -> None:
@@ -36,22 +32,23 @@ def read_ahead(config: EngineConfig, whose: str = "") -> None:
         threading.Thread(target=_ask, args=(files_ahead(config, whose),), daemon=True).start()
 
 
-def reserve_ahead(config: EngineConfig) -> None:
-    """Begin to make memory ready for packed weights, from a thread of its own, where this process packs all of them."""
+def reserve_ahead(config: EngineConfig) -> HugeMemory | None:
+    """Begin to make memory ready for packed weights, from a thread of its own, where this process may pack all of a model's.
+
+    Whoever gets it uses it or gives it back.
+    """
     executor = config.executor
     packs_all = (
         executor.device == "cpu" and executor.num_ranks == 1 and config.model.implementation == "quintet"
     )
     if not packs_all or executor.weight_bytes == 0 or executor.packed_cache is not None:
-        return
-    with contextlib.suppress(OSError):  # a system that promises no more than it has
-        _reserved.append(HugeMemory(int(executor.weight_bytes * ROOM)))
-        _reserved[-1].begin(int(executor.weight_bytes * CERTAIN), 1)
-
-
-def take_reserved() -> HugeMemory | None:
-    """Return what is made ready, once, None where nothing is. Its next owner uses it or gives it back."""
-    return _reserved.pop() if _reserved else None
+        return None
+    try:
+        memory = HugeMemory(int(executor.weight_bytes * ROOM))
+    except OSError:  # a system that promises no more than it has
+        return None
+    memory.begin(int(executor.weight_bytes * USUALLY_NEEDED), min(1, spare_threads()))
+    return memory
 
 
 def files_ahead(config: EngineConfig, whose: str = "") -> Sequence[Path]:

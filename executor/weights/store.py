@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
+from quintet.executor.ops.huge_memory import HugeMemory
 from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.platforms.huge_memory import HugeMemory
 
 SECTION_ALIGNMENT = 4096
 """Sections begin on pages, in memory as in a file that is mapped."""

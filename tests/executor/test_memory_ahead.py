@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,11 @@ import pytest
 import torch
 from tests.frontend.configs import make_config
 
-from quintet.executor.platforms.huge_memory import PAGE_BYTES, PIECE_BYTES, HugeMemory
-from quintet.executor.weights.read_ahead import reserve_ahead, take_reserved
+from quintet.executor import main
+from quintet.executor.ops.huge_memory import PAGE_BYTES, PIECE_BYTES, HugeMemory
+from quintet.executor.weights.read_ahead import reserve_ahead
 from quintet.executor.weights.store import Description, reserve
+from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig
 
 EXPECTED = 4 * PIECE_BYTES
@@ -38,12 +40,10 @@ def config_of(folder: Path, **executor: Any) -> EngineConfig:
 
 
 @pytest.fixture
-def ahead(tmp_path: Path) -> Iterator[HugeMemory]:
-    reserve_ahead(config_of(tmp_path))
-    memory = take_reserved()
+def ahead(tmp_path: Path) -> HugeMemory:
+    memory = reserve_ahead(config_of(tmp_path))
     assert memory is not None
-    yield memory
-    assert take_reserved() is None, "it is taken once"
+    return memory
 
 
 @pytest.mark.parametrize("num_bytes", [EXPECTED // 2, EXPECTED, EXPECTED + EXPECTED // 8])
@@ -85,12 +85,29 @@ def test_nothing_to_pack_gives_it_back(ahead: HugeMemory) -> None:
 def test_none_is_begun_where_this_process_does_not_pack_all_weights(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    reserve_ahead(config_of(tmp_path, **changed))
-    assert take_reserved() is None
+    assert reserve_ahead(config_of(tmp_path, **changed)) is None
 
 
 def test_none_is_begun_for_layers_of_transformers(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     model = msgspec.structs.replace(config.model, implementation="transformers")
-    reserve_ahead(msgspec.structs.replace(config, model=model))
-    assert take_reserved() is None
+    assert reserve_ahead(msgspec.structs.replace(config, model=model)) is None
+
+
+@pytest.mark.parametrize(("kind", "load_format"), [("torch", "auto"), ("torch", "dummy"), ("mock", "auto")])
+def test_a_worker_that_reads_weights_is_handed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, load_format: str
+) -> None:
+    given: list[tuple[Any, ...]] = []
+    monkeypatch.setitem(main.WORKERS, kind, f"{__name__}:worker")
+    monkeypatch.setattr(sys.modules[__name__], "worker", lambda *them: given.append(them))
+    main.make_worker(config_of(tmp_path, kind=kind, load_format=load_format), no_span)
+    (them,) = given
+    begun = them[2:]
+    assert [type(each) for each in begun] == [HugeMemory] * (kind == "torch" and load_format == "auto")
+    for memory in begun:
+        memory.shrink(0)
+
+
+def worker() -> None:
+    """Stands for the one that the configuration names."""

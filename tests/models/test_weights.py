@@ -22,6 +22,7 @@ from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.families.llama import llama
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.model import CausalModel, Setting
+from quintet.executor.ops.huge_memory import HugeMemory
 from quintet.executor.weights.load import random_tensor, random_tensor_on
 from quintet.executor.weights.plan import Expected
 from quintet.executor.worker import make_torch_worker
@@ -49,6 +50,16 @@ def test_shards_are_read_through_their_index(serve: Callable[..., Any], tmp_path
     served = serve(tiny(), max_shard_size="20KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    request = served.core.add([1, 2, 3], max_tokens=8)
+    served.core.run()
+    assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
+
+
+def test_weights_lie_in_memory_that_was_begun_before(serve: Callable[..., Any]) -> None:
+    served = serve(tiny())
+    ahead = HugeMemory(64 << 20)
+    served.core.worker = make_torch_worker(served.config, ahead=ahead)
+    assert 0 < ahead.length < 64 << 20, "what is not needed of it is given back"
     request = served.core.add([1, 2, 3], max_tokens=8)
     served.core.run()
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]

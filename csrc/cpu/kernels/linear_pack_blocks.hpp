@@ -1,6 +1,6 @@
 // Packing of blocks as GGUF files have them (ggml's quantized types): their numbers as they are, in the order of a tile.
 //
-// A row of the file is blocks of 32 or 256 k, each with its scales. A thread owns a tile: it takes one block of each of up to 64
+// A row of the file is blocks of 32 or 256 k, each with its scales. A thread owns a tile: it takes 256 k of each of up to 64
 // rows apart into bytes, which go into steps (linear_pack_steps.hpp), and what it is scaled with into the head. The weight's codes
 // and scales say which type it is.
 #pragma once
@@ -186,7 +186,8 @@ void fill_blocks(const void* described, index_t begin, index_t end) {
       for (index_t lane = 0; lane < kTileColumns; ++lane) {
         if (!rows.of[lane]) continue;
         // 64 rows are more streams than processors follow by themselves.
-        for (index_t at = 0; at < ahead; at += 64) __builtin_prefetch(rows.of[lane] + last * in_file + at);
+        const char* const next = rows.of[lane] + last * in_file;
+        for (index_t at = 0; at < ahead; at += 64) __builtin_prefetch(next + at);
         for (index_t block = first; block < last; ++block) {
           const unsigned char* const from = (const unsigned char*)rows.of[lane] + block * in_file;
           unsigned char* const to = codes + lane * kTakenAtOnce + (block - first) * weight.block;
