@@ -54,9 +54,7 @@ class HugePages:
         while self.is_scattered:
             begin, self._gathered = self._begin + self._gathered, self._gathered + PAGE_BYTES
             with contextlib.suppress(OSError):  # no room, nothing written there yet, or an older system
-                self._map.madvise(
-                    mmap.MADV_HUGEPAGE, begin, PAGE_BYTES
-                )  # those that are small must not be others
+                self._map.madvise(mmap.MADV_HUGEPAGE, begin, PAGE_BYTES)  # which `HugeMemory.finish` forbade
                 self._map.madvise(MADV_COLLAPSE, begin, PAGE_BYTES)
             if time.perf_counter() > deadline:
                 break

@@ -104,12 +104,7 @@ def test_nothing_is_asked_of_a_system_that_gives_none(
 @pytest.mark.parametrize(
     ("made", "found_none", "slack_s", "is_scattered"),
     [
-        (
-            0,
-            0,
-            -1e6,
-            False,
-        ),  # as where a hypervisor gives memory when it is touched: small pages would be as slow
+        (0, 0, -1e6, False),  # slow, as where a hypervisor gives memory when it is touched
         (LEAST_STALLS - 1, 0, -1e6, True),  # with the second piece
         (LEAST_STALLS // 3 - 1, 0, -1e6, False),  # as others might have made
         (LEAST_STALLS, 0, 1e6, False),  # not slow
