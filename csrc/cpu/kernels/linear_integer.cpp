@@ -104,7 +104,7 @@ QT_INLINE void begin_units(const LinearCall& call, const Plan& plan, const Linea
   unit.scales = weight.scales;
   unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
   unit.x_stride = call.prepared_stride;
-  unit.middle = float(middle), unit.table = &weight.table;
+  unit.over_middle = 1.0f / float(middle), unit.table = &weight.table;
   unit.biased = 1 - kDotBias / middle;  // an offset is -middle times x's sum: so much is (kDotBias - middle) times it
   unit.whole = plan.whole;
   unit.line = plan.expanded ? plan.width * 4 : plan.step.bytes;
@@ -157,8 +157,8 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
   plan.multiply = multiply_for<Dot>(plan.expanded ? Codes::eight : weight.codes);
   if constexpr (std::is_same_v<Dot, BytesDot16> && kLanes == 16) {
-    const bool alike = asks && weight.depth % plan.in_group == 0 && plan.width == kTileColumns;
-    const MultiplyUnit row = item.rows == 1 && alike ? row_multiplier(weight.codes, weight.scales, weight.group) : nullptr;
+    const bool alike = weight.depth % plan.in_group == 0 && plan.width == kTileColumns;
+    const MultiplyUnit row = item.rows == 1 && alike ? row_multiplier(weight.codes, weight.scales, weight.group, asks) : nullptr;
     if (row != nullptr) plan.multiply = row;
   }
   return plan;
@@ -223,7 +223,7 @@ void make_singles(const Weight& weight, const Plan& plan, const LinearItem& item
   for (index_t groups = parts_of(piece.depth, plan.in_group); groups > 0; groups -= in_block) {
     for (index_t span = 0; span < item.spans; ++span)
       make(head, groups < in_block ? groups : in_block, item.from + span * kPairedColumns, item.to - item.from,
-           float(middle_of(weight.codes)), singles);
+           1.0f / float(middle_of(weight.codes)), singles);
     head += plan.block_bytes, singles += in_block * single_bytes(weight.scales);
   }
 }

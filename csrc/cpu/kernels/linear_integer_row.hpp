@@ -20,7 +20,7 @@ using MultiplyUnit = void (*)(const Unit&, index_t rows, index_t columns);
 // Ahead of what is read, into the first-level cache.
 inline constexpr index_t kSoonBytes = 1024;
 
-template <Codes kCodes, Scales kScales, index_t kGroup>
+template <Codes kCodes, Scales kScales, index_t kGroup, bool kAsks>
 void multiply_row(const Unit& unit, index_t, index_t) {
   using Dot = BytesDot16;
   constexpr int V = kTileColumns / kLanes;
@@ -29,6 +29,7 @@ void multiply_row(const Unit& unit, index_t, index_t) {
   constexpr index_t x_step = Dot::x_bytes * fours_of(kCodes);
   static_assert(kGroup % kStep.k == 0 && kStep.bytes % 64 == 0);
   const index_t apart = unit.fetch.apart;
+  const float over_middle = unit.over_middle;
   const char *x = unit.x, *block = unit.weight, *head = unit.heads;
   const char* ahead = unit.fetch.at != nullptr ? unit.fetch.at : unit.weight;  // nothing comes next: what is there already
   alignas(64) float widened[2 * kTileColumns];
@@ -38,7 +39,7 @@ void multiply_row(const Unit& unit, index_t, index_t) {
 #pragma GCC unroll 8
   for (int v = 0; v < V; ++v) out[v] = load(unit.sums + v * kLanes);
   for (index_t begin = 0; begin < unit.groups; begin += unit.in_block, block += unit.weight_stride, head += unit.head_stride) {
-    for (index_t i = 0; i < unit.fetch.at_head; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
+    for (index_t i = 0; kAsks && i < unit.fetch.at_head; ++i, ahead += apart) __builtin_prefetch(ahead, 0, 2);
     begin_block(unit, head, widened);
     const char* weight = block;
     const index_t groups = unit.groups - begin < unit.in_block ? unit.groups - begin : unit.in_block;
@@ -52,7 +53,7 @@ void multiply_row(const Unit& unit, index_t, index_t) {
       for (int s = 0; s < kSteps; ++s) {
         const char* const at = weight + s * kStep.bytes;
 #pragma GCC unroll 20
-        for (int line = 0; line < kLines; ++line, ahead += apart) {
+        for (int line = 0; kAsks && line < kLines; ++line, ahead += apart) {
           __builtin_prefetch(ahead, 0, 2);
           __builtin_prefetch(at + kSoonBytes + line * 64, 0, 3);
         }
@@ -64,9 +65,9 @@ void multiply_row(const Unit& unit, index_t, index_t) {
       for (int v = 0; v < V; ++v) {
         f32v scale, shift;
         if constexpr (share_halves(kScales))
-          scales_of(kScales, widened + v * kLanes, head, i, v * kLanes, unit.middle, scale, shift);
+          scales_of(kScales, widened + v * kLanes, head, i, v * kLanes, over_middle, scale, shift);
         else
-          scales_of(kScales, head, i, v * kLanes, unit.middle, scale, shift);
+          scales_of(kScales, head, i, v * kLanes, over_middle, scale, shift);
         out[v] = fma(to_float(Dot::total(sums[0][v])), scale * all(unit.x_scales[g]), out[v]);
         if constexpr (shifts(kScales)) out[v] = fma(shift, all(unit.x_shares[g]), out[v]);
       }
@@ -77,26 +78,33 @@ void multiply_row(const Unit& unit, index_t, index_t) {
   if (unit.ends) end_slice<1, V>(unit);
 }
 
-// For a format of GGUF; null for others.
-QT_INLINE MultiplyUnit row_multiplier(Codes codes, Scales scales, index_t group) {
+template <bool kAsks>
+MultiplyUnit row_multiplier_that(Codes codes, Scales scales, index_t group) {
   if (group == 32) {
     if (scales == Scales::half) {
-      if (codes == Codes::eight) return multiply_row<Codes::eight, Scales::half, 32>;
-      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half, 32>;
-      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half, 32>;
-      if (codes == Codes::table) return multiply_row<Codes::table, Scales::half, 32>;
+      if (codes == Codes::eight) return multiply_row<Codes::eight, Scales::half, 32, kAsks>;
+      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half, 32, kAsks>;
+      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half, 32, kAsks>;
+      if (codes == Codes::table) return multiply_row<Codes::table, Scales::half, 32, kAsks>;
     }
+    if (codes == Codes::table && scales == Scales::exponent) return multiply_row<Codes::table, Scales::exponent, 32, kAsks>;
+    if (codes == Codes::table && scales == Scales::bytes) return multiply_row<Codes::table, Scales::bytes, 32, kAsks>;
     if (scales == Scales::half_minimum) {
-      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half_minimum, 32>;
-      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half_minimum, 32>;
+      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half_minimum, 32, kAsks>;
+      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half_minimum, 32, kAsks>;
     }
     if (scales == Scales::bytes_minimum) {
-      if (codes == Codes::four) return multiply_row<Codes::four, Scales::bytes_minimum, 32>;
-      if (codes == Codes::five) return multiply_row<Codes::five, Scales::bytes_minimum, 32>;
+      if (codes == Codes::four) return multiply_row<Codes::four, Scales::bytes_minimum, 32, kAsks>;
+      if (codes == Codes::five) return multiply_row<Codes::five, Scales::bytes_minimum, 32, kAsks>;
     }
   }
-  if (group == 16 && codes == Codes::six && scales == Scales::bytes) return multiply_row<Codes::six, Scales::bytes, 16>;
+  if (group == 16 && codes == Codes::six && scales == Scales::bytes) return multiply_row<Codes::six, Scales::bytes, 16, kAsks>;
   return nullptr;
+}
+
+// For a format of GGUF; null for others.
+QT_INLINE MultiplyUnit row_multiplier(Codes codes, Scales scales, index_t group, bool asks) {
+  return asks ? row_multiplier_that<true>(codes, scales, group) : row_multiplier_that<false>(codes, scales, group);
 }
 
 }  // namespace

@@ -56,7 +56,7 @@ struct Unit {
   index_t groups, steps, last_steps;  // steps in a group and in the last one
   index_t in_block;                   // groups of a block
   const unsigned char (*table)[16];   // Codes::table
-  float middle;                       // the stored integer that means zero
+  float over_middle;                  // 1 / the stored integer that means zero
   const char* head;                   // the matrix unit's: of the block whose sums are added,
   index_t head_group;                 // and which of its groups it is
   std::int32_t biased;                // times its offset: what a group's sums of dot_bytes begin with
@@ -124,9 +124,9 @@ QT_INLINE void add_group_as(const i32v (&sums)[R][V][Dot::kSums], const Unit& un
     f32v scale, shift;
     const index_t column = unit.column + v * kLanes;
     if constexpr (V * kLanes == kTileColumns && share_halves(kScales))
-      scales_of(kScales, widened + column, head, in_block, column, unit.middle, scale, shift);
+      scales_of(kScales, widened + column, head, in_block, column, unit.over_middle, scale, shift);
     else
-      scales_of(kScales, head, in_block, column, unit.middle, scale, shift);
+      scales_of(kScales, head, in_block, column, unit.over_middle, scale, shift);
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const f32v x_scale = all(*row_of(x_scales, r, x_stride)), sum = load(out + r * kTileColumns);

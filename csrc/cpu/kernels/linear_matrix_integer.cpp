@@ -260,7 +260,7 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
   work.unit.scales = weight.scales;
   work.unit.column_scales = weight.memory + item.tile * weight.tile_bytes;
   work.unit.x_stride = call.prepared_stride;
-  work.unit.middle = float(middle_of(weight.codes));
+  work.unit.over_middle = 1.0f / float(middle_of(weight.codes));
   work.unit.whole = plan.whole;
   work.unit.head_stride = weight.block_bytes, work.unit.in_block = plan.grouped ? weight.block / weight.group : 1;
   for (index_t end = item.k; end < item.k_end;) {

@@ -26,20 +26,20 @@ QT_INLINE f32v eighths_of(i32v bits) {
 
 // Of group `group` of a block and one vector of columns from `column` on: the scale; and where the format has zero points or
 // minima (shifts), what is multiplied with `middle` times the sum of x: a weight is (stored - middle) scale + middle shift.
-// halves: the head's first numbers, from the column on, as they are or widened.
+// halves: the head's first numbers, from the column on, as they are or widened. over_middle: 1 / middle.
 template <class Half>
-QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, index_t group, index_t column, float middle, f32v& scale,
+QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, index_t group, index_t column, float over_middle, f32v& scale,
                          f32v& shift) {
   switch (scales) {
     case Scales::column: scale = all(1.0f); return;
     case Scales::half: scale = load(halves); return;
     case Scales::half_zero:
       scale = load(halves);
-      shift = scale * (1.0f - floats_of(head + kHalves + column) * (1.0f / middle));
+      shift = scale * (1.0f - floats_of(head + kHalves + column) * over_middle);
       return;
     case Scales::half_minimum:
       scale = load(halves);
-      shift = fma(load(halves + kTileColumns), all(1.0f / middle), scale);
+      shift = fma(load(halves + kTileColumns), all(over_middle), scale);
       return;
     case Scales::bytes:
       scale = load(halves) * signed_floats_of(head + kHalves + group * kTileColumns + column);
@@ -47,13 +47,13 @@ QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, in
     case Scales::bytes_minimum: {
       const char* const bytes = head + 2 * kHalves + group * 2 * kTileColumns + column;
       scale = load(halves) * floats_of(bytes);
-      shift = fma(load(halves + kTileColumns) * floats_of(bytes + kTileColumns), all(-1.0f / middle), scale);
+      shift = fma(load(halves + kTileColumns) * floats_of(bytes + kTileColumns), all(-over_middle), scale);
       return;
     }
     case Scales::nibbles: {
       const i32v bytes = load_bytes(head + 2 * kHalves + group * kTileColumns + column);
       scale = load(halves) * to_float(bytes & 15);
-      shift = fma(load(halves + kTileColumns) * to_float(bytes >> 4), all(-1.0f / middle), scale);
+      shift = fma(load(halves + kTileColumns) * to_float(bytes >> 4), all(-over_middle), scale);
       return;
     }
     case Scales::exponent: scale = powers_of(head + column); return;
@@ -62,7 +62,7 @@ QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, in
     case Scales::single_zero: {
       const float* const singles = (const float*)head + column;
       scale = load(singles);
-      shift = scale * (1.0f - load(singles + kTileColumns) * (1.0f / middle));
+      shift = scale * (1.0f - load(singles + kTileColumns) * over_middle);
       return;
     }
     case Scales::single_shift: {
@@ -73,8 +73,8 @@ QT_INLINE void scales_of(Scales scales, const Half* halves, const char* head, in
   }
 }
 
-QT_INLINE void scales_of(Scales scales, const char* head, index_t group, index_t column, float middle, f32v& scale, f32v& shift) {
-  scales_of(scales, (const fp16*)head + column, head, group, column, middle, scale, shift);
+QT_INLINE void scales_of(Scales scales, const char* head, index_t group, index_t column, float over_middle, f32v& scale, f32v& shift) {
+  scales_of(scales, (const fp16*)head + column, head, group, column, over_middle, scale, shift);
 }
 
 // Whether all groups of a block have their scales from the same two halves.
@@ -89,11 +89,11 @@ constexpr index_t single_bytes(Scales scales) { return kTileColumns * (shifts(sc
 
 // Makes singles of `groups` of a block, of columns [column, column + columns).
 template <Scales kScales>
-void make_singles_of(const char* head, index_t groups, index_t column, index_t columns, float middle, char* singles) {
+void make_singles_of(const char* head, index_t groups, index_t column, index_t columns, float over_middle, char* singles) {
   for (index_t g = 0; g < groups; ++g, singles += single_bytes(kScales))
     for (index_t c = column; c < column + columns; c += kLanes) {
       f32v scale, shift;
-      scales_of(kScales, head, g, c, middle, scale, shift);
+      scales_of(kScales, head, g, c, over_middle, scale, shift);
       store((float*)singles + c, scale);
       if constexpr (shifts(kScales)) store((float*)singles + kTileColumns + c, shift);
     }
@@ -142,7 +142,7 @@ QT_INLINE ScalesOfLane scales_of_lane(const Weight& weight, const char* head, in
     default: {
       f32v scale{}, shift{};
       const index_t first = lane / kLanes * kLanes;
-      scales_of(weight.scales, head, group, first, middle, scale, shift);
+      scales_of(weight.scales, head, group, first, 1.0f / middle, scale, shift);
       return {scale[lane - first], middle, 0.0f};
     }
   }
