@@ -156,9 +156,10 @@ Plan plan_of(const LinearCall& call, const LinearItem& item) {
   plan.block = plan.grouped ? weight.block : plan.in_group;
   plan.block_bytes = plan.grouped ? weight.block_bytes : plan.in_group * kTileColumns;
   plan.multiply = multiply_for<Dot>(plan.expanded ? Codes::eight : weight.codes);
-  if constexpr (std::is_same_v<Dot, BytesDot16> && kLanes == 16) {
-    const bool alike = weight.depth % plan.in_group == 0 && plan.width == kTileColumns;
-    const MultiplyUnit row = item.rows == 1 && alike ? row_multiplier(weight.codes, weight.scales, weight.group, asks) : nullptr;
+  if constexpr (kDotsBytes && kLanes == 16) {
+    const bool alike = !plan.whole && weight.depth % plan.in_group == 0 && plan.width == kTileColumns;
+    const MultiplyUnit row =
+        item.rows == 1 && alike ? row_multiplier<Dot>(weight.codes, weight.scales, weight.group, asks) : nullptr;
     if (row != nullptr) plan.multiply = row;
   }
   return plan;

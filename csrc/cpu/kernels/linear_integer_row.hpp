@@ -7,7 +7,8 @@
 // masks), 64 of Q8_0's, 172 of Q5_0's; and 28 for sums, scales and results. Limiter: memory, at two a cycle; but a core that waits
 // for one does not do the other, so each of them is seen.
 //
-// What comes next is fetched twice: far ahead into the second-level cache, see Fetch, and from there into the first.
+// kAsks: what comes next is fetched twice, far ahead into the second-level cache, see Fetch, and from there into the first. Where
+// the processor finds out by itself what is read front to back nothing is: it would be a tenth of a group's instructions.
 #pragma once
 
 #include "linear_integer_unit.hpp"
@@ -20,9 +21,8 @@ using MultiplyUnit = void (*)(const Unit&, index_t rows, index_t columns);
 // Ahead of what is read, into the first-level cache.
 inline constexpr index_t kSoonBytes = 1024;
 
-template <Codes kCodes, Scales kScales, index_t kGroup, bool kAsks>
+template <class Dot, Codes kCodes, Scales kScales, index_t kGroup, bool kAsks>
 void multiply_row(const Unit& unit, index_t, index_t) {
-  using Dot = BytesDot16;
   constexpr int V = kTileColumns / kLanes;
   constexpr CodeStep kStep = step_of(kCodes);
   constexpr int kSteps = kGroup / kStep.k, kLines = kStep.bytes / 64;
@@ -48,7 +48,10 @@ void multiply_row(const Unit& unit, index_t, index_t) {
       const std::int32_t stored = unit.x_offsets[g];
       i32v sums[1][V][Dot::kSums];
 #pragma GCC unroll 8
-      for (int v = 0; v < V; ++v) sums[0][v][0] = i32v{}, sums[0][v][1] = all(kDotBias ? stored * unit.biased : stored);
+      for (int v = 0; v < V; ++v) {
+        sums[0][v][0] = i32v{};
+        sums[0][v][Dot::kSums - 1] = all(kDotBias ? stored * unit.biased : stored);
+      }
 #pragma GCC unroll 8
       for (int s = 0; s < kSteps; ++s) {
         const char* const at = weight + s * kStep.bytes;
@@ -78,33 +81,40 @@ void multiply_row(const Unit& unit, index_t, index_t) {
   if (unit.ends) end_slice<1, V>(unit);
 }
 
-template <bool kAsks>
+template <class Dot, bool kAsks>
 MultiplyUnit row_multiplier_that(Codes codes, Scales scales, index_t group) {
   if (group == 32) {
     if (scales == Scales::half) {
-      if (codes == Codes::eight) return multiply_row<Codes::eight, Scales::half, 32, kAsks>;
-      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half, 32, kAsks>;
-      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half, 32, kAsks>;
-      if (codes == Codes::table) return multiply_row<Codes::table, Scales::half, 32, kAsks>;
+      if (codes == Codes::eight) return multiply_row<Dot, Codes::eight, Scales::half, 32, kAsks>;
+      if (codes == Codes::four) return multiply_row<Dot, Codes::four, Scales::half, 32, kAsks>;
+      if (codes == Codes::five) return multiply_row<Dot, Codes::five, Scales::half, 32, kAsks>;
+      if (codes == Codes::table) return multiply_row<Dot, Codes::table, Scales::half, 32, kAsks>;
     }
-    if (codes == Codes::table && scales == Scales::exponent) return multiply_row<Codes::table, Scales::exponent, 32, kAsks>;
-    if (codes == Codes::table && scales == Scales::bytes) return multiply_row<Codes::table, Scales::bytes, 32, kAsks>;
     if (scales == Scales::half_minimum) {
-      if (codes == Codes::four) return multiply_row<Codes::four, Scales::half_minimum, 32, kAsks>;
-      if (codes == Codes::five) return multiply_row<Codes::five, Scales::half_minimum, 32, kAsks>;
+      if (codes == Codes::four) return multiply_row<Dot, Codes::four, Scales::half_minimum, 32, kAsks>;
+      if (codes == Codes::five) return multiply_row<Dot, Codes::five, Scales::half_minimum, 32, kAsks>;
     }
     if (scales == Scales::bytes_minimum) {
-      if (codes == Codes::four) return multiply_row<Codes::four, Scales::bytes_minimum, 32, kAsks>;
-      if (codes == Codes::five) return multiply_row<Codes::five, Scales::bytes_minimum, 32, kAsks>;
+      if (codes == Codes::four) return multiply_row<Dot, Codes::four, Scales::bytes_minimum, 32, kAsks>;
+      if (codes == Codes::five) return multiply_row<Dot, Codes::five, Scales::bytes_minimum, 32, kAsks>;
+    }
+    if (codes == Codes::table) {
+      if (scales == Scales::exponent) return multiply_row<Dot, Codes::table, Scales::exponent, 32, kAsks>;
+      if (scales == Scales::bytes) return multiply_row<Dot, Codes::table, Scales::bytes, 32, kAsks>;
     }
   }
-  if (group == 16 && codes == Codes::six && scales == Scales::bytes) return multiply_row<Codes::six, Scales::bytes, 16, kAsks>;
+  if (group == 16) {
+    if (codes == Codes::two && scales == Scales::nibbles) return multiply_row<Dot, Codes::two, Scales::nibbles, 16, kAsks>;
+    if (codes == Codes::three && scales == Scales::bytes) return multiply_row<Dot, Codes::three, Scales::bytes, 16, kAsks>;
+    if (codes == Codes::six && scales == Scales::bytes) return multiply_row<Dot, Codes::six, Scales::bytes, 16, kAsks>;
+  }
   return nullptr;
 }
 
 // For a format of GGUF; null for others.
-QT_INLINE MultiplyUnit row_multiplier(Codes codes, Scales scales, index_t group, bool asks) {
-  return asks ? row_multiplier_that<true>(codes, scales, group) : row_multiplier_that<false>(codes, scales, group);
+template <class Dot>
+MultiplyUnit row_multiplier(Codes codes, Scales scales, index_t group, bool asks) {
+  return asks ? row_multiplier_that<Dot, true>(codes, scales, group) : row_multiplier_that<Dot, false>(codes, scales, group);
 }
 
 }  // namespace

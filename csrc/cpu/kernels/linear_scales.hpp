@@ -10,7 +10,7 @@ namespace {
 inline constexpr index_t kHalves = kTileColumns * 2;  // bytes of an fp16 for each column
 
 QT_INLINE f32v floats_of(const char* unsigned_bytes) { return to_float(load_bytes(unsigned_bytes)); }
-QT_INLINE f32v signed_floats_of(const char* bytes) { return to_float(load_bytes(bytes) << 24 >> 24); }
+QT_INLINE f32v signed_floats_of(const char* bytes) { return to_float(load_signed_bytes(bytes)); }
 
 // Powers of two from their exponents; 2^-127 for 0.
 QT_INLINE f32v powers_of(const char* exponents) {
