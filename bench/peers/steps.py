@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
-from typing import cast
 
 from bench.kernels.limits import Limits
 from bench.peers.engines.interface import Home, Running, Setup
@@ -124,7 +123,7 @@ def _file(text: str) -> tuple[str, Precision]:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no MODEL:FORMAT; formats are {', '.join(GGUF_FILES)}, as in M:q4_k_m"
         )
-    return model, cast(Precision, precision)
+    return model, precision
 
 
 def main() -> None:
@@ -143,6 +142,7 @@ def main() -> None:
     lengths = arguments.prompt, arguments.output
     home = Home(arguments.home, arguments.threads, sum(lengths), _KV_BYTES)
     library = open_library()
+    assert library is not None, "the compiled kernels read memory: make install"
     set_threads(library, arguments.threads, pinned=False)
     limits, found = Limits(library), []
     for model, precision in arguments.files:
