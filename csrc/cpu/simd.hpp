@@ -486,19 +486,6 @@ QT_INLINE i32v load_bytes(const char* from) {
 #endif
 }
 
-// The same of signed ones.
-QT_INLINE i32v load_signed_bytes(const char* from) {
-#if defined(__AVX512F__)
-  return (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__AVX2__)
-  return (i32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#else
-  i32v values;
-  for (int i = 0; i < kLanes; ++i) values[i] = (signed char)from[i];
-  return values;
-#endif
-}
-
 // One 32-bit word of memory (a pair of bf16, four bytes) in every lane.
 QT_INLINE i32v spread_word(const void* from) {
   std::int32_t word;

@@ -10,6 +10,20 @@ namespace {
 inline constexpr index_t kHalves = kTileColumns * 2;  // bytes of an fp16 for each column
 
 QT_INLINE f32v floats_of(const char* unsigned_bytes) { return to_float(load_bytes(unsigned_bytes)); }
+
+// Signed bytes of memory as 32-bit integers, a lane each.
+QT_INLINE i32v load_signed_bytes(const char* from) {
+#if defined(__AVX512F__)
+  return (i32v)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (i32v)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  i32v values;
+  for (int i = 0; i < kLanes; ++i) values[i] = (signed char)from[i];
+  return values;
+#endif
+}
+
 QT_INLINE f32v signed_floats_of(const char* bytes) { return to_float(load_signed_bytes(bytes)); }
 
 // Powers of two from their exponents; 2^-127 for 0.
