@@ -1,6 +1,7 @@
 """What a token and a prompt cost on a machine whose memory changes its pace: Quintet and llama.cpp in turn, pair by pair.
 
     python -m bench.peers.steps S:q8_0 M:q4_k_m L:q4_k_m [--rounds 12] [--prompt 128] [--output 48] [--save RESULT.json]
+    python -m bench.peers.steps --read RESULT.json [--paces 42 54]    # of a saved run, rounds of slow and of fast memory apart
 
 Both are up and get one request after the other, and right before and behind each answer memory is read. What an answer is held
 against is the other engine's of the same round, and what was read beside it: a virtual machine's memory may be half as
@@ -14,12 +15,16 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
 from statistics import median
 
+import msgspec
+
 from bench.kernels.limits import Limits
+from bench.peers.dimensions import DIMENSIONS
 from bench.peers.engines.interface import Home, Running, Setup
 from bench.peers.engines.llamacpp import LlamaCpp
 from bench.peers.engines.quintet import Quintet
@@ -71,6 +76,16 @@ class Pairs:
             self.weights_gb / each.token_ms * 1000 / each.read_gb_s for each in self.answers[engine]
         )
 
+    def within(self, least: float, most: float) -> Pairs:
+        """Return the rounds in which memory gave so many GB/s beside either answer."""
+        rounds = [
+            answers
+            for answers in zip(*self.answers.values(), strict=True)
+            if all(least <= each.read_gb_s <= most for each in answers)
+        ]
+        kept = {name: [answers[i] for answers in rounds] for i, name in enumerate(self.answers)}
+        return Pairs(self.file, self.weights_gb, kept)
+
     def times(self, engine: str, other: str) -> tuple[float, float]:
         """Return how often ``engine`` is faster than ``other`` at tokens and at prompts, medians over the rounds."""
         pairs = list(zip(self.answers[engine], self.answers[other], strict=True))
@@ -119,11 +134,44 @@ def _read_gb_s(limits: Limits) -> float:
 
 def _file(text: str) -> tuple[str, Precision]:
     model, _, precision = text.partition(":")
-    if precision not in GGUF_FILES:
+    if model not in DIMENSIONS or precision not in GGUF_FILES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no MODEL:FORMAT; formats are {', '.join(GGUF_FILES)}, as in M:q4_k_m"
+            f"{text!r} is no MODEL:FORMAT; models are {', '.join(DIMENSIONS)}, formats {', '.join(GGUF_FILES)}, as in M:q4_k_m"
         )
     return model, precision
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number from {least} on")
+        return int(text)
+
+    return count
+
+
+def _show(pairs: Pairs) -> None:
+    for name in pairs.answers:
+        print(
+            f"{pairs.file:<10} {name:<10} a token {pairs.token_ms(name):7.2f} ms, {pairs.share(name):4.0%} of reading; "
+            f"a prompt {pairs.prompt_ms(name):7.0f} ms",
+            flush=True,
+        )
+    tokens, prompts = pairs.times(Quintet().name, LlamaCpp().name)
+    reads = [each.read_gb_s for its in pairs.answers.values() for each in its]
+    print(
+        f"{pairs.file:<10} Quintet is {tokens:.2f} times llama.cpp at tokens, {prompts:.2f} at prompts; "
+        f"{len(reads) // 2} rounds, memory gave {min(reads):.0f} to {max(reads):.0f} GB/s",
+        flush=True,
+    )
+
+
+def _show_saved(path: Path, paces: tuple[float, float]) -> None:
+    saved = msgspec.convert(json.loads(path.read_text())["steps"], list[Pairs])
+    for pairs in saved:
+        for rounds in (pairs.within(0, paces[0]), pairs.within(paces[1], float("inf"))):
+            if all(rounds.answers.values()):
+                _show(rounds)
 
 
 def main() -> None:
@@ -131,36 +179,36 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="+", type=_file, metavar="MODEL:FORMAT")
+    parser.add_argument("files", nargs="*", type=_file, metavar="MODEL:FORMAT")
+    parser.add_argument("--read", type=Path, metavar="FILE", help="measure nothing: show a saved run")
+    parser.add_argument("--paces", type=float, nargs=2, default=(42, 54), metavar="GB_S", help="with --read")
     parser.add_argument("--home", type=Path, default=Path.home() / ".cache" / "quintet-peers")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--prompt", type=int, default=128, metavar="TOKENS")
-    parser.add_argument("--output", type=int, default=48, metavar="TOKENS")
+    parser.add_argument("--threads", type=_at_least(1), default=2)
+    parser.add_argument("--rounds", type=_at_least(1), default=12)
+    parser.add_argument("--prompt", type=_at_least(1), default=128, metavar="TOKENS")
+    parser.add_argument("--output", type=_at_least(2), default=48, metavar="TOKENS")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write every answer as JSON too")
     arguments = parser.parse_args()
+    if bool(arguments.files) == bool(arguments.read):
+        parser.error("name files to measure, or --read a saved run")
+    if arguments.read:
+        _show_saved(arguments.read, tuple(arguments.paces))
+        return
     lengths = arguments.prompt, arguments.output
     home = Home(arguments.home, arguments.threads, sum(lengths), _KV_BYTES)
+    for model, precision in arguments.files:
+        if not home.gguf(model, precision).exists():
+            parser.error(
+                f"{home.gguf(model, precision)} is not there; python -m bench.peers install makes it"
+            )
     library = open_library()
-    assert library is not None, "the compiled kernels read memory: make install"
+    if library is None:
+        parser.error("the compiled kernels, which read memory, are not there: make install")
     set_threads(library, arguments.threads, pinned=False)
     limits, found = Limits(library), []
     for model, precision in arguments.files:
-        pairs = measure(home, limits, model, precision, lengths, arguments.rounds)
-        found.append(pairs)
-        for name in pairs.answers:
-            print(
-                f"{pairs.file:<10} {name:<10} a token {pairs.token_ms(name):7.2f} ms, {pairs.share(name):4.0%} of reading; "
-                f"a prompt of {arguments.prompt} {pairs.prompt_ms(name):7.0f} ms",
-                flush=True,
-            )
-        tokens, prompts = pairs.times(Quintet().name, LlamaCpp().name)
-        reads = [each.read_gb_s for its in pairs.answers.values() for each in its]
-        print(
-            f"{pairs.file:<10} Quintet is {tokens:.2f} times llama.cpp at tokens, {prompts:.2f} at prompts; "
-            f"memory gave {min(reads):.0f} to {max(reads):.0f} GB/s",
-            flush=True,
-        )
+        found.append(measure(home, limits, model, precision, lengths, arguments.rounds))
+        _show(found[-1])
         if arguments.save:  # a run that is cut short keeps what it has
             _save(arguments.save, arguments, found)
 

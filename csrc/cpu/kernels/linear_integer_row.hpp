@@ -82,7 +82,7 @@ void multiply_row(const Unit& unit, index_t, index_t) {
 }
 
 template <class Dot, bool kAsks>
-MultiplyUnit row_multiplier_that(Codes codes, Scales scales, index_t group) {
+MultiplyUnit row_multiplier_as(Codes codes, Scales scales, index_t group) {
   if (group == 32) {
     if (scales == Scales::half) {
       if (codes == Codes::eight) return multiply_row<Dot, Codes::eight, Scales::half, 32, kAsks>;
@@ -114,7 +114,7 @@ MultiplyUnit row_multiplier_that(Codes codes, Scales scales, index_t group) {
 // For a format of GGUF; null for others.
 template <class Dot>
 MultiplyUnit row_multiplier(Codes codes, Scales scales, index_t group, bool asks) {
-  return asks ? row_multiplier_that<Dot, true>(codes, scales, group) : row_multiplier_that<Dot, false>(codes, scales, group);
+  return asks ? row_multiplier_as<Dot, true>(codes, scales, group) : row_multiplier_as<Dot, false>(codes, scales, group);
 }
 
 }  // namespace
