@@ -206,7 +206,7 @@ class _Reader:
     def _array(self, dtype: str, count: int) -> NDArray[np.generic]:
         width = int(dtype[-1])
         if count > self._size // width:
-            raise self._wrong(f"{self._subject} claims {count} numbers of {width} bytes", self._at - 8)
+            raise self._cut_off(f"claims {count} numbers of {width} bytes", self._at - 8)
         begin = self._take(count * width)
         return np.frombuffer(self._map[begin : self._at], dtype)
 
@@ -219,24 +219,31 @@ class _Reader:
     def _list(self, count: int) -> Strings:
         begin, mapped, size = self._at, self._map, self._size
         self._strings += count
-        if count > size // 8 or self._strings > MAX_STRINGS:
+        if self._strings > MAX_STRINGS:
             raise self._wrong(
-                f"{self._subject} claims {count} strings; all arrays may have {MAX_STRINGS}", begin - 8
+                f"{self._subject} claims {count} strings; all arrays together may have {MAX_STRINGS}",
+                begin - 8,
             )
+        if count > size // 8:
+            raise self._cut_off(f"claims {count} strings", begin - 8)
         at, unpack = begin, _U64.unpack_from
         for _ in range(count):
             if at + 8 > size:
-                raise self._wrong(f"{self._subject} goes beyond the file's {size} bytes", at)
+                raise self._cut_off("goes on", at)
             at += 8 + unpack(mapped, at)[0]
         if at > size:
-            raise self._wrong(f"{self._subject} goes beyond the file's {size} bytes", begin)
+            raise self._cut_off("goes on", begin)
         self._at = at
         return Strings(mapped[begin:at], count)
 
     def _text(self, most: int) -> str:
         num_bytes = self._u64()
+        if num_bytes > self._size:
+            raise self._cut_off(f"claims a text of {num_bytes} bytes", self._at - 8)
         if num_bytes > most:
-            raise self._wrong(f"{self._subject} claims a text of {num_bytes} bytes", self._at - 8)
+            raise self._wrong(
+                f"{self._subject} claims a text of {num_bytes} bytes; here are at most {most}", self._at - 8
+            )
         begin = self._take(num_bytes)
         try:
             return self._map[begin : self._at].decode()
@@ -303,8 +310,8 @@ class _Reader:
             )
         if offset > self._size or data + offset + num_bytes > self._size:
             raise self._wrong(
-                f"tensor {name!r:.80} takes bytes {data + offset} to {data + offset + num_bytes} of {self._size}; the file may"
-                " be cut off",
+                f"tensor {name!r:.80} takes bytes {data + offset} to {data + offset + num_bytes} of {self._size}: the file is cut"
+                " off or damaged; download it again",
                 place,
             )
         return Tensor(type_, shape, data + offset, num_bytes)
@@ -331,9 +338,14 @@ class _Reader:
         """Go on by so many bytes, which there must be; return where they begin."""
         begin = self._at
         if num_bytes > self._size - begin:
-            raise self._wrong(f"{self._subject} goes beyond the file's {self._size} bytes")
+            raise self._cut_off("goes on", begin)
         self._at = begin + num_bytes
         return begin
+
+    def _cut_off(self, claims: str, place: int) -> _Senseless:
+        """Make the error for what the file is too short for."""
+        why = f"{self._subject} {claims}, beyond the file's {self._size} bytes: it is cut off or damaged; download it again"
+        return _Senseless(place, why)
 
     def _wrong(self, why: str, place: int | None = None) -> _Senseless:
         return _Senseless(self._at if place is None else place, why)

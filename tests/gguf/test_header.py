@@ -70,6 +70,11 @@ WRONG = {
         file_of([text("k") + struct.pack("<IQ", STRING, 1 << 40)]),
         "'k' claims a text of 1099511627776 bytes",
     ),
+    "a key longer than any": (file_of([key("k" * (1 << 17), 4, bytes(4))]), "bytes; here are at most 65536"),
+    "more strings than any model has": (
+        file_of([key("k", ARRAY, array(STRING, (1 << 22) + 1, bytes(8 << 22)))]),
+        "claims 4194305 strings; all arrays together may have 4194304",
+    ),
     "a kind that is not known": (file_of([key("k", 99, b"")]), "'k' is of the unknown kind 99"),
     "an array of arrays": (file_of([key("k", ARRAY, array(ARRAY, 1, bytes(12)))]), "an array of arrays"),
     "an array of nothing known": (
@@ -80,10 +85,13 @@ WRONG = {
         file_of([key("k", ARRAY, array(10, 1 << 61, b""))]),
         "'k' claims 2305843009213693952 numbers of 8 bytes",
     ),
-    "strings beyond the file": (file_of([key("k", ARRAY, array(STRING, 3, text("a")))]), "'k' "),
+    "strings beyond the file": (
+        file_of([key("k", ARRAY, array(STRING, 3, text("a")))]),
+        "cut off or damaged; download it again",
+    ),
     "a string of an array beyond the file": (
         file_of([key("k", ARRAY, array(STRING, 1, struct.pack("<Q", (1 << 64) - 1)))]),
-        "'k' goes beyond the file",
+        "'k' goes on, beyond the file",
     ),
     "a truth value of 2": (file_of([key("k", 7, b"\2")]), "neither 0 nor 1"),
     "an alignment that is no power of two": (
@@ -115,9 +123,12 @@ WRONG = {
     ),
     "a tensor beyond the file": (
         file_of([], [tensor("x", (4,), offset=64)], _DATA),
-        "the file may be cut off",
+        "the file is cut off or damaged",
     ),
-    "an offset of 2^63": (file_of([], [tensor("x", (4,), offset=1 << 63)], _DATA), "the file may be cut off"),
+    "an offset of 2^63": (
+        file_of([], [tensor("x", (4,), offset=1 << 63)], _DATA),
+        "the file is cut off or damaged",
+    ),
     "tensors that share bytes": (
         file_of([], [tensor("x", (16,)), tensor("y", (4,), offset=32)], _DATA),
         "'y' begins within tensor 'x'",
