@@ -104,7 +104,7 @@ def read_header(path: Path) -> Header:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_size < 24:
-                raise _Senseless(0, f"it has {status.st_size} bytes, not even a header")
+                raise _Senseless(0, f"it has {status.st_size} bytes, not even a header: download it again")
             with mmap.mmap(file.fileno(), status.st_size, access=mmap.ACCESS_READ) as mapped:
                 reader = _Reader(mapped, status.st_size)
                 metadata, tensors, raw = reader.read()
@@ -137,7 +137,7 @@ class _Reader:
     def __init__(self, mapped: mmap.mmap, size: int) -> None:
         self._map, self._size = mapped, size
         self._at = 0
-        self._subject = "the beginning"
+        self._subject = "it"
         self._strings = 0
 
     def read(self) -> tuple[dict[str, Value], dict[str, Tensor], bytes]:
@@ -176,10 +176,14 @@ class _Reader:
         if version not in VERSIONS:
             raise self._wrong(f"its version is {version}; 2 and 3 are read: convert the model again", 4)
         num_tensors, num_keys = (_U64.unpack_from(self._map, place)[0] for place in (8, 16))
-        if num_tensors > min(MAX_TENSORS, self._size // 24):
-            raise self._wrong(f"it claims {num_tensors} tensors, with {self._size} bytes", 8)
-        if num_keys > min(MAX_KEYS, self._size // 13):
-            raise self._wrong(f"it claims {num_keys} keys, with {self._size} bytes", 16)
+        for what, count, most, least_bytes, place in (
+            ("tensors", num_tensors, MAX_TENSORS, 24, 8),
+            ("keys", num_keys, MAX_KEYS, 13, 16),
+        ):
+            if count > most:
+                raise self._wrong(f"it claims {count} {what}; there may be {most}", place)
+            if count * least_bytes > self._size:
+                raise self._cut_off(f"claims {count} {what}", place)
         self._at = 24
         return num_tensors, num_keys
 
