@@ -9,6 +9,7 @@ from pathlib import Path
 from quintet.wire.errors import ConfigError
 
 _BACKLOG = 2048
+MAX_PORT = 65535
 
 
 class PortInUse(Exception):
@@ -48,8 +49,10 @@ def _is_abandoned(path: str) -> bool:
 def bind_listener(host: str, port: int) -> socket.socket:
     """Bind and listen. Port 0 takes a free one: read it from ``getsockname()``.
 
-    Raises `PortInUse`, or `ConfigError` for an address that is not ours to bind.
+    Raises `PortInUse`, or `ConfigError` for an address that is not ours to bind, or no port.
     """
+    if not 0 <= port <= MAX_PORT:
+        raise ConfigError(f"--port is {port}; a port is from 0 (a free one) to {MAX_PORT}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from quintet.deploy.supervisor.listener import bind_listener
+from quintet.wire.errors import ConfigError
 
 from .supervised import Event, World, kill, make_config, wait_gone, world
 
@@ -284,6 +285,12 @@ def test_kill_9_with_a_stopped_and_a_dead_child_leaves_no_process_and_a_free_por
     wait_gone([own, *pids.values(), spare])
     with bind_listener("127.0.0.1", port) as listener:
         assert listener.getsockname()[1] == port
+
+
+@pytest.mark.parametrize("port", [-1, 65536, 70_000_000])
+def test_no_other_port_is_taken_for_one_that_is_none(port: int) -> None:
+    with pytest.raises(ConfigError, match=rf"--port is {port}; a port is from 0 \(a free one\) to 65535"):
+        bind_listener("127.0.0.1", port)
 
 
 def test_external_seats_are_published_as_ready_and_not_spawned(server: World) -> None:
