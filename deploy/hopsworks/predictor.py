@@ -9,7 +9,7 @@ answer: {"predictions": [{"text": "…", "finish_reason": "stop", "error": ""}, 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from quintet.deploy.offline import LLM
@@ -18,14 +18,14 @@ from quintet.deploy.resolve.config_file import read_config_file
 from quintet.wire.params import OutputKind
 
 
-class Predict:
+class Predictor:
     """What Hopsworks looks for by this name."""
 
-    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self) -> None:
         """Boot an engine for the files of the registered model. Raises `ConfigError` for flags that cannot work."""
-        config = environment.get("CONFIG_FILE_PATH")
+        config = os.environ.get("CONFIG_FILE_PATH")
         flags = read_config_file(Path(config)) if config else {}
-        self._llm = LLM(environment.get("MODEL_FILES_PATH"), **flags)
+        self._llm = LLM(os.environ.get("MODEL_FILES_PATH"), **flags)
 
     def predict(self, inputs: Sequence[object]) -> dict[str, object]:
         """Complete all prompts of a request together; one that cannot be served has its error beside it.
@@ -51,3 +51,7 @@ class Predict:
                 for output in outputs
             ]
         }
+
+
+Predict = Predictor
+"""The name that its earlier versions look for."""

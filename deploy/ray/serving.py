@@ -33,14 +33,15 @@ _HOP_BY_HOP = frozenset(
 """Headers of one connection (RFC 9110, 7.6.1): not passed on."""
 _NOT_PASSED_ON = _HOP_BY_HOP | {"host", "content-length"}
 _LOOK_S = 0.1
-_DRAIN_S = 40.0
-"""`--drain-timeout` as it is by default, and the end of the processes."""
+_END_S = 10.0
+"""For the processes to end in, behind ``--drain-timeout``."""
 
 
 class Replica:
     """One server, and the way to it."""
 
     def __init__(self, flags: Mapping[str, object]) -> None:
+        self._leave_s = leave_s(flags)
         self._folder = make_run_dir()
         self._socket = self._folder / "door"
         config = self._folder / "server.yaml"
@@ -51,7 +52,7 @@ class Replica:
             [*command, "--uds", str(self._socket), "--parent-fd", str(held)], pass_fds=[held]
         )
         os.close(held)
-        self._end = weakref.finalize(self, _end, self._process, self._lifeline, self._folder)
+        self._end = weakref.finalize(self, _end, self._process, self._lifeline, self._folder, self._leave_s)
         self._session: aiohttp.ClientSession | None = None
         self._booted: asyncio.Task[None] | None = None
 
@@ -114,7 +115,7 @@ class Replica:
             await self._session.close()
         self._process.terminate()
         try:
-            await asyncio.to_thread(self._process.wait, _DRAIN_S)
+            await asyncio.to_thread(self._process.wait, self._leave_s)
         finally:
             self._end()
 
@@ -125,11 +126,16 @@ async def _pieces(sent: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
             yield piece
 
 
-def _end(process: subprocess.Popen[bytes], lifeline: int, folder: Path) -> None:
+def leave_s(flags: Mapping[str, object]) -> float:
+    """Return how long a server of these flags may take from the word to end to its end, in seconds."""
+    return make_options(flags, "serve run").drain_timeout + _END_S
+
+
+def _end(process: subprocess.Popen[bytes], lifeline: int, folder: Path, leave_s: float) -> None:
     """Leave nothing: the end of the pipe ends a server that still runs."""
     os.close(lifeline)
     try:
-        process.wait(_DRAIN_S)
+        process.wait(leave_s)
     except subprocess.TimeoutExpired:
         process.kill()
     shutil.rmtree(folder, ignore_errors=True)
@@ -144,14 +150,14 @@ def application(settings: Mapping[str, object]) -> serve.Application:
         name: yaml.safe_load(value) if isinstance(value, str) else value for name, value in settings.items()
     }
     replicas, cpus, gpus = flags.pop("replicas", 1), flags.pop("num_cpus", 1), flags.pop("num_gpus", 0)
-    make_options(flags, "serve run")
+    leaves_in_s = leave_s(flags) + _END_S
     deployment = serve.deployment(
         Replica,
         name="Quintet",
         num_replicas=replicas,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         max_ongoing_requests=256,  # the server has a queue of its own, and batches what is in it
-        graceful_shutdown_timeout_s=_DRAIN_S + 5,
+        graceful_shutdown_timeout_s=leaves_in_s,  # of which Serve waits for its requests, then for the server
         health_check_timeout_s=30,
     )
     return deployment.bind(flags)

@@ -9,6 +9,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from tests.models import layouts_of_rows as layouts
 from tests.models.equal import (
     GREEDY,
     WAYS,
@@ -31,7 +32,6 @@ from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.program.stage import Stage
 from quintet.wire.config import KvCacheDtype
-from quintet.wire.errors import ConfigError
 from quintet.wire.params import SamplingParams
 
 FAST = (("llama", 4, 2), ("deepseek v3", 2, 2), ("deepseek v3", 4, 2), ("deepseek v3", 4, 4))
@@ -60,20 +60,17 @@ def test_tokens_are_those_of_one_process(name: str, size: int, context: int, tmp
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", ROWS)
-def test_every_family_has_the_bits_of_copies_or_is_refused(name: str, size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "context"),
+    [(name, *ranks) for ranks, names in layouts.KEPT_TOGETHER.items() for name in names],
+)
+def test_every_family_that_keeps_kv_together_has_the_bits_of_copies(
+    name: str, size: int, context: int, tmp_path: Path
+) -> None:
     expected = made(ROWS[name], tmp_path)
-    prompts = [each.prompt for each in expected]
-    for context in (2, 4)[: size // 2]:
-        try:
-            with in_ranks(tmp_path, size, context=context) as loaded:
-                check_tokens(loaded, ROWS[name], expected, WAYS)
-        except ConfigError as error:
-            words = ("cannot be divided: ", "sizes that fit: ", "no two ranks keep the same one")
-            assert any(each in str(error) for each in words), error
-            continue
-        check_bits_of_copies(tmp_path, prompts, size, context)
+    with in_ranks(tmp_path, size, context=context) as loaded:
+        check_tokens(loaded, ROWS[name], expected, WAYS)
+    check_bits_of_copies(tmp_path, [each.prompt for each in expected], size, context)
 
 
 @pytest.mark.whole
