@@ -31,8 +31,9 @@ from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.batch import Rows
 from quintet.executor.cards.card import ModelCard
+from quintet.executor.cards.fitting import leaves_of
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import Share, leaves_of
+from quintet.executor.cards.share import Share
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.parallel.followers import Followers
 from quintet.executor.parallel.leader import make_leading_worker

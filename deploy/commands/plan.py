@@ -15,8 +15,9 @@ from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
 from quintet.executor.cards.card import card_of
 from quintet.executor.cards.describe import describe
+from quintet.executor.cards.fitting import share_in_words
 from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import share_in_words, share_of, stage_layers
+from quintet.executor.cards.share import share_of, stage_layers
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec

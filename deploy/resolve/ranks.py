@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from pathlib import Path
 
 from quintet.deploy.resolve import rules
 from quintet.deploy.resolve.card import ModelFacts
@@ -15,20 +16,17 @@ from quintet.deploy.resolve.kv_leaving import kv_leaves
 from quintet.deploy.resolve.stored_ranks import why_not_stored
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import (
-    CROSSING_BYTES,
+from quintet.executor.cards.fitting import (
     MOST_RANKS,
-    Share,
     context_sizes_that_fit,
     has_experts,
     leaves_of,
     misfit,
-    shared_bytes,
     sizes_that_fit,
-    stage_layers,
     why_not,
 )
+from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.share import CROSSING_BYTES, Share, shared_bytes, stage_layers
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
@@ -106,7 +104,7 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
             f"{FLAG} {size} --nnodes {options.nnodes}: the rotations of {path} depend on how long a prompt is, which ranks on"
             " other hosts are not told yet; drop --nnodes"
         )
-    _check_context(options, spec)
+    _check_context(options, spec, path)
     eplb = eplb_config(options)
     if eplb is not None:
         check_copies(eplb, spec, share)
@@ -116,7 +114,8 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
         else dataclasses.replace(need, num_kv_heads=share.of_kv_heads(need.num_kv_heads).count)
         for need in facts.kv_needs
     )
-    return dataclasses.replace(facts, kv_needs=tuple(needs))
+    states = tuple(share.of_state_need(layer) for layer in spec.layers)
+    return dataclasses.replace(facts, kv_needs=tuple(needs), state_needs=states)
 
 
 def sum_leaves(options: Options, facts: ModelFacts) -> int:
@@ -152,11 +151,13 @@ def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes
     size = options.tensor_parallel_size
     spec = _spec_of(facts) if device == "cuda" and size > 1 else None
     for layer in () if spec is None else spec.layers:
-        mixer, mlp, depths = layer.mixer, layer.mlp, []
+        attention, state, mlp, depths = layer.attention, layer.state, layer.mlp, []
         if isinstance(mlp, ExpertsSpec) or (mlp is not None and options.batch_invariant):
             depths.append(mlp.width // size)
-        if isinstance(mixer, AttentionSpec) and options.batch_invariant:
-            depths.append(mixer.num_heads // size * mixer.value_dim)
+        if isinstance(attention, AttentionSpec) and options.batch_invariant:
+            depths.append(attention.num_heads // size * attention.value_dim)
+        if state is not None and options.batch_invariant:
+            depths.append(state.channels // size)
         odd = next((depth for depth in depths if depth * dtype_bytes % 16), None)
         if odd is not None:
             raise ConfigError(
@@ -230,12 +231,16 @@ def _rotates_by_length(spec: DecoderSpec) -> bool:
     return any(rope.depends_on_length for rope in spec.ropes)
 
 
-def _check_context(options: Options, spec: DecoderSpec) -> None:
+def _check_context(options: Options, spec: DecoderSpec, path: Path) -> None:
     """Reject a number of ranks that cannot keep KV together: their queries meet different KV heads."""
     size, context = options.tensor_parallel_size, options.decode_context_parallel_size
     fitting = context_sizes_that_fit(spec, size)
     if context == 1 or context in fitting:
         return
+    if any(layer.state is not None for layer in spec.layers):
+        raise ConfigError(
+            f"{CONTEXT_FLAG} {context}: {path} has layers with states, of which each rank keeps its own; drop the flag"
+        )
     sizes = ", ".join(map(str, fitting))
     reason = f"sizes that fit: {sizes}" if fitting else "no two ranks keep the same one: drop the flag"
     raise ConfigError(

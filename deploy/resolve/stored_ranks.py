@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.cards.share import Kept, Share, has_experts
+from quintet.executor.cards.fitting import has_experts
+from quintet.executor.cards.share import Kept, Share
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec
 from quintet.executor.quant.formats.cut import why_not
 from quintet.executor.quant.formats.scheme import Format, StoredLayer
@@ -25,6 +26,8 @@ def why_not_stored(stored: Format, spec: DecoderSpec, share: Share, device: str)
         return f"weights stored as {stored.name} are divided on the CPU alone so far"
     if has_experts(spec):
         return f"experts stored as {stored.name} are not divided yet"
+    if any(layer.state is not None for layer in spec.layers):
+        return f"layers with states, stored as {stored.name}, are not divided yet"
     for rank in range(share.size):
         kept = [_inputs_of(layer, replace(share, rank=rank)) for layer in spec.layers]
         for name, inputs in dict.fromkeys((EXAMPLES[i], each[i]) for each in kept for i in range(2)):

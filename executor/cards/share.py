@@ -1,4 +1,4 @@
-"""What one of several ranks keeps of a model: some heads of every attention, some columns of every feed-forward, some logits.
+"""What one of several ranks keeps of a model: some heads of every mixer, some columns of every feed-forward, some logits.
 
     rank 0 of 2    queries of heads 0..3, their keys and values ─ attention ─ their columns of the output layer ─╮
     rank 1 of 2    queries of heads 4..7, their keys and values ─ attention ─ their columns of the output layer ─┴─ sums
@@ -12,16 +12,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from math import gcd
+from typing import TypeVar
 
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec, MlpSpec, QkNormOver
+from quintet.executor.cards.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MlpSpec,
+    QkNormOver,
+    StateSpec,
+)
+from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec, StateNeed
 from quintet.wire.config import ExecutorConfig, SchedulerConfig
 from quintet.wire.kv_spec import padded_head
 
-MOST_RANKS = 64
-MOST_LEAVES = 8
-"""``kMostLeaves`` of ``csrc/cpu/linear.hpp``."""
 MIN_OUTPUTS = 256
 """Rows of logits that a program has room for at least: prompt log-probabilities come so many at a time."""
 LINK_DEPTH = 2
@@ -37,6 +42,8 @@ PARTIAL_BYTES = 16 << 20
 numbers in a value, a million of 128. A token for which no room is left is computed by heads."""
 LINE_BYTES = 64
 """Rows of experts may lie so much farther apart than they are wide."""
+
+StateT = TypeVar("StateT", MambaSpec, Mamba2Spec, ShortConvSpec, DeltaSpec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +184,19 @@ class Share:
             alibi=spec.alibi[heads.begin : heads.end],
         )
 
+    def of_state(self, spec: StateT) -> StateT:
+        """Return what the rank computes of a mixer with a state: some heads, or channels, and the groups that they are of."""
+        return spec.with_part(*self._part_of(spec))
+
+    def of_state_need(self, layer: LayerSpec) -> StateNeed | None:
+        """Return what the rank keeps of every request."""
+        spec = layer.state
+        return None if spec is None else spec.with_part(*self._part_of(spec)).state_need
+
+    def _part_of(self, spec: StateSpec) -> tuple[int, int]:
+        count, groups, _ = spec.divided
+        return self.of(count).count, self.of_kv_heads(groups).count
+
 
 WHOLE = Share()
 """That of a process that has no others beside it."""
@@ -212,50 +232,17 @@ def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
     return list(pairwise(best[count][1]))
 
 
-def misfit(spec: DecoderSpec, share: Share) -> str | None:
-    """Return what keeps ranks from having such shares of a model, in a few words; None if nothing does."""
-    return next((words for layer in spec.layers if (words := _misfit_of(layer, share)) is not None), None)
+def sums_width(spec: DecoderSpec) -> int:
+    """Return how many numbers a token has of what all ranks add, at most."""
+    chosen = (
+        mixer.chosen_width for mixer in (layer.mixer for layer in spec.layers) if isinstance(mixer, MambaSpec)
+    )
+    return max([spec.hidden_size, *chosen])
 
 
-def why_not(spec: DecoderSpec, *, by_experts: bool) -> str | None:
-    """Return why a model can be shared by no number of ranks; None if by some."""
-    return next((words for layer in spec.layers if (words := _kind_of(layer, by_experts)) is not None), None)
-
-
-def sizes_that_fit(spec: DecoderSpec, *, by_experts: bool) -> list[int]:
-    """Return how many ranks can share a model, from 2 on."""
-    shares = (Share(0, size, by_experts) for size in range(2, MOST_RANKS + 1))
-    return [share.size for share in shares if misfit(spec, share) is None]
-
-
-def context_sizes_that_fit(spec: DecoderSpec, size: int) -> list[int]:
-    """Return by how many of so many ranks one KV memory can be kept, from 2 on: those whose queries meet the same KV head."""
-    mixers = (layer.mixer for layer in spec.layers)
-    heads = [each.num_kv_heads for each in mixers if isinstance(each, AttentionSpec | LatentSpec)]
-    alike = gcd(*(size // count if count < size else 1 for count in heads))
-    return [fitting for fitting in range(2, alike + 1) if alike % fitting == 0]
-
-
-def leaves_of(spec: DecoderSpec) -> int:
-    """Return the leaves that make bits those of any number of ranks: the most of 8, 4 and 2 ranks that can share it, or 1.
-
-    Ranks then have whole experts: a sum over columns of each would be another one.
-    """
-    by_experts = has_experts(spec)
-    if why_not(spec, by_experts=by_experts) is not None:
-        return 1
-    fitting = {1, *sizes_that_fit(spec, by_experts=by_experts)}
-    return max(leaves for leaves in (1, 2, 4, MOST_LEAVES) if leaves in fitting)
-
-
-def has_experts(spec: DecoderSpec) -> bool:
-    """Whether some layer has experts."""
-    return any(isinstance(layer.mlp, ExpertsSpec) for layer in spec.layers)
-
-
-def gathered_width(spec: DecoderSpec) -> int:
-    """Return how many numbers a token has of what is normed over all ranks' columns, at most; 0 where nothing is."""
-    return max((width for layer in spec.layers for width in _normed_over(layer)), default=0)
+def gathered_width(spec: DecoderSpec, size: int) -> int:
+    """Return how many numbers a token has of what is normed over so many ranks' columns, at most; 0 where nothing is."""
+    return max((width for layer in spec.layers for width in _normed_over(layer, size)), default=0)
 
 
 def chosen_bytes(spec: DecoderSpec, item_bytes: int) -> int:
@@ -268,11 +255,11 @@ def chosen_bytes(spec: DecoderSpec, item_bytes: int) -> int:
 
 def queries_width(spec: DecoderSpec, share: Share) -> int:
     """Return how many numbers a token's queries have, at most, of all ranks that keep KV together."""
-    mixers = (layer.mixer for layer in spec.layers)
+    attentions = (layer.attention for layer in spec.layers)
     each = (
-        mixer.num_heads // share.size * padded_head(mixer.head_dim)
-        for mixer in mixers
-        if isinstance(mixer, AttentionSpec | LatentSpec)
+        attention.num_heads // share.size * padded_head(attention.head_dim)
+        for attention in attentions
+        if attention is not None
     )
     return share.context_size * max(each, default=0)
 
@@ -311,68 +298,23 @@ def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: i
     """Return what those of one stage share for sums, what is normed whole, rotations, and attention over KV kept together."""
     size = share.size
     rotated = sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
-    a_token = 2 * size * spec.hidden_size * SUM_BYTES + 2 * (gathered_width(spec) + rotated) * item_bytes
+    a_token = (
+        2 * size * sums_width(spec) * SUM_BYTES + 2 * (gathered_width(spec, size) + rotated) * item_bytes
+    )
     if share.turn.is_alone:
         return tokens * a_token
     copies = size // share.context_size
     return tokens * (a_token + copies * queries_width(spec, share) * item_bytes) + copies * PARTIAL_BYTES
 
 
-def _normed_over(layer: LayerSpec) -> Iterator[int]:
-    mixer, mlp = layer.mixer, layer.mlp
-    if isinstance(mixer, AttentionSpec):
-        if mixer.qk_norm is not None and mixer.qk_norm_over is QkNormOver.WHOLE:
-            yield mixer.num_heads * mixer.head_dim
-        if mixer.attended_norm is not None:
-            yield mixer.num_heads * mixer.value_dim
+def _normed_over(layer: LayerSpec, size: int) -> Iterator[int]:
+    attention, state, mlp = layer.attention, layer.state, layer.mlp
+    if isinstance(attention, AttentionSpec):
+        if attention.qk_norm is not None and attention.qk_norm_over is QkNormOver.WHOLE:
+            yield attention.num_heads * attention.head_dim
+        if attention.attended_norm is not None:
+            yield attention.num_heads * attention.value_dim
+    if isinstance(state, Mamba2Spec) and state.norm is not None and state.groups % size:
+        yield state.channels
     if isinstance(mlp, MlpSpec) and mlp.down_norm is not None:
         yield mlp.width
-
-
-def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
-    """Say what a rank has, where ranks can share the model: kinds of layers in the order in which they come."""
-    size, said = share.size, []
-    for layer in spec.layers:
-        if isinstance(layer.mixer, AttentionSpec):
-            heads, kv_heads = layer.mixer.num_heads, layer.mixer.num_kv_heads
-            mine = share.of_kv_heads(kv_heads).count
-            said.append(f"{heads // size} of {heads} heads with {mine} of {kv_heads} KV heads")
-        if isinstance(layer.mixer, LatentSpec):
-            said.append(f"{layer.mixer.num_heads // size} of {layer.mixer.num_heads} heads over all latents")
-        if isinstance(layer.mlp, MlpSpec):
-            said.append(f"{layer.mlp.width // size} of {layer.mlp.width} columns of feed-forwards")
-        if isinstance(layer.mlp, ExpertsSpec):
-            count, wide = layer.mlp.routing.experts, layer.mlp.width
-            of_each = f"{wide // size} of {wide} columns of each of {count} experts"
-            whole = f"{share.of_experts(count).count} of {count} experts"
-            whole += f" and room for copies of {share.places}" if share.places else ""
-            said.append(whole if share.by_experts else of_each)
-    return [*dict.fromkeys(said), f"{-(-spec.vocab_size // size)} of {spec.vocab_size} logits"]
-
-
-def _kind_of(layer: LayerSpec, by_experts: bool) -> str | None:
-    mixer, mlp = layer.mixer, layer.mlp
-    if mixer is not None and not isinstance(mixer, AttentionSpec | LatentSpec):
-        return f"layers of the kind {type(mixer).__name__.removesuffix('Spec')} are not divided yet"
-    if isinstance(mlp, ExpertsSpec) and mlp.biased and not by_experts:
-        return "columns of experts with biases are not divided, but whole experts are: add --enable-expert-parallel, or"
-    return None
-
-
-def _misfit_of(layer: LayerSpec, share: Share) -> str | None:
-    mixer, mlp, size = layer.mixer, layer.mlp, share.size
-    if isinstance(mixer, AttentionSpec | LatentSpec):
-        heads, kv_heads = mixer.num_heads, mixer.num_kv_heads
-        if heads % size:
-            return f"{heads} heads"
-        if kv_heads % size and size % kv_heads:
-            return f"{kv_heads} KV heads"
-    if isinstance(mlp, ExpertsSpec):
-        if share.by_experts and mlp.routing.experts < size:
-            return f"{mlp.routing.experts} experts"
-        widths = (0 if share.by_experts else mlp.width, mlp.shared_width or 0)
-        wide = next((wide for wide in widths if wide % size), None)
-        return None if wide is None else f"experts {wide} wide"
-    if mlp is not None and mlp.width % size:
-        return f"feed-forwards {mlp.width} wide"
-    return None

@@ -302,15 +302,15 @@ class LayerSpec:
                 return None
 
     @property
-    def state_need(self) -> StateNeed | None:
-        """What the mixer, or a part of it, keeps of every request."""
+    def state(self) -> StateSpec | None:
+        """The mixer, or the part of it that keeps a state."""
         match self.mixer:
             case AttentionSpec() | LatentSpec() | None:
                 return None
             case BesideSpec():
-                return self.mixer.state.state_need
+                return self.mixer.state
             case _:
-                return self.mixer.state_need
+                return self.mixer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,7 +368,7 @@ class DecoderSpec:
     @property
     def state_needs(self) -> tuple[StateNeed | None, ...]:
         """See `ModelSpec`."""
-        return tuple(layer.state_need for layer in self.layers)
+        return tuple(None if layer.state is None else layer.state.state_need for layer in self.layers)
 
     @property
     def ropes(self) -> tuple[RopeSpec, ...]:

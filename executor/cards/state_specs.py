@@ -6,8 +6,9 @@ the model's number format, then that of its scan, in float32; each begins at a m
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import Self
 
 from quintet.executor.cards.norm_spec import NormSpec
 
@@ -50,6 +51,20 @@ class MambaSpec:
     """Of step widths, inputs and outputs before they are used (Jamba, FalconMamba)."""
 
     @property
+    def chosen_width(self) -> int:
+        """Numbers that all channels together choose: what step widths are made of, inputs and outputs."""
+        return self.dt_rank + 2 * self.state_size
+
+    @property
+    def divided(self) -> tuple[int, int, str]:
+        """What ranks divide, in how many groups, and its name: who has some of a group has what the group shares."""
+        return self.channels, 1, "channels of states"
+
+    def with_part(self, count: int, groups: int) -> Self:
+        """Return what has so many of them."""
+        return replace(self, channels=count)
+
+    @property
     def state_need(self) -> StateNeed:
         """What it keeps."""
         return StateNeed((self.taps - 1, self.channels), (self.state_size, self.channels))
@@ -82,8 +97,17 @@ class Mamba2Spec:
     """Of gate, channels, inputs, outputs and step widths, as projected."""
 
     @property
+    def divided(self) -> tuple[int, int, str]:
+        """See `MambaSpec.divided`."""
+        return self.num_heads, self.groups, "heads of states"
+
+    def with_part(self, count: int, groups: int) -> Self:
+        """Return what has so many of them, of so many groups."""
+        return replace(self, num_heads=count, groups=groups)
+
+    @property
     def channels(self) -> int:
-        """Numbers of all heads."""
+        """Numbers of all heads: what ``out_proj`` reads, as of every kind."""
         return self.num_heads * self.head_dim
 
     @property
@@ -113,6 +137,15 @@ class ShortConvSpec:
     biased: bool
 
     @property
+    def divided(self) -> tuple[int, int, str]:
+        """See `MambaSpec.divided`."""
+        return self.channels, 1, "channels of states"
+
+    def with_part(self, count: int, groups: int) -> Self:
+        """Return what has so many of them."""
+        return replace(self, channels=count)
+
+    @property
     def state_need(self) -> StateNeed:
         """What it keeps."""
         return StateNeed((self.taps - 1, self.channels))
@@ -140,22 +173,31 @@ class DeltaSpec:
     queries, keys and values, all gates, all alphas and all betas (Qwen 3.5)."""
 
     @property
+    def divided(self) -> tuple[int, int, str]:
+        """See `Mamba2Spec.divided`."""
+        return self.num_heads, self.key_heads, "heads of states"
+
+    def with_part(self, count: int, groups: int) -> Self:
+        """Return what has so many of them, which meet so many heads of keys."""
+        return replace(self, num_heads=count, key_heads=groups)
+
+    @property
     def keys(self) -> int:
         """Numbers of all keys."""
         return self.key_heads * self.key_dim
 
     @property
-    def values(self) -> int:
+    def channels(self) -> int:
         """Numbers of all values."""
         return self.num_heads * self.head_dim
 
     @property
     def state_need(self) -> StateNeed:
         """What it keeps."""
-        conv = (self.taps - 1, 2 * self.keys + self.values)
+        conv = (self.taps - 1, 2 * self.keys + self.channels)
         return StateNeed(conv, (self.num_heads, self.key_dim, self.head_dim))
 
     def num_parameters(self, hidden_size: int) -> int:
         """Numbers of its matrices."""
-        projected = 2 * self.keys + 3 * self.values + 2 * self.num_heads
-        return hidden_size * projected + (2 * self.keys + self.values) * self.taps
+        projected = 2 * self.keys + 3 * self.channels + 2 * self.num_heads
+        return hidden_size * projected + (2 * self.keys + self.channels) * self.taps

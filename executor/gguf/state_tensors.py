@@ -54,7 +54,7 @@ def _add_mamba2(found: Found, spec: Mamba2Spec) -> None:
 
 def _add_delta(found: Found, spec: DeltaSpec, tiled: bool) -> None:
     """Older files of Qwen3-Next have queries, keys, values and gates as its checkpoints do, head by head of keys."""
-    keys, values, heads = spec.keys, spec.values, spec.num_heads
+    keys, values, heads = spec.keys, spec.channels, spec.num_heads
     both, qkv, gates = (found.rows(f"{name}.weight") for name in ("ssm_in", "attn_qkv", "attn_gate"))
     wide, narrow = _grouped(spec, spec.head_dim, tiled), _grouped(spec, 1, tiled)
     if qkv is not None and gates is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import msgspec
 import zmq
 
-from quintet.executor.cards.share import MOST_RANKS
+from quintet.executor.cards.fitting import MOST_RANKS
 from quintet.executor.parallel.child import ExpectedEnd
 from quintet.executor.parallel.library import CRanksShape, RanksLibrary
 

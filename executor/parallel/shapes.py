@@ -16,6 +16,7 @@ from quintet.executor.cards.share import (
     queries_width,
     results_depth,
     share_of,
+    sums_width,
 )
 from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.parallel.library import CRanksShape
@@ -40,10 +41,10 @@ def shape_of(config: EngineConfig) -> CRanksShape:
         slots=scheduler.max_num_seqs,
         table_stride=max(2, -(-(model.max_model_len + 1) // model.kv.block_size)),
         block_size=model.kv.block_size,
-        sums_width=spec.hidden_size,
+        sums_width=sums_width(spec),
         logits_row_bytes=model.vocab_size * item_bytes,
         rotated_row_bytes=2 * sum(by_token) * item_bytes,
-        gathered_row_bytes=gathered_width(spec) * item_bytes,
+        gathered_row_bytes=gathered_width(spec, config.executor.tensor_parallel_size) * item_bytes,
         experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
         staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
         depth=1,

@@ -22,7 +22,7 @@ from tests.cuda.test_worker_bits import Bits, ask, bits_of
 from tests.models.equal import GREEDY, Dtype, few_blocks, load, run, with_blocks
 from tests.models.random_checkpoints import Expectation, expectations, write_checkpoint
 from tests.models.ranks import config_of
-from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, routed
+from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, routed, states
 from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 
@@ -56,6 +56,11 @@ MORE_KINDS = {
     "soft caps": gemma.ROWS["gemma2"],
     "slopes": falcon.ROWS["bloom"],
     "experts of groups, latents": latent.ROWS["deepseek v3"],
+    "states of channels": states.ROWS["lfm2"],
+    "channels that choose together": states.ROWS["mamba"],
+    "heads that are normed as one": states.ROWS["mamba2, one group, limits"],
+    "states beside attention": states.ROWS["falcon h1, normed first"],
+    "the delta rule": states.ROWS["qwen 3.5"],
 }
 
 

@@ -165,7 +165,11 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, "2 KV heads, .*: 2"),
         (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
         (2, {"architectures": ["GptOssForCausalLM"]}, "whole experts are: add --enable-expert-parallel"),
-        (2, {"architectures": ["MambaForCausalLM"]}, "layers of the kind Mamba are not divided yet"),
+        (
+            3,
+            {"architectures": ["MambaForCausalLM"]},
+            "128 channels of states, .*; sizes that fit: 2, 4, 8, 16, 32, 64",
+        ),
         (
             2,
             {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}},
@@ -183,6 +187,14 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
                 "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
             },
             "experts stored as gptq are not divided yet",
+        ),
+        (
+            2,
+            {
+                "architectures": ["MambaForCausalLM"],
+                "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
+            },
+            "layers with states, stored as gptq, are not divided yet",
         ),
     ],
 )
@@ -220,7 +232,7 @@ def test_whole_experts_that_cannot_be_divided_are_refused(
         ({}, 4),
         ({"num_attention_heads": 8, "head_dim": 16}, 8),
         ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}, 1),
-        ({"architectures": ["MambaForCausalLM"]}, 1),
+        ({"architectures": ["MambaForCausalLM"]}, 8),
         ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 3}, 2),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}, 1),
     ],

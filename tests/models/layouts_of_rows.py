@@ -16,17 +16,19 @@ STATES = (
     *("qwen 3.5", "qwen 3.5, as a part of what sees", "qwen-moe 3.5"),
     *("lfm2", "lfm2 moe", "lfm2, biases, width as it is"),
 )
-"""Layers with states are not divided."""
+"""Each rank keeps its own: not together."""
 FIVE_HEADS = ("baichuan 13b",)
 WHOLE_EXPERTS = ("gpt-oss", "gpt-oss, 4 bits")
 """Columns of their experts are not divided, whole experts are."""
 HEADS_AND_EXPERTS = (
     *("deepseek v2, groups", "deepseek v2, queries at once", "deepseek v3", "deepseek v3, as glm 4.7 flash"),
     *("deepseek v3, rotated by halves, biases", "ernie 4.5 moe", "flex olmo", "glm4 moe", "glm4 moe, as dots"),
-    *("glm4 moe, as exaone", "glm4 moe, as ling 2", "glm4 moe, as solar open", "granite moe"),
-    *("granite moe, as deepseek 1", "granite moe, as ling", "granite moe, shared expert", "hunyuan moe"),
-    *("llama4", "llama4, as a part of what sees", "minimax m2", "mixtral", "olmoe", "phi moe", "phi moe, stretched"),
-    *("qwen2 moe", "qwen3 moe, some layers without experts"),
+    *("glm4 moe, as exaone", "glm4 moe, as ling 2", "glm4 moe, as solar open", "granite hybrid, experts"),
+    *("granite moe", "granite moe, as deepseek 1", "granite moe, as ling", "granite moe, shared expert"),
+    *("hunyuan moe", "jamba, experts", "lfm2 moe", "qwen3 next", "qwen-moe 3.5"),
+    *("qwen3 next, biases, some layers without experts", "llama4", "llama4, as a part of what sees"),
+    *("minimax m2", "mixtral", "olmoe", "phi moe", "phi moe, stretched", "qwen2 moe"),
+    *("qwen3 moe, some layers without experts",),
 )  # fmt: skip
 """Columns of experts are divided, and whole experts."""
 AS_MANY_KV_HEADS = (
@@ -46,7 +48,7 @@ ONE_KV_HEAD = (
 ROTATED_BY_LENGTH = ("phi4 mini", "internlm2", "qwen 1", "phi moe, stretched")
 """Stages behind the first are not told how long a prompt is."""
 
-DIVIDED = tuple(name for name in ROWS if name not in {*STATES, *FIVE_HEADS, *WHOLE_EXPERTS})
+DIVIDED = tuple(name for name in ROWS if name not in {*FIVE_HEADS, *WHOLE_EXPERTS})
 """By ``--tensor-parallel-size`` 2 and 4."""
 DIVIDED_BY_EXPERTS = tuple(name for name in ROWS if name in {*WHOLE_EXPERTS, *HEADS_AND_EXPERTS})
 """With ``--enable-expert-parallel``."""
@@ -56,7 +58,7 @@ CUT = tuple(name for name in ROWS if name not in ROTATED_BY_LENGTH)
 """By ``--pipeline-parallel-size`` 2."""
 KEPT_TOGETHER = {
     (2, 2): ONE_KV_HEAD,
-    (4, 2): tuple(name for name in DIVIDED if name not in AS_MANY_KV_HEADS),
+    (4, 2): tuple(name for name in DIVIDED if name not in {*AS_MANY_KV_HEADS, *STATES}),
     (4, 4): ONE_KV_HEAD,
 }
 """By so many ranks, ``--decode-context-parallel-size`` by so many of them."""

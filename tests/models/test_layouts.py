@@ -21,6 +21,7 @@ from quintet.wire.params import SamplingParams
 
 SIZES = (2, 4)
 EXPERTS = ("mixtral", "gpt-oss, 4 bits")
+STATES = ("lfm2", "mamba", "mamba2, one group, limits", "falcon h1, normed first", "qwen 3.5")
 
 
 def check(
@@ -74,6 +75,12 @@ def test_slices_are_those_of_one_process(tmp_path: Path) -> None:
     deep = {"hidden_size": 1024, "head_dim": 16, "intermediate_size": 2048, "vocab_size": 2400}
     write_checkpoint(of_transformers("LlamaConfig", **deep, num_hidden_layers=1), tmp_path)
     check_prompts([list(range(1, length)) for length in (2, 40)], tmp_path, "float32", "none", experts=False)
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("name", STATES)
+def test_ranks_of_states_have_the_bits_of_one_process(name: str, tmp_path: Path) -> None:
+    check(name, tmp_path, "float32")
 
 
 @pytest.mark.drawn(1)

@@ -18,8 +18,13 @@ from tests.models.test_equal import ROWS, check_bits, check_tokens, made
 from quintet.wire.config import KvCacheDtype, Quantization
 from quintet.wire.params import SamplingParams
 
-FAST = ("llama", "gpt2", "falcon 40b", "bloom", "mixtral")
-"""Queries, keys and values apart; stacked and transposed, with biases; by KV heads; with a slope for each head; experts."""
+FAST = (
+    *("llama", "gpt2", "falcon 40b", "bloom", "mixtral"),
+    *("lfm2", "mamba", "mamba2, one group, limits", "falcon h1, normed first", "qwen3 next", "qwen 3.5"),
+)
+"""Queries, keys and values apart; stacked and transposed, with biases; by KV heads; with a slope for each head; experts. Every
+kind of state: channels; channels that choose together; one group that is normed whole; beside attention; heads side by side in
+the checkpoint, and not."""
 EXPERTS = ("mixtral", "gpt-oss", "gpt-oss, 4 bits")
 
 

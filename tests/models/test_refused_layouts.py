@@ -19,6 +19,7 @@ WORDS = (
     "has no experts",
     "add --enable-expert-parallel",
     "no two ranks keep the same one",
+    "has layers with states, of which each rank keeps its own",
 )
 
 

@@ -9,12 +9,21 @@ Yang, Kautz and Hatamizadeh, "Gated delta networks" (2024), figure 1::
 
 from __future__ import annotations
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import Activation
 from quintet.executor.cards.state_specs import DeltaSpec
 from quintet.executor.layers.linear import Part
 from quintet.executor.layers.states import DeltaRule
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import below, convolution, fading, numbers, scan_part
+from quintet.executor.models.blocks.states import (
+    Rows,
+    below,
+    convolution,
+    fading,
+    numbers,
+    output,
+    scan_part,
+)
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
@@ -22,24 +31,26 @@ class Delta:
     """A `quintet.executor.models.blocks.block.Block`."""
 
     def __init__(self, scope: Scope, spec: DeltaSpec) -> None:
-        self._spec = spec
-        need, values, heads = spec.state_need, spec.values, spec.num_heads
-        self._in = scope.linear(_parts(scope, spec), scope.hidden_size)
-        self._conv = convolution(scope, need, "conv1d", biased=False, silu=True)
+        share, own = scope.share, scope.share.of_state(spec)
+        self._spec = own
+        heads, key_heads, need = share.of(spec.num_heads), share.of_kv_heads(spec.key_heads), own.state_need
+        keys, values = key_heads.times(spec.key_dim), heads.times(spec.head_dim)
+        self._in = scope.linear(_parts(scope, spec, keys, values, heads), scope.hidden_size)
+        self._conv = convolution(scope, need, "conv1d", Rows(keys, keys, values), biased=False, silu=True)
         self._rule = DeltaRule(
             state=scan_part(scope, need),
-            key_heads=spec.key_heads,
-            a=fading(scope, heads),
-            dt_bias=numbers(scope, "dt_bias", (heads,)),
+            key_heads=own.key_heads,
+            a=fading(scope, Rows(heads)),
+            dt_bias=numbers(scope, "dt_bias", Rows(heads)),
         )
         norm = scope.norm(spec.norm, below(scope, "norm"), spec.head_dim)
         assert norm is not None
         self._norm = norm
-        self._out = scope.linear([scope.part(below(scope, "out_proj"), scope.hidden_size)], values)
+        self._out = output(scope, "out_proj", values, scope.hidden_size)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""
-        spec, keys, values = self._spec, self._spec.keys, self._spec.values
+        spec, keys, values = self._spec, self._spec.keys, self._spec.channels
         projected = ops.linear(self._in, x)
         convolved = ops.causal_conv(self._conv, ops.columns(projected, 0, 2 * keys + values))
         gate = ops.columns(projected, 2 * keys + values, values)
@@ -57,18 +68,22 @@ class Delta:
         return ops.linear(self._out, y)
 
 
-def _parts(scope: Scope, spec: DeltaSpec) -> list[Part]:
-    """Return queries, keys, values, gates, betas and alphas, in this order, wherever the checkpoint has them."""
-    keys, values, heads, groups = spec.keys, spec.values, spec.num_heads, spec.key_heads
+def _parts(scope: Scope, spec: DeltaSpec, keys: Kept, values: Kept, heads: Kept) -> list[Part]:
+    """Return queries, keys, values, gates, betas and alphas, in this order, wherever the checkpoint has them: those kept."""
     if not spec.by_head:
-        named = (("qkv", 2 * keys + values), ("z", values), ("b", heads), ("a", heads))
-        return [scope.part(below(scope, f"in_proj_{name}"), rows) for name, rows in named]
-    whole = 2 * (keys + values)
-    wide = ((keys, 0), (keys, keys), (values, 2 * keys), (values, 2 * keys + values))
+        named = {"qkv": (keys, keys, values), "z": (values,), "b": (heads,), "a": (heads,)}
+        return [
+            part for name, kinds in named.items() for part in Rows(*kinds).parts(scope, f"in_proj_{name}")
+        ]
+    groups, whole = spec.key_heads, 2 * (keys.whole + values.whole)
+    wide = ((keys, 0), (keys, keys.whole), (values, 2 * keys.whole), (values, 2 * keys.whole + values.whole))
     parts = [
-        scope.part(below(scope, "in_proj_qkvz"), rows, whole, begin // groups, groups) for rows, begin in wide
+        scope.part(below(scope, "in_proj_qkvz"), kept.whole, whole, begin // groups, groups).keeping(kept)
+        for kept, begin in wide
     ]
     return parts + [
-        scope.part(below(scope, "in_proj_ba"), heads, 2 * heads, begin // groups, groups)
-        for begin in (0, heads)
+        scope.part(below(scope, "in_proj_ba"), heads.whole, 2 * heads.whole, begin // groups, groups).keeping(
+            heads
+        )
+        for begin in (0, heads.whole)
     ]

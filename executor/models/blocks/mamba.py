@@ -13,7 +13,15 @@ from quintet.executor.cards.state_specs import MambaSpec
 from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import SelectiveScan
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import below, convolution, fading, numbers, scan_part
+from quintet.executor.models.blocks.states import (
+    Rows,
+    below,
+    convolution,
+    fading,
+    numbers,
+    output,
+    scan_part,
+)
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
@@ -21,30 +29,30 @@ class Mamba:
     """A `quintet.executor.models.blocks.block.Block`."""
 
     def __init__(self, scope: Scope, spec: MambaSpec) -> None:
-        self._spec = spec
-        channels, size, need = spec.channels, spec.state_size, spec.state_need
+        channels, own = scope.share.of(spec.channels), scope.share.of_state(spec)
+        self._spec = own
+        size, need, rows = spec.state_size, own.state_need, Rows(channels)
         self._in = scope.linear(
-            [scope.part(below(scope, "in_proj"), 2 * channels)],
+            Rows(channels, channels).parts(scope, "in_proj"),
             scope.hidden_size,
             biased=spec.projection_bias,
         )
-        self._conv = convolution(scope, need, "conv1d", biased=spec.conv_bias, silu=True)
-        self._choose = scope.linear([scope.part(below(scope, "x_proj"), spec.dt_rank + 2 * size)], channels)
+        self._conv = convolution(scope, need, "conv1d", rows, biased=spec.conv_bias, silu=True)
+        # What all channels choose together, every rank has.
+        self._choose = output(scope, "x_proj", channels, spec.chosen_width)
         # Its bias is the scan's, which adds it in float32.
-        self._widths = scope.linear([scope.part(below(scope, "dt_proj"), channels)], spec.dt_rank)
+        self._widths = scope.linear(rows.parts(scope, "dt_proj"), spec.dt_rank)
         self._norms: list[Norm | None] = [
             scope.norm(spec.inner_norm, below(scope, f"{name}_layernorm"), width)
             for name, width in (("dt", spec.dt_rank), ("b", size), ("c", size))
         ]
         self._scan = SelectiveScan(
             state=scan_part(scope, need),
-            a=fading(scope, channels, size),
-            dt_bias=numbers(scope, "dt_proj.bias", (channels,)),
-            skip=numbers(scope, "D", (channels,)),
+            a=fading(scope, rows, size),
+            dt_bias=numbers(scope, "dt_proj.bias", rows),
+            skip=numbers(scope, "D", rows),
         )
-        self._out = scope.linear(
-            [scope.part(below(scope, "out_proj"), scope.hidden_size)], channels, biased=spec.projection_bias
-        )
+        self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.projection_bias)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""

@@ -11,11 +11,21 @@ from __future__ import annotations
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.spec import Activation
 from quintet.executor.cards.state_specs import Mamba2Spec
 from quintet.executor.layers.states import HeadScan
+from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import below, convolution, fading, numbers, scan_part
+from quintet.executor.models.blocks.states import (
+    Rows,
+    below,
+    convolution,
+    fading,
+    numbers,
+    output,
+    scan_part,
+)
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
@@ -23,30 +33,38 @@ class Mamba2:
     """A `quintet.executor.models.blocks.block.Block`."""
 
     def __init__(self, scope: Scope, spec: Mamba2Spec) -> None:
-        self._spec = spec
-        channels, need, heads = spec.channels, spec.state_need, spec.num_heads
-        rows = channels + spec.conv_channels + heads
+        share, own = scope.share, scope.share.of_state(spec)
+        self._spec = own
+        heads, need = share.of(spec.num_heads), own.state_need
+        channels = heads.times(spec.head_dim)
+        inputs = share.of_kv_heads(spec.groups).times(spec.state_size)
         self._in = scope.linear(
-            [scope.part(below(scope, "in_proj"), rows)], scope.hidden_size, biased=spec.projection_bias
+            Rows(channels, channels, inputs, inputs, heads).parts(scope, "in_proj"),
+            scope.hidden_size,
+            biased=spec.projection_bias,
         )
         self._conv = convolution(
-            scope, need, "conv1d", biased=spec.conv_bias, silu=True, factors=_conv_factors(spec)
+            *(scope, need, "conv1d", Rows(channels, inputs, inputs)),
+            biased=spec.conv_bias,
+            silu=True,
+            factors=_conv_factors(own),
         )
         self._scan = HeadScan(
             state=scan_part(scope, need),
-            groups=spec.groups,
-            a=fading(scope, heads),
-            dt_bias=numbers(scope, "dt_bias", (heads,)),
-            skip=numbers(scope, "D", (heads,)),
+            groups=own.groups,
+            a=fading(scope, Rows(heads)),
+            dt_bias=numbers(scope, "dt_bias", Rows(heads)),
+            skip=numbers(scope, "D", Rows(heads)),
             dt_limits=spec.dt_limits,
         )
-        self._norm = None
+        self._norm, self._normed = None, channels
         if spec.norm is not None:
-            weight = scope.vector(scope.name(below(scope, "norm.weight")), spec.norm, channels)
-            self._norm = scope.norm_of(spec.norm, channels // spec.groups, weight)
-        self._out = scope.linear(
-            [scope.part(below(scope, "out_proj"), scope.hidden_size)], channels, biased=spec.output_bias
-        )
+            weight = scope.vector(scope.name(below(scope, "norm.weight")), spec.norm, channels.whole)
+            if spec.groups % share.size == 0:  # whole ones, so that no other rank has any of what is normed
+                weight = None if weight is None else weight[channels.begin : channels.end]
+                self._normed = Kept(0, channels.count, channels.count)
+            self._norm = scope.norm_of(spec.norm, channels.whole // spec.groups, weight)
+        self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.output_bias)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""
@@ -64,7 +82,7 @@ class Mamba2:
             None if spec.norm_before_gate else gate,
         )
         if self._norm is not None:
-            y = ops.norm(y, self._norm)
+            y = norm_of_all(ops, y, self._norm, self._normed)
         if spec.norm_before_gate:
             y = ops.multiply(y, ops.activation(gate, Activation.SILU))
         return ops.linear(self._out, y)

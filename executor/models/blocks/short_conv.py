@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.executor.cards.state_specs import ShortConvSpec
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import below, convolution
+from quintet.executor.models.blocks.states import Rows, convolution, output
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
@@ -12,14 +12,14 @@ class ShortConv:
     """A `quintet.executor.models.blocks.block.Block`."""
 
     def __init__(self, scope: Scope, spec: ShortConvSpec) -> None:
-        self._channels = spec.channels
+        channels = scope.share.of(spec.channels)
+        self._channels = channels.count
         self._in = scope.linear(
-            [scope.part(below(scope, "in_proj"), 3 * spec.channels)], scope.hidden_size, biased=spec.biased
+            Rows(*3 * [channels]).parts(scope, "in_proj"), scope.hidden_size, biased=spec.biased
         )
-        self._conv = convolution(scope, spec.state_need, "conv", biased=spec.biased, silu=False)
-        self._out = scope.linear(
-            [scope.part(below(scope, "out_proj"), scope.hidden_size)], spec.channels, biased=spec.biased
-        )
+        need = scope.share.of_state(spec).state_need
+        self._conv = convolution(scope, need, "conv", Rows(channels), biased=spec.biased, silu=False)
+        self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:
         """See `Block`."""

@@ -1,12 +1,15 @@
-"""What mixers with a state share: parameters in float32, and the short convolution before the scan."""
+"""What mixers with a state share: rows that ranks divide, parameters in float32, and the short convolution before the scan."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import torch
 
+from quintet.executor.cards.share import Kept
 from quintet.executor.cards.state_specs import StateNeed
+from quintet.executor.layers.linear import Linear, Part
 from quintet.executor.layers.states import CausalConv, StatePart
 from quintet.executor.models.blocks.scope import Scope
 
@@ -16,26 +19,65 @@ def below(scope: Scope, name: str) -> str:
     return f"{scope.names.state_mixer}.{name}"
 
 
+class Rows:
+    """Rows of a tensor, kinds of them one below the other, and which of each kind this rank keeps."""
+
+    def __init__(self, *kinds: Kept) -> None:
+        self._kinds = kinds
+        self._begins = list(accumulate((kept.whole for kept in kinds), initial=0))
+        self._is_all = all(kept.is_all for kept in kinds)
+
+    @property
+    def whole(self) -> int:
+        """How many the tensor has."""
+        return self._begins[-1]
+
+    def take(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return those that are kept: of a tensor that is kept as a whole itself."""
+        if self._is_all:
+            return tensor
+        kinds = zip(self._begins, self._kinds, strict=False)
+        return torch.cat([tensor[begin + kept.begin : begin + kept.end] for begin, kept in kinds])
+
+    def parts(self, scope: Scope, name: str) -> list[Part]:
+        """Return the same rows as parts of a linear layer, that is one of the mixer's."""
+        name = below(scope, name)
+        if self._is_all:
+            return [scope.part(name, self.whole)]
+        kinds = zip(self._begins, self._kinds, strict=False)
+        return [scope.part(name, kept.whole, self.whole, begin).keeping(kept) for begin, kept in kinds]
+
+
 def numbers(
     scope: Scope,
     name: str,
-    shape: tuple[int, ...],
+    rows: Rows,
+    *rest: int,
     take: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> torch.Tensor:
-    """Declare a parameter of this shape in the checkpoint; return what ``take`` makes of it, in float32, once it is loaded."""
-    like = take(torch.zeros(shape))
-    whole = torch.empty(like.shape, device=scope.weights.device)
+    """Declare a parameter ``[rows, *rest]`` of the checkpoint; return what ``take`` makes of the rows that are kept, once loaded.
+
+    In float32.
+    """
+    shape = (rows.whole, *rest)
+    whole = torch.empty(take(rows.take(torch.zeros(shape))).shape, device=scope.weights.device)
 
     def fill(tensor: torch.Tensor) -> None:
-        whole.copy_(take(tensor.float()))
+        whole.copy_(take(rows.take(tensor).float()))
 
     scope.weights.expect(scope.name(below(scope, name)), shape, fill, num_bytes=4 * whole.numel())
     return whole
 
 
-def fading(scope: Scope, *shape: int) -> torch.Tensor:
+def fading(scope: Scope, rows: Rows, *rest: int) -> torch.Tensor:
     """Declare how fast states fade, ``A_log``; return ``-exp`` of it, of a matrix the transposed one."""
-    return numbers(scope, "A_log", shape, lambda tensor: -torch.exp(tensor).t())
+    return numbers(scope, "A_log", rows, *rest, take=lambda tensor: -torch.exp(tensor).t())
+
+
+def output(scope: Scope, name: str, kept: Kept, rows: int, *, biased: bool = False) -> Linear:
+    """Declare a linear layer whose inputs ranks divide, ``kept`` being this one's."""
+    part = scope.part(below(scope, name), rows).of_inputs(kept, scope.share.own_leaves)
+    return scope.linear([part], kept.count, biased=biased)
 
 
 def conv_part(scope: Scope, need: StateNeed) -> StatePart:
@@ -56,21 +98,22 @@ def convolution(
     scope: Scope,
     need: StateNeed,
     name: str,
+    channels: Rows,
     *,
     biased: bool,
     silu: bool,
     factors: torch.Tensor | None = None,
 ) -> CausalConv:
     """Declare a convolution; ``factors [channels]``: of its inputs, which it sees as they are otherwise."""
-    old, channels = need.conv
+    taps = need.conv[0] + 1
 
     def by_tap(weight: torch.Tensor) -> torch.Tensor:
-        taps = weight.squeeze(1).t()
-        return taps if factors is None else taps * factors.to(taps.device)
+        rows = weight.squeeze(1).t()
+        return rows if factors is None else rows * factors.to(rows.device)
 
     return CausalConv(
         state=conv_part(scope, need),
-        weight=numbers(scope, f"{name}.weight", (channels, 1, old + 1), by_tap),
-        bias=numbers(scope, f"{name}.bias", (channels,)) if biased else None,
+        weight=numbers(scope, f"{name}.weight", channels, 1, taps, take=by_tap),
+        bias=numbers(scope, f"{name}.bias", channels) if biased else None,
         silu=silu,
     )
