@@ -71,6 +71,10 @@ def test_parts_whose_rows_kernels_cannot_read_are_refused(tmp_path: Path) -> Non
     assert "rows of 52 numbers" in complaint(dense, **flags, batch_invariant=True)
     resolved(dense, **flags)
     changes = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4, "num_experts_per_tok": 2}
+    states = {"architectures": ["MambaForCausalLM"], "state_size": 16, "intermediate_size": 104}
+    assert "rows of 52 numbers" in complaint(
+        write_model(tmp_path / "states", **states), **flags, batch_invariant=True
+    )
     experts = write_model(tmp_path / "experts", **changes, intermediate_size=104)
     assert "rows of 52 numbers" in complaint(experts, **flags)
 

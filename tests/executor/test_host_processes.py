@@ -108,11 +108,26 @@ def test_bits_of_no_layout_are_those_of_one_process_on_two_hosts_too(
 
 
 @pytest.mark.whole
-def test_what_is_normed_over_all_ranks_is_put_together_over_hosts(tmp_path: Path, hosts: HostsConfig) -> None:
-    write_model(
-        tmp_path, architectures=["Olmo2ForCausalLM"], model_type="olmo2", hidden_size=64, intermediate_size=128, head_dim=None,
-        num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=4, vocab_size=211, max_position_embeddings=256,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    "card",
+    [
+        {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+        {"architectures": ["MambaForCausalLM"], "model_type": "mamba", "state_size": 16, "conv_kernel": 4},
+        {
+            "architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2", "num_heads": 4, "head_dim": 32,
+            "n_groups": 1, "state_size": 16, "conv_kernel": 4,
+        },
+    ],
+    ids=["queries and keys", "what channels choose", "states"],
+)  # fmt: skip
+def test_what_all_ranks_have_to_know_is_put_together_over_hosts(
+    card: dict[str, object], tmp_path: Path, hosts: HostsConfig
+) -> None:
+    shape = {
+        "hidden_size": 64, "intermediate_size": 128, "head_dim": None, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "vocab_size": 211, "max_position_embeddings": 256,
+    }  # fmt: skip
+    write_model(tmp_path, **{**shape, **card})
     options = Options(
         model=str(tmp_path), device="cpu", load_format="dummy", tensor_parallel_size=2, threads=1,
         max_model_len=256, max_num_seqs=4, kv_cache_memory="4MiB",
