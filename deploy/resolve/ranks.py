@@ -214,11 +214,6 @@ def _cut(options: Options, facts: ModelFacts) -> ModelFacts:
         raise ConfigError(
             f"{STAGES_FLAG} {stages}: {path} cannot be cut: only the layers of Quintet's own models are; drop the flag"
         )
-    if _rotates_by_length(spec):
-        raise ConfigError(
-            f"{STAGES_FLAG} {stages}: {path} cannot be cut: its rotations depend on how long a prompt is, which later stages are"
-            " not told yet; drop the flag"
-        )
     if len(spec.layers) < stages:
         raise ConfigError(
             f"{STAGES_FLAG} {stages}: {path} has {len(spec.layers)} layers, and each stage has at least one; sizes that fit: 1"

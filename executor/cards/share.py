@@ -240,6 +240,11 @@ def sums_width(spec: DecoderSpec) -> int:
     return max([spec.hidden_size, *chosen])
 
 
+def rotated_width(spec: DecoderSpec) -> int:
+    """Return how many numbers a token has of rotations that depend on more than its position: cosines and sines."""
+    return 2 * sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
+
+
 def gathered_width(spec: DecoderSpec, size: int) -> int:
     """Return how many numbers a token has of what is normed over so many ranks' columns, at most; 0 where nothing is."""
     return max((width for layer in spec.layers for width in _normed_over(layer, size)), default=0)
@@ -284,7 +289,8 @@ def shared_bytes(
     """
     size, stages = share.size, share.stages
     tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
-    hidden, logits = tokens * spec.hidden_size * item_bytes, outputs * spec.vocab_size * item_bytes
+    hidden = tokens * (spec.hidden_size + rotated_width(spec)) * item_bytes
+    logits = outputs * spec.vocab_size * item_bytes
     handed_on = (stages - 1) * LINK_DEPTH * hidden + results_depth(stages) * logits if stages > 1 else 0
     if size == 1:
         return handed_on

@@ -176,12 +176,10 @@ def be_a_stage(
 
 def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: Span) -> None:
     """Run parts of a step, and tell the next stage to."""
-    assert stage.given is not None, stage.share
-    before, behind, width, count = links.before, links.behind, stage.given.shape[1], step.c.num_tokens
+    before, behind, width, count = links.before, links.behind, stage.handed_width, step.c.num_tokens
     is_new = begin == Part.LAYERS
     if is_new:
-        stage.wait_for_ranks()  # who still read the last step's
-        stage.given[:count].copy_(before.payload(width, stage.dtype)[:count])
+        stage.take(before.payload(width, stage.dtype)[:count])
     first = 0 if is_new else stage.layers_end
     last = stage.end if end == Part.END else stage.layers_end
     if first < last:
@@ -196,7 +194,7 @@ def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: i
         behind.tell_done(outputs)
         return
     if is_new:
-        behind.payload(width, stage.dtype)[:count].copy_(stage.hidden[:count])
+        stage.hand_on(behind.payload(width, stage.dtype)[:count])
     behind.tell_run(step.address, begin, end, length)
 
 

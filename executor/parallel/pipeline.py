@@ -108,7 +108,7 @@ class Pipeline:
         behind, count = self._links.behind, step.c.num_tokens
         behind.make_room()
         self._span("bubble")
-        behind.payload(stage.hidden.shape[1], stage.dtype)[:count].copy_(stage.hidden[:count])
+        stage.hand_on(behind.payload(stage.handed_width, stage.dtype)[:count])
         return self._tell(step, length, Part.LAYERS)
 
     def more_logits(self, flight: Flight, tokens: Int) -> torch.Tensor:

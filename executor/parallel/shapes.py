@@ -15,6 +15,7 @@ from quintet.executor.cards.share import (
     most_outputs,
     queries_width,
     results_depth,
+    rotated_width,
     share_of,
     sums_width,
 )
@@ -31,7 +32,7 @@ def shape_of(config: EngineConfig) -> CRanksShape:
     scheduler, model = config.scheduler, config.model
     spec, item_bytes = spec_of(model), DTYPE_BYTES[model.dtype]
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    by_token = (rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
+    handed_on = spec.hidden_size + rotated_width(spec)
     return CRanksShape(
         ranks=config.executor.tensor_parallel_size,
         max_tokens=max_tokens,
@@ -43,12 +44,12 @@ def shape_of(config: EngineConfig) -> CRanksShape:
         block_size=model.kv.block_size,
         sums_width=sums_width(spec),
         logits_row_bytes=model.vocab_size * item_bytes,
-        rotated_row_bytes=2 * sum(by_token) * item_bytes,
+        rotated_row_bytes=rotated_width(spec) * item_bytes,
         gathered_row_bytes=gathered_width(spec, config.executor.tensor_parallel_size) * item_bytes,
         experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
         staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
         depth=1,
-        payload_bytes=max_tokens * spec.hidden_size * item_bytes
+        payload_bytes=max_tokens * handed_on * item_bytes
         if config.executor.pipeline_parallel_size > 1
         else 0,
         **_kv_together(config, spec, item_bytes),
@@ -71,7 +72,7 @@ def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> di
 
 
 def link_shape(config: EngineConfig, link: int) -> CRanksShape:
-    """Return what a link needs room for: the hidden states of a step, or the logits."""
+    """Return what a link needs room for: the hidden states of a step, with what rotates its tokens, or the logits."""
     num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
     shape.ranks, shape.depth = 2, LINK_DEPTH
     shape.sums_width = shape.logits_row_bytes = shape.rotated_row_bytes = shape.gathered_row_bytes = 0

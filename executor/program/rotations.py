@@ -50,6 +50,24 @@ class Rotations:
         for rotation in self._rotations:
             rotation.fill(length, rows, tables)
 
+    @property
+    def handed_width(self) -> int:
+        """Numbers of a token that the next stage has to be handed: cosines and sines that depend on more than its position."""
+        return sum(rotation.handed_width for rotation in self._rotations)
+
+    def hand_on(self, rows: torch.Tensor) -> None:
+        """Write those of the step that was filled, or taken, into rows ``[num_tokens, handed_width]``."""
+        for rotation, part in zip(self._rotations, self._parts(rows), strict=True):
+            rotation.hand_on(part)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Describe those of the step that the stage before has handed on, instead of `fill`. Nobody reads the last step's."""
+        for rotation, part in zip(self._rotations, self._parts(rows), strict=True):
+            rotation.take(part)
+
+    def _parts(self, rows: torch.Tensor) -> Sequence[torch.Tensor]:
+        return list(rows.split([rotation.handed_width for rotation in self._rotations], dim=1))
+
     def reach(self, length: int) -> None:
         """Describe those of positions up to ``length``, where nothing else matters: a rank knows no more of a step."""
         for rotation in self._rotations:
@@ -87,10 +105,23 @@ class _Rotation:
             owners, positions = ranges(rows.starts, rows.counts)
             prompts = tables.num_prompt_tokens[rows.slots[owners]]
             self._use(torch.from_numpy(positions), torch.from_numpy(prompts))
-            for place, numbers in zip(self._shared or (), (self._cosines, self._sines), strict=False):
-                place[: len(positions)].copy_(numbers.flatten(1))
         else:
             self.reach(length)
+
+    @property
+    def handed_width(self) -> int:
+        """See `Rotations.handed_width`."""
+        return 2 * self._rope.spec.rotary_dim if self._by_token else 0
+
+    def hand_on(self, rows: torch.Tensor) -> None:
+        """See `Rotations.hand_on`."""
+        if self._by_token:
+            torch.cat((self._cosines, self._sines), dim=1, out=rows)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """See `Rotations.take`."""
+        if self._by_token:
+            self._describe(*(half.contiguous() for half in rows.chunk(2, dim=1)))
 
     def reach(self, length: int) -> None:
         """See `Rotations.reach`."""
@@ -102,9 +133,14 @@ class _Rotation:
         self._num_positions = num_positions
 
     def _use(self, positions: torch.Tensor, prompts: torch.Tensor | None) -> None:
-        self._cosines, self._sines = self._rope.cos_sin(positions, prompts, self._dtype)
+        cosines, sines = self._rope.cos_sin(positions, prompts, self._dtype)
+        self._describe(cosines.flatten(1), sines.flatten(1))
+
+    def _describe(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """Have steps point to them ``[rows, rotary_dim]``."""
+        self._cosines, self._sines = cosines, sines
         if self._shared is None:
-            self._described.cosines, self._described.sines = (
-                self._cosines.data_ptr(),
-                self._sines.data_ptr(),
-            )
+            self._described.cosines, self._described.sines = cosines.data_ptr(), sines.data_ptr()
+            return
+        for place, numbers in zip(self._shared, (cosines, sines), strict=True):
+            place[: len(numbers)].copy_(numbers)

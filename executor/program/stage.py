@@ -114,6 +114,25 @@ class Stage:
         return spent
 
     @property
+    def handed_width(self) -> int:
+        """Numbers of a token that a stage hands on to the next: hidden states, and rotations that it could not know."""
+        return int(self.hidden.shape[1]) + self.rotations.handed_width
+
+    def hand_on(self, rows: torch.Tensor) -> None:
+        """Write them of the step that was run into rows ``[num_tokens, handed_width]``."""
+        width = self.hidden.shape[1]
+        rows[:, :width].copy_(self.hidden[: len(rows)])
+        self.rotations.hand_on(rows[:, width:])
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Go on with what the stage before has handed on."""
+        assert self.given is not None, self.share
+        self.wait_for_ranks()  # who still read the last step's
+        width = self.given.shape[1]
+        self.given[: len(rows)].copy_(rows[:, :width])
+        self.rotations.take(rows[:, width:])
+
+    @property
     def has_chores(self) -> bool:
         """Whether experts are to be copied between ranks, or it is to be found out whether."""
         return self._balancer is not None and self._balancer.has_chores

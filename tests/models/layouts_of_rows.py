@@ -45,17 +45,12 @@ ONE_KV_HEAD = (
     *("falcon 7b", "gpt_bigcode", "llama, one KV head, tied"),
 )
 """All ranks meet it, or the latents."""
-ROTATED_BY_LENGTH = ("phi4 mini", "internlm2", "qwen 1", "phi moe, stretched")
-"""Stages behind the first are not told how long a prompt is."""
-
 DIVIDED = tuple(name for name in ROWS if name not in {*FIVE_HEADS, *WHOLE_EXPERTS})
 """By ``--tensor-parallel-size`` 2 and 4."""
 DIVIDED_BY_EXPERTS = tuple(name for name in ROWS if name in {*WHOLE_EXPERTS, *HEADS_AND_EXPERTS})
 """With ``--enable-expert-parallel``."""
 INVARIANT = {name: name in DIVIDED_BY_EXPERTS for name in ROWS if name in {*DIVIDED, *WHOLE_EXPERTS}}
 """With ``--layout-invariant``, and whether with whole experts: alone so where there are experts."""
-CUT = tuple(name for name in ROWS if name not in ROTATED_BY_LENGTH)
-"""By ``--pipeline-parallel-size`` 2."""
 KEPT_TOGETHER = {
     (2, 2): ONE_KV_HEAD,
     (4, 2): tuple(name for name in DIVIDED if name not in {*AS_MANY_KV_HEADS, *STATES}),

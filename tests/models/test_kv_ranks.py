@@ -17,6 +17,7 @@ from tests.models.test_kv_disk import answer as answer_of_one
 from tests.models.test_kv_peer import with_peers
 from tests.models.test_kv_store import RUN, with_store
 
+from quintet.core import states
 from quintet.core.kv import runs
 from quintet.executor.parallel import shapes
 from quintet.wire.config import EngineConfig
@@ -104,17 +105,23 @@ def test_a_block_at_a_time(layout: Layout, tmp_path: Path) -> None:
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["gemma3", "deepseek v3"])
-def test_windows_and_latents_come_back(name: str, layout: Layout, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((name, layout) for name in ("gemma3", "deepseek v3") for layout in LAYOUTS),
+        *((name, layout) for name in ("qwen 3.5", "falcon h1") for layout in LAYOUTS if layout[2] == 1),
+    ],
+)
+def test_windows_latents_and_states_come_back(name: str, layout: Layout, tmp_path: Path) -> None:
     """Of layers in groups, whose places several stages have."""
     model, disk = tmp_path / "model", tmp_path / "disk"
     model.mkdir()
     made(ROWS[name], model)
-    without, _ = answer(model, layout)
-    for is_warm in (False, True):
-        tokens, num_cached = answer(model, layout, lambda config: with_disk(config, disk, NUM_PLACES))
-        assert tokens == without and bool(num_cached) == is_warm
+    with mock.patch.object(states, "KEEP_EVERY", 32):
+        without, _ = answer(model, layout)
+        for is_warm in (False, True):
+            tokens, num_cached = answer(model, layout, lambda config: with_disk(config, disk, NUM_PLACES))
+            assert tokens == without and bool(num_cached) == is_warm
 
 
 @pytest.mark.whole
