@@ -8,10 +8,12 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -51,9 +53,18 @@ def until(happened: Callable[[], bool], what: str) -> None:
 
 
 class Signed(Completions):
-    """Says on which node it was."""
+    """Says on which node it was. The first that is given `PROMPTS[5]` is killed while it computes."""
+
+    def __init__(self, killed: str, **flags: Any) -> None:
+        super().__init__(**flags)
+        self._killed = Path(killed)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if PROMPTS[5] in batch["prompt"] and not self._killed.exists():
+            self._killed.touch()
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+            super().__call__(batch)
+            time.sleep(60)
         answered = super().__call__(batch)
         here = ray.get_runtime_context().get_node_id()
         return {**answered, "node": [here] * len(answered["text"])}
@@ -63,10 +74,11 @@ def check_batches(expected: list[str]) -> None:
     ray.data.DataContext.get_current().wait_for_min_actors_s = 120
     prompts = [*PROMPTS, "x " * 600]
     dataset = ray.data.from_items([{"id": i, "prompt": prompt} for i, prompt in enumerate(prompts)])
+    killed = Path("killed").absolute()
     rows = (
         dataset.repartition(8)
         .map_batches(
-            Signed, fn_constructor_kwargs={"sampling": SAMPLING, **SMALL},
+            Signed, fn_constructor_kwargs={"killed": str(killed), "sampling": SAMPLING, **SMALL},
             batch_size=4, compute=ray.data.ActorPoolStrategy(size=2), num_cpus=2,
         )
         .take_all()
@@ -76,6 +88,10 @@ def check_batches(expected: list[str]) -> None:
     assert {row["num_tokens"] for row in rows[:-1]} == {12}
     assert (rows[-1]["finish_reason"], rows[-1]["text"]) == ("error", "") and "512" in rows[-1]["error"]
     assert len({row["node"] for row in rows}) == 2, "both actors were on one node"
+    assert killed.exists() and len(rows) == len(prompts), (
+        "an actor was killed, and its batch computed by another"
+    )
+    until(lambda: not servers(), "the end of all engines, that of the killed actor among them")
     print("ok: batches")
 
 
@@ -137,7 +153,29 @@ def check_serve(expected: list[str]) -> None:
             return False
 
     until(is_back, "another replica")
+    serve.delete("default")
+    check_drain(url)
     print("ok: serve")
+
+
+def check_drain(url: str) -> None:
+    """A stream that takes longer than a replica usually has to leave in ends whole, where more time is asked for."""
+    settings = {"executor": "mock", "step_ms": 100, "drain_timeout": 60, "num_cpus": "0.5", **SMALL}
+    serve.run(application(settings), route_prefix="/")
+    body = {"prompt": PROMPTS[0], **SAMPLING, "max_tokens": 480, "stream": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    begun = time.monotonic()
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [answer.readline()]
+        serve.delete("default", _blocking=False)
+        lines += answer.readlines()
+    events = [line[6:].decode().strip() for line in lines if line.startswith(b"data: ")]
+    assert events[-1] == "[DONE]", events[-3:]
+    reasons = [choice["finish_reason"] for event in events[:-1] for choice in json.loads(event)["choices"]]
+    assert reasons[-1] == "length" and time.monotonic() - begun > 46, (reasons[-1], time.monotonic() - begun)
+    until(lambda: not servers(), "the end of the server whose replica has left")
 
 
 def main(server: str, _model: str) -> None:
