@@ -1,10 +1,10 @@
 """How long the clients wait when a process is killed or stopped: the longest gap between two events of any of 64 streams.
 
-    python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--engines 2] [--save FILE]
+    python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--save FILE] [-- FLAG …]
 
-One server; each round plays the same crowd undisturbed and then once for every kind of failure, in turn. A failure
-happens when half of the streams have begun. A line says the median and the worst over the rounds, the same for the
-undisturbed runs, and whether every byte was the same.
+One server, with further flags of `quintet serve`: ``-- --data-parallel-size 2``, ``-- --tensor-parallel-size 2``. Each round plays
+the same crowd undisturbed and then once for every kind of failure, in turn. A failure happens when half of the streams have begun.
+A line says the median and the worst over the rounds, the same for the undisturbed runs, and whether every byte was the same.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import platform
 import signal
 import statistics
 import time
 from pathlib import Path
 
+import msgspec
 from tests.processes.server import Server, serve, wait_until
 
 from bench.chaos.streams import crowd, differences, play
+from bench.overhead.run import _commit, machine
 
 KINDS: dict[str, tuple[str, signal.Signals]] = {
     "tokenizer killed": ("tokenizer", signal.SIGKILL),
@@ -30,6 +31,7 @@ KINDS: dict[str, tuple[str, signal.Signals]] = {
     "core killed": ("core", signal.SIGKILL),
     "frontend killed": ("frontend", signal.SIGKILL),
 }
+RANK = "executor-0-rank-1"
 NUM_STREAMS = 64
 
 
@@ -37,14 +39,17 @@ def measure(server: Server, rounds: int) -> dict[str, list[float]]:
     """Return the longest gap of each run, by kind, in seconds."""
     asked = crowd(1, NUM_STREAMS, (150, 300))
     asyncio.run(play(server.url, asked))
-    gaps: dict[str, list[float]] = {"undisturbed": [], **{kind: [] for kind in KINDS}}
+    kinds = {kind: (f"{role}-0", how) for kind, (role, how) in KINDS.items()}
+    if f"quintet-{RANK}" in server.children():
+        kinds["rank killed"] = (RANK, signal.SIGKILL)
+    gaps: dict[str, list[float]] = {"undisturbed": [], **{kind: [] for kind in kinds}}
     for number in range(rounds):
         calm = asyncio.run(play(server.url, asked))
         gaps["undisturbed"].append(calm.longest_gap_s)
-        for kind, (role, how) in KINDS.items():
+        for kind, (title, how) in kinds.items():
 
-            async def disturb(role: str = role, how: signal.Signals = how) -> None:
-                server.children()[f"quintet-{role}-0"].send_signal(how)
+            async def disturb(title: str = title, how: signal.Signals = how) -> None:
+                server.children()[f"quintet-{title}"].send_signal(how)
 
             run = asyncio.run(play(server.url, asked, disturb))
             assert not differences(calm, run, asked), kind
@@ -59,11 +64,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what failures cost the clients.")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--executor", choices=("model", "mock"), default="model")
-    parser.add_argument("--engines", type=int, default=1, help="--data-parallel-size of the server")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the figures as JSON too")
+    parser.add_argument("flags", nargs="*", metavar="FLAG", help="behind --: further flags of the server")
     arguments = parser.parse_args()
     flags = ["--executor", "mock", "--step-ms", "8"] if arguments.executor == "mock" else []
-    flags += ["--data-parallel-size", str(arguments.engines)]
+    flags += arguments.flags
     with serve(*flags, "--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000") as server:
         gaps = measure(server, arguments.rounds)
     print("\n| failure | longest wait of any stream, median (worst), s |\n|---|---|")
@@ -72,8 +77,10 @@ def main() -> None:
     if arguments.save:
         saved = {
             "date": time.strftime("%Y-%m-%d"),
-            "machine": platform.processor() or platform.machine(),
+            "commit": _commit(),
+            "machine": msgspec.to_builtins(machine()),
             "executor": arguments.executor,
+            "flags": arguments.flags,
             "streams": NUM_STREAMS,
             "longest_gap_s": gaps,
         }
