@@ -2,9 +2,10 @@
 
     python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--save FILE] [-- FLAG …]
 
-One server, with further flags of `quintet serve`: ``-- --data-parallel-size 2``, ``-- --tensor-parallel-size 2``. Each round plays
-the same crowd undisturbed and then once for every kind of failure, in turn. A failure happens when half of the streams have begun.
-A line says the median and the worst over the rounds, the same for the undisturbed runs, and whether every byte was the same.
+One server, with further flags of `quintet serve`: ``-- --data-parallel-size 2``, ``-- --tensor-parallel-size 2``. Each round
+plays the same crowd undisturbed and then once for every kind of failure, in turn. A failure happens when half of the streams have
+begun. A line says the median and the worst over the rounds, the same for the undisturbed runs, and whether every byte was the
+same.
 """
 
 from __future__ import annotations
