@@ -131,11 +131,11 @@ def leave_s(flags: Mapping[str, object]) -> float:
     return make_options(flags, "serve run").drain_timeout + _END_S
 
 
-def _end(process: subprocess.Popen[bytes], lifeline: int, folder: Path, leave_s: float) -> None:
+def _end(process: subprocess.Popen[bytes], lifeline: int, folder: Path, patience_s: float) -> None:
     """Leave nothing: the end of the pipe ends a server that still runs."""
     os.close(lifeline)
     try:
-        process.wait(leave_s)
+        process.wait(patience_s)
     except subprocess.TimeoutExpired:
         process.kill()
     shutil.rmtree(folder, ignore_errors=True)

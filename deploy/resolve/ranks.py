@@ -27,7 +27,8 @@ from quintet.executor.cards.fitting import (
 )
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import CROSSING_BYTES, Share, shared_bytes, stage_layers
-from quintet.executor.cards.spec import AttentionSpec, DecoderSpec
+from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, StateSpec
+from quintet.executor.cards.state_specs import Mamba2Spec
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
@@ -156,7 +157,7 @@ def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes
             depths.append(mlp.width // size)
         if isinstance(attention, AttentionSpec) and options.batch_invariant:
             depths.append(attention.num_heads // size * attention.value_dim)
-        if state is not None and options.batch_invariant:
+        if state is not None and (options.batch_invariant or _norms_parts_of_weights(state, size)):
             depths.append(state.channels // size)
         odd = next((depth for depth in depths if depth * dtype_bytes % 16), None)
         if odd is not None:
@@ -164,6 +165,11 @@ def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes
                 f"{FLAG} {size}: of {card_path(facts.path)} each rank would have rows of {odd} numbers, and a GPU's kernels read"
                 f" {16 // dtype_bytes} at a time, none over: fewer ranks, or --device cpu"
             )
+
+
+def _norms_parts_of_weights(state: StateSpec, size: int) -> bool:
+    """Whether each rank has one group, which a kernel norms by the rank's part of the weights as it lies."""
+    return isinstance(state, Mamba2Spec) and state.norm is not None and state.groups == size
 
 
 def check_attention(options: Options, facts: ModelFacts, device: str, block_size: int) -> None:

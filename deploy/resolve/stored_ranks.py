@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.fitting import has_experts
 from quintet.executor.cards.share import Kept, Share
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec
 from quintet.executor.quant.formats.cut import why_not
 from quintet.executor.quant.formats.scheme import Format, StoredLayer
 
-DIVIDED_FORMATS = ("gptq", "awq", "compressed-tensors", "squeezellm")
+DIVIDED_FORMATS = (
+    *("gptq", "awq", "compressed-tensors", "squeezellm", "fp8", "fbgemm_fp8"),
+    *("modelopt", "quark", "auto-round", "torchao", "gguf"),
+)
 """Those of whose tensors each rank reads its part (`quintet.executor.quant.formats.cut`)."""
-EXAMPLES = ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj")
+OF_MIXER, OF_FEED_FORWARD = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"
 """Names of layers whose inputs are divided: a configuration may speak of names. What others have the loader finds out."""
 
 
@@ -24,26 +29,32 @@ def why_not_stored(stored: Format, spec: DecoderSpec, share: Share, device: str)
         return f"weights stored as {stored.name} are not divided yet, only {', '.join(DIVIDED_FORMATS)}"
     if device != "cpu":
         return f"weights stored as {stored.name} are divided on the CPU alone so far"
-    if has_experts(spec):
-        return f"experts stored as {stored.name} are not divided yet"
-    if any(layer.state is not None for layer in spec.layers):
-        return f"layers with states, stored as {stored.name}, are not divided yet"
-    for rank in range(share.size):
-        kept = [_inputs_of(layer, replace(share, rank=rank)) for layer in spec.layers]
-        for name, inputs in dict.fromkeys((EXAMPLES[i], each[i]) for each in kept for i in range(2)):
-            if inputs is None or inputs.count == 0:
-                continue
-            scheme = stored.scheme(StoredLayer(name, spec.hidden_size, inputs.whole, False, None))
-            reason = None if scheme is None else why_not(scheme, inputs)
-            if reason is not None:
-                return reason
+    if has_experts(spec) and not share.by_experts:
+        return (
+            f"columns of experts stored as {stored.name} are not divided, but whole experts are: add --enable-expert-parallel,"
+            " or"
+        )
+    ranks = (replace(share, rank=rank) for rank in range(share.size))
+    for name, inputs in dict.fromkeys(
+        each for rank in ranks for layer in spec.layers for each in _inputs_of(layer, rank) if each[1].count
+    ):
+        scheme = stored.scheme(StoredLayer(name, spec.hidden_size, inputs.whole, False, None))
+        reason = None if scheme is None else why_not(scheme, inputs)
+        if reason is not None:
+            return reason
     return None
 
 
-def _inputs_of(layer: LayerSpec, share: Share) -> tuple[Kept | None, Kept | None]:
-    """Return which inputs of the two a rank has."""
-    mixer, mlp = layer.mixer, layer.mlp
-    of_heads = None
-    if isinstance(mixer, AttentionSpec | LatentSpec):
-        of_heads = share.of(mixer.num_heads).times(mixer.value_dim)
-    return of_heads, None if mlp is None else share.of(mlp.width)
+def _inputs_of(layer: LayerSpec, share: Share) -> Iterator[tuple[str, Kept]]:
+    """Yield which inputs a rank has of layers whose inputs are divided."""
+    attention, state, mlp = layer.attention, layer.state, layer.mlp
+    if isinstance(attention, AttentionSpec):
+        yield OF_MIXER, share.of(attention.num_heads).times(attention.value_dim)
+    if isinstance(attention, LatentSpec):
+        yield OF_MIXER, share.of(attention.num_heads).times(attention.head_width)
+    if state is not None:
+        count = state.divided.count
+        yield OF_MIXER, share.of(count).times(state.channels // count)
+    width = mlp.shared_width if isinstance(mlp, ExpertsSpec) else None if mlp is None else mlp.width
+    if width:
+        yield OF_FEED_FORWARD, share.of(width)

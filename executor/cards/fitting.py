@@ -31,9 +31,9 @@ def sizes_that_fit(spec: DecoderSpec, *, by_experts: bool) -> list[int]:
 
 def context_sizes_that_fit(spec: DecoderSpec, size: int) -> list[int]:
     """Return by how many of so many ranks one KV memory can be kept, from 2 on: those whose queries meet the same KV head."""
-    heads = [layer.attention.num_kv_heads for layer in spec.layers if layer.attention is not None]
     if any(layer.state is not None for layer in spec.layers):
         return []  # a state is each rank's own
+    heads = [layer.attention.num_kv_heads for layer in spec.layers if layer.attention is not None]
     alike = gcd(*(size // count if count < size else 1 for count in heads))
     return [fitting for fitting in range(2, alike + 1) if alike % fitting == 0]
 
@@ -67,8 +67,8 @@ def share_in_words(spec: DecoderSpec, share: Share) -> list[str]:
         if isinstance(attention, LatentSpec):
             said.append(f"{attention.num_heads // size} of {attention.num_heads} heads over all latents")
         if state is not None:
-            count, _, name = state.divided
-            said.append(f"{count // size} of {count} {name}")
+            divided = state.divided
+            said.append(f"{divided.count // size} of {divided.count} {divided.name}")
         if isinstance(mlp, MlpSpec):
             said.append(f"{mlp.width // size} of {mlp.width} columns of feed-forwards")
         if isinstance(mlp, ExpertsSpec):
@@ -95,11 +95,11 @@ def _misfit_of(layer: LayerSpec, share: Share) -> str | None:
         if kv_heads % size and size % kv_heads:
             return f"{kv_heads} KV heads"
     if state is not None:
-        count, groups, name = state.divided
-        if count % size:
-            return f"{count} {name}"
-        if groups % size and size % groups:
-            return f"{groups} groups of {name}"
+        divided = state.divided
+        if divided.count % size:
+            return f"{divided.count} {divided.name}"
+        if divided.groups % size and size % divided.groups:
+            return f"{divided.groups} groups of {divided.name}"
     if isinstance(mlp, ExpertsSpec):
         if share.by_experts and mlp.routing.experts < size:
             return f"{mlp.routing.experts} experts"

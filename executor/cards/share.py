@@ -1,4 +1,4 @@
-"""What one of several ranks keeps of a model: some heads of every mixer, some columns of every feed-forward, some logits.
+"""What one of several ranks keeps of a model: heads or channels of mixers, columns of feed-forwards, some of the logits.
 
     rank 0 of 2    queries of heads 0..3, their keys and values ─ attention ─ their columns of the output layer ─╮
     rank 1 of 2    queries of heads 4..7, their keys and values ─ attention ─ their columns of the output layer ─┴─ sums
@@ -168,7 +168,10 @@ class Share:
         return Kept(0, width, width) if self.by_experts else self.of(width)
 
     def of_kv_heads(self, count: int) -> Kept:
-        """Return the KV heads that the rank's queries meet: where there are fewer than ranks, several ranks keep the same one."""
+        """Return the KV heads that the rank's queries meet: where there are fewer than ranks, several ranks keep the same one.
+
+        So it is with groups of states, and heads of keys.
+        """
         if count >= self.size:
             return self.of(count)
         head = count * self.rank // self.size
@@ -194,8 +197,8 @@ class Share:
         return None if spec is None else spec.with_part(*self._part_of(spec)).state_need
 
     def _part_of(self, spec: StateSpec) -> tuple[int, int]:
-        count, groups, _ = spec.divided
-        return self.of(count).count, self.of_kv_heads(groups).count
+        divided = spec.divided
+        return self.of(divided.count).count, self.of_kv_heads(divided.groups).count
 
 
 WHOLE = Share()
@@ -234,10 +237,11 @@ def stage_layers(spec: DecoderSpec, stages: int) -> list[tuple[int, int]]:
 
 def sums_width(spec: DecoderSpec) -> int:
     """Return how many numbers a token has of what all ranks add, at most."""
-    chosen = (
-        mixer.chosen_width for mixer in (layer.mixer for layer in spec.layers) if isinstance(mixer, MambaSpec)
+    states = (layer.state for layer in spec.layers)
+    return max(
+        spec.hidden_size,
+        max((each.chosen_width for each in states if isinstance(each, MambaSpec)), default=0),
     )
-    return max([spec.hidden_size, *chosen])
 
 
 def rotated_width(spec: DecoderSpec) -> int:
@@ -289,9 +293,11 @@ def shared_bytes(
     """
     size, stages = share.size, share.stages
     tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
-    hidden = tokens * (spec.hidden_size + rotated_width(spec)) * item_bytes
+    hidden, rotated = (tokens * width * item_bytes for width in (spec.hidden_size, rotated_width(spec)))
     logits = outputs * spec.vocab_size * item_bytes
-    handed_on = (stages - 1) * LINK_DEPTH * hidden + results_depth(stages) * logits if stages > 1 else 0
+    handed_on = 0
+    if stages > 1:
+        handed_on = (stages - 1) * LINK_DEPTH * (hidden + rotated) + results_depth(stages) * logits
     if size == 1:
         return handed_on
     read = hidden * stages if stages > 1 else 0
@@ -303,10 +309,8 @@ def shared_bytes(
 def _shared_by_ranks(spec: DecoderSpec, share: Share, tokens: int, item_bytes: int) -> int:
     """Return what those of one stage share for sums, what is normed whole, rotations, and attention over KV kept together."""
     size = share.size
-    rotated = sum(rope.rotary_dim for rope in spec.ropes if rope.depends_on_length)
-    a_token = (
-        2 * size * sums_width(spec) * SUM_BYTES + 2 * (gathered_width(spec, size) + rotated) * item_bytes
-    )
+    copied = 2 * gathered_width(spec, size) + rotated_width(spec)
+    a_token = 2 * size * sums_width(spec) * SUM_BYTES + copied * item_bytes
     if share.turn.is_alone:
         return tokens * a_token
     copies = size // share.context_size

@@ -33,6 +33,16 @@ class StateNeed:
         return self.scan_offset(dtype_bytes) + (prod(self.scan) * _FP32_BYTES if self.scan else 0)
 
 
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """What ranks divide of a mixer with a state."""
+
+    count: int
+    groups: int
+    """Who has some of a group has what the group shares."""
+    name: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaSpec:
     """Mamba (Gu and Dao, 2023): a gated short convolution, then a scan whose step widths, inputs and outputs are chosen by it."""
@@ -56,9 +66,9 @@ class MambaSpec:
         return self.dt_rank + 2 * self.state_size
 
     @property
-    def divided(self) -> tuple[int, int, str]:
-        """What ranks divide, in how many groups, and its name: who has some of a group has what the group shares."""
-        return self.channels, 1, "channels of states"
+    def divided(self) -> Divided:
+        """What ranks divide."""
+        return Divided(self.channels, 1, "channels of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them."""
@@ -97,9 +107,9 @@ class Mamba2Spec:
     """Of gate, channels, inputs, outputs and step widths, as projected."""
 
     @property
-    def divided(self) -> tuple[int, int, str]:
+    def divided(self) -> Divided:
         """See `MambaSpec.divided`."""
-        return self.num_heads, self.groups, "heads of states"
+        return Divided(self.num_heads, self.groups, "heads of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them, of so many groups."""
@@ -137,9 +147,9 @@ class ShortConvSpec:
     biased: bool
 
     @property
-    def divided(self) -> tuple[int, int, str]:
+    def divided(self) -> Divided:
         """See `MambaSpec.divided`."""
-        return self.channels, 1, "channels of states"
+        return Divided(self.channels, 1, "channels of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them."""
@@ -173,9 +183,9 @@ class DeltaSpec:
     queries, keys and values, all gates, all alphas and all betas (Qwen 3.5)."""
 
     @property
-    def divided(self) -> tuple[int, int, str]:
+    def divided(self) -> Divided:
         """See `Mamba2Spec.divided`."""
-        return self.num_heads, self.key_heads, "heads of states"
+        return Divided(self.num_heads, self.key_heads, "heads of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them, which meet so many heads of keys."""

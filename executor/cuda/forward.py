@@ -199,6 +199,7 @@ class DevicePass:
     def of_all_ranks(self, x: Value, kept: Kept) -> Value:
         """See `ForwardPass`."""
         assert self._group is not None, kept
+        self._made(kept.whole)
         return Value(self._group.side_by_side(x.settled, kept))
 
     def softcap(self, x: Value, cap: float) -> Value:

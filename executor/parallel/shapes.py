@@ -32,7 +32,6 @@ def shape_of(config: EngineConfig) -> CRanksShape:
     scheduler, model = config.scheduler, config.model
     spec, item_bytes = spec_of(model), DTYPE_BYTES[model.dtype]
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    handed_on = spec.hidden_size + rotated_width(spec)
     return CRanksShape(
         ranks=config.executor.tensor_parallel_size,
         max_tokens=max_tokens,
@@ -49,7 +48,7 @@ def shape_of(config: EngineConfig) -> CRanksShape:
         experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
         staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
         depth=1,
-        payload_bytes=max_tokens * handed_on * item_bytes
+        payload_bytes=max_tokens * spec.hidden_size * item_bytes
         if config.executor.pipeline_parallel_size > 1
         else 0,
         **_kv_together(config, spec, item_bytes),
@@ -75,6 +74,7 @@ def link_shape(config: EngineConfig, link: int) -> CRanksShape:
     """Return what a link needs room for: the hidden states of a step, with what rotates its tokens, or the logits."""
     num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
     shape.ranks, shape.depth = 2, LINK_DEPTH
+    shape.payload_bytes += shape.max_tokens * shape.rotated_row_bytes
     shape.sums_width = shape.logits_row_bytes = shape.rotated_row_bytes = shape.gathered_row_bytes = 0
     shape.experts_row_bytes = shape.staging_bytes = shape.kv_bytes = shape.kv_copies = 0
     shape.query_row_bytes = shape.partial_floats = 0

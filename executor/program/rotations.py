@@ -121,7 +121,10 @@ class _Rotation:
     def take(self, rows: torch.Tensor) -> None:
         """See `Rotations.take`."""
         if self._by_token:
-            self._describe(*(half.contiguous() for half in rows.chunk(2, dim=1)))
+            # The rows are the link's, to be written again once this step is done.
+            self._describe(
+                *(half.clone(memory_format=torch.contiguous_format) for half in rows.chunk(2, dim=1))
+            )
 
     def reach(self, length: int) -> None:
         """See `Rotations.reach`."""

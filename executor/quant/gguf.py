@@ -25,6 +25,7 @@ from quintet.executor.quant.source import Expect, PlainRows, Rows
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackPiece, StackRows, StackShape
 from quintet.executor.weights.header import Entry
 from quintet.executor.weights.plan import WeightPlan
+from quintet.wire.errors import ConfigError
 
 _DUMMIES = (0, 0)
 """Bytes of dummy blocks: there are none, for a file is needed to know of them."""
@@ -50,10 +51,16 @@ class BlockRows:
 
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
         """See `RowSource`."""
-        part = self.part
-        _expect_blocks(
-            plan, expect, part.name, part.height, self, lambda raw: fill(0, Blocks(part.bias(raw), self.kind))
-        )
+        part, kept, kind = self.part, self.part.kept_inputs, self.kind
+
+        def take(raw: torch.Tensor) -> None:
+            if kept is not None:
+                raw = raw[:, kind.num_bytes(kept.begin) : kind.num_bytes(kept.end)].contiguous()
+            fill(0, Blocks(part.bias(raw), kind))
+
+        name, depth = f"{part.name}{BLOCKS}", self.depth if kept is None else kept.whole
+        expect(name, (part.height, kind.num_bytes(depth)), take)
+        plan.as_codes(name, (kind.name,), _DUMMIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +74,6 @@ class BlockPiece:
     def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
         """See `StackRows`."""
         self.source.declare(plan, expect, lambda place, rows: fill(self.first, self.begin + place, rows))
-
-
-def _expect_blocks(
-    plan: WeightPlan,
-    expect: Expect,
-    name: str,
-    rows: int,
-    source: BlockRows,
-    sink: Callable[[torch.Tensor], object],
-) -> None:
-    row_bytes = source.kind.num_bytes(source.depth)
-    expect(f"{name}{BLOCKS}", (rows, row_bytes), sink)
-    plan.as_codes(f"{name}{BLOCKS}", (source.kind.name,), _DUMMIES)
 
 
 class GgufQuantization:
@@ -155,8 +149,15 @@ class GgufQuantization:
         entry = self._contents.get(f"{part.name}{BLOCKS}")
         if entry is None or entry.dtype not in NUMBERS or part.transposed or part.unit_rows:
             return None
-        kind = BY_NAME[entry.dtype]
-        return BlockRows(part, depth, kind) if entry.shape == (part.height, kind.num_bytes(depth)) else None
+        kind, kept = BY_NAME[entry.dtype], part.kept_inputs
+        if entry.shape != (part.height, kind.num_bytes(depth if kept is None else kept.whole)):
+            return None
+        if kept is not None and (kept.begin % kind.block or kept.end % kind.block):
+            raise ConfigError(
+                f"layer {part.name!r}: a rank would have inputs {kept.begin} to {kept.end}, no whole blocks of {kind.block}"
+                f" ({kind.name}): it is not to be divided by so many ranks (--tensor-parallel-size)"
+            )
+        return BlockRows(part, depth, kind)
 
 
 def _numbers(source: BlockRows | None, plan: WeightPlan) -> Numbers:

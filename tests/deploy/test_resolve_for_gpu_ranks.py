@@ -75,6 +75,11 @@ def test_parts_whose_rows_kernels_cannot_read_are_refused(tmp_path: Path) -> Non
     assert "rows of 52 numbers" in complaint(
         write_model(tmp_path / "states", **states), **flags, batch_invariant=True
     )
+    one_group_each = {
+        "architectures": ["Mamba2ForCausalLM"], "num_heads": 6, "head_dim": 4, "n_groups": 2, "state_size": 16,
+        "hidden_size": 12, "expand": 2,
+    }  # fmt: skip
+    assert "rows of 12 numbers" in complaint(write_model(tmp_path / "groups", **one_group_each), **flags)
     experts = write_model(tmp_path / "experts", **changes, intermediate_size=104)
     assert "rows of 52 numbers" in complaint(experts, **flags)
 

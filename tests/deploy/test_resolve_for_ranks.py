@@ -177,8 +177,8 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         ),
         (
             2,
-            {"quantization_config": {"quant_method": "fp8"}},
-            "stored as fp8 are not divided yet, only gptq, awq, compressed-tensors",
+            {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+            "stored as bitsandbytes are not divided yet, only gptq, awq, compressed-tensors",
         ),
         (
             2,
@@ -186,15 +186,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
                 "architectures": ["MixtralForCausalLM"],
                 "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
             },
-            "experts stored as gptq are not divided yet",
-        ),
-        (
-            2,
-            {
-                "architectures": ["MambaForCausalLM"],
-                "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
-            },
-            "layers with states, stored as gptq, are not divided yet",
+            "columns of experts stored as gptq are not divided, but whole experts are: add --enable-expert-parallel",
         ),
     ],
 )

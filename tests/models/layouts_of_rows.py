@@ -1,4 +1,4 @@
-"""Which rows of `tests.models.test_equal` no layout has; every other row is divided, cut, or keeps its KV together.
+"""Which rows of `tests.models.test_equal` ranks divide, and how, and whose KV they keep together; stages cut all of them.
 
 `tests/models/test_refused_layouts.py` compares the names with what is refused.
 """

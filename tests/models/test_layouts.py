@@ -90,10 +90,18 @@ def test_ranks_of_whole_experts_have_the_bits_of_one_process(name: str, tmp_path
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("quantization", ["int8", "w8a8"])
-def test_rounding_is_by_leaf(quantization: Quantization, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int4", "w8a8"])
+@pytest.mark.parametrize("name", ["llama", "mamba", "qwen 3.5"])
+def test_rounding_is_by_leaf(name: str, quantization: Quantization, tmp_path: Path) -> None:
     """Scales of columns, and of tokens, are those of a leaf, whoever has it."""
-    check("llama", tmp_path, "float32", quantization)
+    check(name, tmp_path, "float32", quantization)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_every_format_have_the_bits_of_one_process(name: str, dtype: Dtype, tmp_path: Path) -> None:
+    check(name, tmp_path, dtype)
 
 
 @pytest.mark.whole

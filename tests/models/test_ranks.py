@@ -64,7 +64,7 @@ def test_every_family_that_is_divided(name: str, experts: bool, size: int, tmp_p
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "olmo2", "mixtral", "mamba", "falcon h1", "qwen 3.5"])
 def test_bits_do_not_depend_on_company_or_schedule(
     name: str, dtype: Dtype, kv: KvCacheDtype, size: int, tmp_path: Path
 ) -> None:

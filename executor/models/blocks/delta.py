@@ -16,7 +16,7 @@ from quintet.executor.layers.linear import Part
 from quintet.executor.layers.states import DeltaRule
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
-    Rows,
+    KeptRows,
     below,
     convolution,
     fading,
@@ -36,12 +36,12 @@ class Delta:
         heads, key_heads, need = share.of(spec.num_heads), share.of_kv_heads(spec.key_heads), own.state_need
         keys, values = key_heads.times(spec.key_dim), heads.times(spec.head_dim)
         self._in = scope.linear(_parts(scope, spec, keys, values, heads), scope.hidden_size)
-        self._conv = convolution(scope, need, "conv1d", Rows(keys, keys, values), biased=False, silu=True)
+        self._conv = convolution(scope, need, "conv1d", KeptRows(keys, keys, values), biased=False, silu=True)
         self._rule = DeltaRule(
             state=scan_part(scope, need),
             key_heads=own.key_heads,
-            a=fading(scope, Rows(heads)),
-            dt_bias=numbers(scope, "dt_bias", Rows(heads)),
+            a=fading(scope, KeptRows(heads)),
+            dt_bias=numbers(scope, "dt_bias", KeptRows(heads)),
         )
         norm = scope.norm(spec.norm, below(scope, "norm"), spec.head_dim)
         assert norm is not None
@@ -73,7 +73,7 @@ def _parts(scope: Scope, spec: DeltaSpec, keys: Kept, values: Kept, heads: Kept)
     if not spec.by_head:
         named = {"qkv": (keys, keys, values), "z": (values,), "b": (heads,), "a": (heads,)}
         return [
-            part for name, kinds in named.items() for part in Rows(*kinds).parts(scope, f"in_proj_{name}")
+            part for name, kinds in named.items() for part in KeptRows(*kinds).parts(scope, f"in_proj_{name}")
         ]
     groups, whole = spec.key_heads, 2 * (keys.whole + values.whole)
     wide = ((keys, 0), (keys, keys.whole), (values, 2 * keys.whole), (values, 2 * keys.whole + values.whole))

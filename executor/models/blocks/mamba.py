@@ -14,7 +14,7 @@ from quintet.executor.layers.norm import Norm
 from quintet.executor.layers.states import SelectiveScan
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
-    Rows,
+    KeptRows,
     below,
     convolution,
     fading,
@@ -31,9 +31,9 @@ class Mamba:
     def __init__(self, scope: Scope, spec: MambaSpec) -> None:
         channels, own = scope.share.of(spec.channels), scope.share.of_state(spec)
         self._spec = own
-        size, need, rows = spec.state_size, own.state_need, Rows(channels)
+        size, need, rows = spec.state_size, own.state_need, KeptRows(channels)
         self._in = scope.linear(
-            Rows(channels, channels).parts(scope, "in_proj"),
+            KeptRows(channels, channels).parts(scope, "in_proj"),
             scope.hidden_size,
             biased=spec.projection_bias,
         )

@@ -18,7 +18,7 @@ from quintet.executor.layers.states import HeadScan
 from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
-    Rows,
+    KeptRows,
     below,
     convolution,
     fading,
@@ -39,12 +39,12 @@ class Mamba2:
         channels = heads.times(spec.head_dim)
         inputs = share.of_kv_heads(spec.groups).times(spec.state_size)
         self._in = scope.linear(
-            Rows(channels, channels, inputs, inputs, heads).parts(scope, "in_proj"),
+            KeptRows(channels, channels, inputs, inputs, heads).parts(scope, "in_proj"),
             scope.hidden_size,
             biased=spec.projection_bias,
         )
         self._conv = convolution(
-            *(scope, need, "conv1d", Rows(channels, inputs, inputs)),
+            *(scope, need, "conv1d", KeptRows(channels, inputs, inputs)),
             biased=spec.conv_bias,
             silu=True,
             factors=_conv_factors(own),
@@ -52,9 +52,9 @@ class Mamba2:
         self._scan = HeadScan(
             state=scan_part(scope, need),
             groups=own.groups,
-            a=fading(scope, Rows(heads)),
-            dt_bias=numbers(scope, "dt_bias", Rows(heads)),
-            skip=numbers(scope, "D", Rows(heads)),
+            a=fading(scope, KeptRows(heads)),
+            dt_bias=numbers(scope, "dt_bias", KeptRows(heads)),
+            skip=numbers(scope, "D", KeptRows(heads)),
             dt_limits=spec.dt_limits,
         )
         self._norm, self._normed = None, channels

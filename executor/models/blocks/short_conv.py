@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.executor.cards.state_specs import ShortConvSpec
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.blocks.states import Rows, convolution, output
+from quintet.executor.models.blocks.states import KeptRows, convolution, output
 from quintet.executor.models.forward import ForwardPass, ValueT
 
 
@@ -15,10 +15,10 @@ class ShortConv:
         channels = scope.share.of(spec.channels)
         self._channels = channels.count
         self._in = scope.linear(
-            Rows(*3 * [channels]).parts(scope, "in_proj"), scope.hidden_size, biased=spec.biased
+            KeptRows(*3 * [channels]).parts(scope, "in_proj"), scope.hidden_size, biased=spec.biased
         )
         need = scope.share.of_state(spec).state_need
-        self._conv = convolution(scope, need, "conv", Rows(channels), biased=spec.biased, silu=False)
+        self._conv = convolution(scope, need, "conv", KeptRows(channels), biased=spec.biased, silu=False)
         self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.biased)
 
     def __call__(self, ops: ForwardPass[ValueT], x: ValueT) -> ValueT:

@@ -19,7 +19,7 @@ def below(scope: Scope, name: str) -> str:
     return f"{scope.names.state_mixer}.{name}"
 
 
-class Rows:
+class KeptRows:
     """Rows of a tensor, kinds of them one below the other, and which of each kind this rank keeps."""
 
     def __init__(self, *kinds: Kept) -> None:
@@ -33,7 +33,7 @@ class Rows:
         return self._begins[-1]
 
     def take(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return those that are kept: of a tensor that is kept as a whole itself."""
+        """Return those that are kept: of a tensor that has all of them."""
         if self._is_all:
             return tensor
         kinds = zip(self._begins, self._kinds, strict=False)
@@ -51,7 +51,7 @@ class Rows:
 def numbers(
     scope: Scope,
     name: str,
-    rows: Rows,
+    rows: KeptRows,
     *rest: int,
     take: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> torch.Tensor:
@@ -69,7 +69,7 @@ def numbers(
     return whole
 
 
-def fading(scope: Scope, rows: Rows, *rest: int) -> torch.Tensor:
+def fading(scope: Scope, rows: KeptRows, *rest: int) -> torch.Tensor:
     """Declare how fast states fade, ``A_log``; return ``-exp`` of it, of a matrix the transposed one."""
     return numbers(scope, "A_log", rows, *rest, take=lambda tensor: -torch.exp(tensor).t())
 
@@ -98,7 +98,7 @@ def convolution(
     scope: Scope,
     need: StateNeed,
     name: str,
-    channels: Rows,
+    channels: KeptRows,
     *,
     biased: bool,
     silu: bool,
@@ -108,8 +108,8 @@ def convolution(
     taps = need.conv[0] + 1
 
     def by_tap(weight: torch.Tensor) -> torch.Tensor:
-        rows = weight.squeeze(1).t()
-        return rows if factors is None else rows * factors.to(rows.device)
+        by_taps = weight.squeeze(1).t()
+        return by_taps if factors is None else by_taps * factors.to(by_taps.device)
 
     return CausalConv(
         state=conv_part(scope, need),
