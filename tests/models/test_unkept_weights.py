@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 WIDE = {"vocab_size": 512, "intermediate_size": 4096, "head_dim": 64, "tie_word_embeddings": False}
 LLAMA = of_transformers("LlamaConfig", **WIDE)
 MIXTRAL = of_transformers("MixtralConfig", num_local_experts=4, num_experts_per_tok=2, **WIDE)
+MAMBA = of_transformers("MambaConfig", intermediate_size=4096, vocab_size=512, tie_word_embeddings=False)
 BY_ROWS = re.compile(r"(q_proj|k_proj|v_proj|gate_proj|up_proj|lm_head)\.weight$")
 EXPERT = re.compile(r"experts\.(\d+)\.")
 
@@ -52,6 +53,18 @@ def of_ranks(name: str, entry: Entry, rank: int) -> Ranges:
     if BY_ROWS.search(name):
         return rows(entry, rank)
     return columns(entry, rank) if name.endswith("down_proj.weight") else []
+
+
+def of_ranks_of_states(name: str, entry: Entry, rank: int) -> Ranges:
+    """Of channels and of their gates, which lie below them, half each."""
+    if name.endswith("in_proj.weight"):
+        half = entry.num_bytes // 2
+        each = rows(Entry(entry.dtype, entry.shape, entry.begin, half), rank)
+        return [(at + begin, at + end) for at in (0, half) for begin, end in each]
+    if name.endswith(("x_proj.weight", "out_proj.weight")):
+        return columns(entry, rank)
+    by_rows = ("dt_proj.weight", "conv1d.weight", "A_log", "lm_head.weight")
+    return rows(entry, rank) if name.endswith(by_rows) else []
 
 
 def of_ranks_of_experts(name: str, entry: Entry, rank: int) -> Ranges:
@@ -83,6 +96,7 @@ CASES = {
     "ranks": Case(LLAMA, of_ranks, size=2),
     "ranks that round": Case(LLAMA, of_ranks, size=2, quantization="int8"),
     "ranks of whole experts": Case(MIXTRAL, of_ranks_of_experts, size=2, experts=True),
+    "ranks of states": Case(MAMBA, of_ranks_of_states, size=2),
     "stages": Case(LLAMA, of_stages, stages=2),
 }
 
