@@ -55,7 +55,7 @@ def survives(server: Server, victim: str) -> str:
     assert not differences(calm, struck, asked), f"other bytes after the death of {victim}"
     wait_until(lambda: server.get("/health")[0] == 200, "everybody back")
     return (
-        f"{victim} killed under {NUM_STREAMS} streams: same bytes, longest wait {struck.longest_gap_s:.2f} s"
+        f"{victim} killed under {NUM_STREAMS} streams: same bytes, longest wait {struck.longest_wait_s:.2f} s"
     )
 
 
@@ -216,8 +216,8 @@ def replicas() -> str:
         assert all(answer.num_connections == 1 for answer in struck.heard), "a client had to come back"
     return (
         f"no cluster, the commands of the chart's pods: a rollout under {len(heard)} streamed requests: none failed, "
-        f"longest wait {max(answer.longest_gap_s for answer in heard):.2f} s; a whole server killed under {NUM_STREAMS}: "
-        f"same bytes, longest wait {struck.longest_gap_s:.2f} s"
+        f"longest wait {max(answer.longest_wait_s for answer in heard):.2f} s; a whole server killed under {NUM_STREAMS}: "
+        f"same bytes, longest wait {struck.longest_wait_s:.2f} s"
     )
 
 
@@ -243,7 +243,7 @@ def apart() -> str:
 
             struck = asyncio.run(asyncio.wait_for(play(router.url, asked, disturb), _PATIENCE_S))
             assert not differences(calm, struck, asked), "other bytes after the death of an executor"
-            waits_s.append(struck.longest_gap_s)
+            waits_s.append(struck.longest_wait_s)
             wait_until(lambda server=server: server.get("/readyz")[0] == 200, "everybody back")  # type: ignore[misc]
         decode.await_figures()
         num_fetched = decode.gauge_of("quintet:kv_peer_blocks_total", "fetched")

@@ -1,11 +1,11 @@
-"""How long the clients wait when a process is killed or stopped: the longest gap between two events of any of 64 streams.
+"""How long the clients wait when a process is killed or stopped: the longest of any of 64 streams, for an event.
 
     python -m bench.chaos.stalls [--rounds 7] [--executor mock] [--save FILE] [-- FLAG …]
 
 One server, with further flags of `quintet serve`: ``-- --data-parallel-size 2``, ``-- --tensor-parallel-size 2``. Each round
 plays the same crowd undisturbed and then once for every kind of failure, in turn. A failure happens when half of the streams have
-begun. A line says the median and the worst over the rounds, the same for the undisturbed runs, and whether every byte was the
-same.
+begun; the others' wait is for the first event. A line says the median and the worst over the rounds, the same for the undisturbed
+runs, and whether every byte was the same.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ NUM_STREAMS = 64
 
 
 def measure(server: Server, rounds: int) -> dict[str, list[float]]:
-    """Return the longest gap of each run, by kind, in seconds."""
+    """Return the longest wait of each run, by kind, in seconds."""
     asked = crowd(1, NUM_STREAMS, (150, 300))
     asyncio.run(play(server.url, asked))
     kinds = {kind: (f"{role}-0", how) for kind, (role, how) in KINDS.items()}
     if f"quintet-{RANK}" in server.children():
         kinds["rank killed"] = (RANK, signal.SIGKILL)
-    gaps: dict[str, list[float]] = {"undisturbed": [], **{kind: [] for kind in kinds}}
+    waits: dict[str, list[float]] = {"undisturbed": [], **{kind: [] for kind in kinds}}
     for number in range(rounds):
         calm = asyncio.run(play(server.url, asked))
-        gaps["undisturbed"].append(calm.longest_gap_s)
+        waits["undisturbed"].append(calm.longest_wait_s)
         for kind, (title, how) in kinds.items():
 
             async def disturb(title: str = title, how: signal.Signals = how) -> None:
@@ -54,10 +54,10 @@ def measure(server: Server, rounds: int) -> dict[str, list[float]]:
 
             run = asyncio.run(play(server.url, asked, disturb))
             assert not differences(calm, run, asked), kind
-            gaps[kind].append(run.longest_gap_s)
+            waits[kind].append(run.longest_wait_s)
             wait_until(lambda: server.get("/readyz")[0] == 200, "everybody back")
-            print(f"round {number + 1}: {kind}: {run.longest_gap_s:.2f} s", flush=True)
-    return gaps
+            print(f"round {number + 1}: {kind}: {run.longest_wait_s:.2f} s", flush=True)
+    return waits
 
 
 def main() -> None:
@@ -71,9 +71,9 @@ def main() -> None:
     flags = ["--executor", "mock", "--step-ms", "8"] if arguments.executor == "mock" else []
     flags += arguments.flags
     with serve(*flags, "--max-model-len", "1024", "--frontends", "2", "--max-restarts", "1000") as server:
-        gaps = measure(server, arguments.rounds)
+        waits = measure(server, arguments.rounds)
     print("\n| failure | longest wait of any stream, median (worst), s |\n|---|---|")
-    for kind, values in gaps.items():
+    for kind, values in waits.items():
         print(f"| {kind} | {statistics.median(values):.2f} ({max(values):.2f}) |")
     if arguments.save:
         saved = {
@@ -83,7 +83,7 @@ def main() -> None:
             "executor": arguments.executor,
             "flags": arguments.flags,
             "streams": NUM_STREAMS,
-            "longest_gap_s": gaps,
+            "longest_wait_s": waits,
         }
         arguments.save.write_text(json.dumps(saved, indent=1) + "\n")
 

@@ -78,17 +78,19 @@ class Heard:
     """Theirs, as they came."""
     names: dict[str, str] = field(default_factory=dict)
     """What a server named, by what it is called in them."""
+    asked_s: float = 0.0
+    """`time.perf_counter` when it was first asked for."""
     times_s: list[float] = field(default_factory=list)
-    """`time.perf_counter` of every event."""
+    """That of every event."""
     event_ids: list[str] = field(default_factory=list)
     num_connections: int = 0
     num_asked: int = 0
     """Of those, how many sent the request from its beginning."""
 
     @property
-    def longest_gap_s(self) -> float:
-        """Longest wait between two events."""
-        return max((b - a for a, b in zip(self.times_s, self.times_s[1:], strict=False)), default=0.0)
+    def longest_wait_s(self) -> float:
+        """Longest wait for an event: from the one before, for the first from when it was asked for."""
+        return max((b - a for a, b in itertools.pairwise([self.asked_s, *self.times_s])), default=0.0)
 
     def bytes_of(self) -> str:
         """Return everything that must be the same in every run: not when it came, nor in which pieces."""
@@ -257,7 +259,8 @@ async def listen(
     other addresses are given, one after the other. ``repeats``: by the request once more, with the id of that event.
     """
     doors = itertools.cycle(map(urlsplit, (url, *elsewhere)))
-    deadline_s = time.perf_counter() + TIMEOUT_S
+    heard.asked_s = time.perf_counter()
+    deadline_s = heard.asked_s + TIMEOUT_S
     while not heard.is_done and not heard.error and time.perf_counter() < deadline_s:
         where = next(doors)
         heard.num_asked += not heard.event_ids
@@ -325,9 +328,9 @@ class Run:
         return [heard.bytes_of() for heard in self.heard]
 
     @property
-    def longest_gap_s(self) -> float:
-        """Longest wait of any client between two events."""
-        return max(heard.longest_gap_s for heard in self.heard)
+    def longest_wait_s(self) -> float:
+        """Longest wait of any client for an event."""
+        return max(heard.longest_wait_s for heard in self.heard)
 
 
 async def play(

@@ -41,6 +41,7 @@ def test_killed_while_the_disk_is_written_and_read(size: int, stages: int, tmp_p
     with serve(*flags) as server:
         calm = asyncio.run(play(server.url, asked))
     flags = (*flags, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "8MiB")
+    num_fetched = 0.0
     for roles in LAST_RANKS if last else ROLES:
         with serve(*flags) as server:
 
@@ -56,4 +57,6 @@ def test_killed_while_the_disk_is_written_and_read(size: int, stages: int, tmp_p
 
             assert_same(server, calm, asyncio.run(play(server.url, asked, disturb)), asked)
             assert_same(server, calm, asyncio.run(play(server.url, asked)), asked)
+            num_fetched += blocks(server, "fetched")
             server.process.kill()
+    assert num_fetched, "nothing was read from the disk"

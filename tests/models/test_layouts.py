@@ -46,13 +46,14 @@ def check_prompts(
     *,
     experts: bool,
     activations: ActivationDtype = "auto",
+    sizes: tuple[int, ...] = SIZES,
 ) -> None:
     """The same of a folder."""
     expected = alone(
         load(folder, dtype, quantization, layout_invariant=True, activation_dtype=activations), prompts
     )
     switches = {"invariant": True, "activation_dtype": activations}
-    for size in SIZES:
+    for size in sizes:
         with in_ranks(folder, size, dtype, quantization, experts=experts, **switches) as loaded:
             found = alone(loaded, prompts)
         assert found.bits.keys() == expected.bits.keys()
@@ -75,6 +76,15 @@ def test_slices_are_those_of_one_process(tmp_path: Path) -> None:
     deep = {"hidden_size": 1024, "head_dim": 16, "intermediate_size": 2048, "vocab_size": 2400}
     write_checkpoint(of_transformers("LlamaConfig", **deep, num_hidden_layers=1), tmp_path)
     check_prompts([list(range(1, length)) for length in (2, 40)], tmp_path, "float32", "none", experts=False)
+
+
+@pytest.mark.whole
+def test_eight_ranks_have_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Of eight leaves each has one, and two ranks keep the same KV head."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 16}
+    write_checkpoint(of_transformers("LlamaConfig", **heads), tmp_path)
+    prompts = [list(range(1, length)) for length in (2, 40)]
+    check_prompts(prompts, tmp_path, "float32", "none", experts=False, sizes=(2, 8))
 
 
 @pytest.mark.drawn(1)
