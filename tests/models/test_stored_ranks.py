@@ -61,7 +61,7 @@ MORE_FORMATS: dict[str, Written] = {
     name: FORMATS_OF_ONE[name]
     for name in (
         *("fp8, one scale", "fp8, of fbgemm", "auto-round, fp8", "auto-round, nvfp4", "torchao, fp8"),
-        *("quark", "quark, fp4", "modelopt", "modelopt, nvfp4"),
+        *("quark", "quark, uint4", "quark, fp4", "modelopt", "modelopt, nvfp4", "torchao", "auto-round"),
     )
 }  # fmt: skip
 FEW_WAYS = {way: WAYS[way] for way in ("together", "chunks, prefix hits")}
@@ -174,8 +174,9 @@ def test_other_kinds_of_layers_are_divided(
         (quantized.gptq(4, 64, symmetric=True), "inputs 0 to 96, no whole groups of 64"),
         (quantized.awq(32, "gemv"), "whose codes are no whole words"),
         (quantized.bitsandbytes("nf4"), "stored as bitsandbytes are not divided yet, only gptq"),
+        (FORMATS_OF_ONE["torchao, 4 bits"], "tensors of this format are not divided yet"),
     ],
-    ids=["groups", "words", "formats"],
+    ids=["groups", "words", "formats", "tensors"],
 )
 def test_inputs_that_no_rank_can_read_alone_are_refused(written: Written, words: str, tmp_path: Path) -> None:
     ours, _ = write(tmp_path, written, wide(intermediate_size=192))
@@ -183,10 +184,20 @@ def test_inputs_that_no_rank_can_read_alone_are_refused(written: Written, words:
         config_of(ours, 2, 1, "float32", "none", "auto", None, experts=False)
 
 
-def test_an_order_of_inputs_is_found_out_when_it_is_loaded(tmp_path: Path) -> None:
-    ours, _ = write(tmp_path, quantized.gptq(4, 32, symmetric=True, by_activations=True), wide())
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        (quantized.gptq(4, 32, symmetric=True, by_activations=True), "order of activations"),
+        (FORMATS_OF_ONE["modelopt, int4, factors"], "inputs that are multiplied before"),
+    ],
+    ids=["order", "factors"],
+)
+def test_an_order_or_factors_of_inputs_are_found_out_when_they_are_loaded(
+    written: Written, words: str, tmp_path: Path
+) -> None:
+    ours, _ = write(tmp_path, written, wide())
     config = config_of(ours, 2, 1, "float32", "none", "auto", None, experts=False)
-    with pytest.raises(ConfigError, match=r"layer '.*o_proj' .*order of activations.*--tensor-parallel-size"):
+    with pytest.raises(ConfigError, match=rf"layer '.*o_proj' .*{words}.*--tensor-parallel-size"):
         load_model(config, open_platform(config.executor), share=Share(0, 2))
 
 

@@ -64,7 +64,7 @@ class Signed(Completions):
             self._killed.touch()
             threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
             super().__call__(batch)
-            time.sleep(60)
+            time.sleep(60)  # killed by now: what it computed is lost
         answered = super().__call__(batch)
         here = ray.get_runtime_context().get_node_id()
         return {**answered, "node": [here] * len(answered["text"])}
