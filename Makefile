@@ -44,9 +44,11 @@ test: install  ## run the fast suite of tests (tests/README.md)
 test-all: install cubins clients  ## run the whole suite, and compile the CUDA kernels for all GPUs
 	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
 
-collect: install  ## find all tests: what they import is compiled then, once rather than by each worker of `make test`
+collect: install  ## find all tests, those for a GPU too; imports are compiled once rather than by each worker of `make test`
 	@mkdir -p build
 	@$(BIN)/pytest --collect-only -qq > build/collected || { cat build/collected; exit 1; }
+	@$(BIN)/pytest --collect-only -qq -o addopts="--import-mode=importlib" --device cpu tests/gpu > build/collected || \
+	  { cat build/collected; exit 1; }
 
 lint: install  ## check style and formatting
 	$(BIN)/ruff check .

@@ -291,6 +291,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """GPU: give a request the same bits whatever else is in the batch."""
     enforce_eager: bool = False
     """GPU: capture no graphs."""
+    allow_torch_kernels: bool = False
+    """GPU: compute with torch's operators where Quintet's kernels cannot be loaded."""
     attention_backend: str = "auto"
     """GPU: whose attention computes prompts; see ``executor/cuda/attention``."""
     step_ms: float = 0.0

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [
@@ -159,8 +162,14 @@ def list_rows(rows: Sequence[Row], journal: Journal) -> None:
         print(f"| `{row.name}` | {row.shows} | {row.target} | `{row.words}` | {result} |")
 
 
+def exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
+    """Leave through every ``finally``: a row's processes are killed there."""
+    raise SystemExit(128 + number)
+
+
 def main() -> int:
     """Parse the command line and run."""
+    signal.signal(signal.SIGTERM, exit_on_signal)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -71,10 +71,10 @@ def open_device(name: str) -> Device:
         from tests.cuda.emulated import EmulatedDevice
 
         return EmulatedDevice()
-    config = ExecutorConfig(device="cuda", batch_invariant=True)  # which makes missing kernels an error
+    config = ExecutorConfig(device="cuda")
     open_platform(config)
     opened = open_cuda_device(config)
-    assert opened is not None, "open_cuda_device raises where kernels are a must"
+    assert opened is not None, "open_cuda_device raises where kernels cannot be loaded"
     return opened
 
 
@@ -85,8 +85,7 @@ def time_case(device: Device, case: Case, repeats: int) -> float:
         for call in case.calls:
             call()
 
-    round_()
-    replay = device.capture(round_)
+    replay = device.capture_timing(round_)
     replay()
     events = [device.record()]
     for _ in range(repeats):

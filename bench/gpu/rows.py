@@ -16,8 +16,8 @@ PYTEST = (
 
 DEVICE = ("torch", "numpy", "cupy")
 ENGINE = (*DEVICE, "msgspec", "tqdm", "safetensors")
-TESTS = (*ENGINE, "pytest", "transformers")
-"""The small models of tests are made with transformers."""
+TESTS = (*ENGINE, "pytest", "transformers", "llguidance")
+"""Tests make small models with transformers; the engine of tests compiles grammars with llguidance."""
 PROCESSES = (
     *ENGINE,
     "zmq",
@@ -124,9 +124,10 @@ ROWS = (
     ),
     Row(
         "steps",
-        "captured graphs = eager, overlap on = off, swapping = recomputing = neither: the same tokens",
+        "captured graphs = eager, overlap on = off, swapping = recomputing = neither: the same tokens; graphs are captured again"
+        " after others were dropped",
         "all equal",
-        (*PYTEST, "tests/gpu/test_steps.py"),
+        (*PYTEST, "tests/gpu/test_steps.py", "tests/gpu/test_graphs.py"),
         TESTS,
         takes_s=40,
         limit_s=180,

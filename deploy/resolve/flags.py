@@ -477,11 +477,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     enforce_eager: Annotated[
         bool, Flag(DEVICE, "GPU only: launch every kernel by itself rather than captured graphs")
     ] = False
+    allow_torch_kernels: Annotated[
+        bool,
+        Flag(
+            DEVICE,
+            "GPU only: use torch's slow operators if the CUDA kernels cannot be loaded; default: do not start",
+        ),
+    ] = False
     attention_backend: Annotated[
         str,
         Flag(
             DEVICE,
-            "GPU only: whose attention computes prompts: auto, quintet, torch, flashinfer, or what a package registered",
+            "GPU only: attention of prompts: auto, quintet, torch, flashinfer, or a registered name",
             "NAME",
         ),
     ] = "auto"

@@ -78,6 +78,7 @@ def executor_config(
         seed=options.seed,
         batch_invariant=options.batch_invariant,
         enforce_eager=options.enforce_eager,
+        allow_torch_kernels=options.allow_torch_kernels,
         attention_backend=options.attention_backend,
         step_ms=options.step_ms,
         weight_bytes=weight_bytes,

@@ -1,8 +1,8 @@
 """Compile every kernel of csrc/cuda, without a GPU: ``python -m quintet.executor.cuda.compile``, or ``make cubins``.
 
 NVRTC's output is what packages carry (`quintet.executor.cuda.modules` finds it): machine code for three generations of
-GPUs, and PTX of the first for all others. nvcc compiles everything again, to prove that it does. What was compiled from
-the same text by the same compiler before is left alone.
+GPUs, and PTX of the first for all others. nvcc compiles everything again, to prove that it does. Outputs of unchanged sources
+are kept, whichever version compiled them: a machine may use kernels that another one compiled. ``--again`` compiles all.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Compilation:
 
     @property
     def header(self) -> str:
-        """What a record begins with: it is current if these two lines are."""
+        """The first two lines of a record: digest of the sources, version of the compiler."""
         return f"{digest(self.text)}\n{self.compiler.version}\n"
 
 
@@ -79,12 +79,11 @@ class Usage:
 
 
 def is_current(job: Compilation) -> bool:
-    """Return whether all that the job would write is there, of this text and compiler."""
+    """Return whether every output of the job exists and was compiled from these sources, by whichever version."""
+    sources = digest(job.text) + "\n"
     files = [job.cubin if job.keeps else record_path(job.cubin), *([job.ptx] if job.ptx else [])]
     return all(
-        path.is_file()
-        and record_path(path).is_file()
-        and record_path(path).read_text().startswith(job.header)
+        path.is_file() and record_path(path).is_file() and record_path(path).read_text().startswith(sources)
         for path in files
     )
 
@@ -145,9 +144,9 @@ def warnings(logs: dict[tuple[str, int], str]) -> Iterator[str]:
                 yield f"warning: {module}: {usage.kernel} spills {usage.spilled_bytes} bytes a thread on sm_{target}"
 
 
-def compile_all(jobs: Sequence[Compilation], num_threads: int) -> list[str]:
-    """Run the jobs that are not current, several at a time, the longest texts first. Return what failed, in words."""
-    stale = sorted((job for job in jobs if not is_current(job)), key=lambda job: -len(job.text))
+def compile_all(jobs: Sequence[Compilation], num_threads: int, again: bool = False) -> list[str]:
+    """Run the jobs that are not current, or ``again`` all, several at a time, the longest texts first. Return the failures."""
+    stale = sorted((job for job in jobs if again or not is_current(job)), key=lambda job: -len(job.text))
     failures = []
     with (
         ThreadPoolExecutor(num_threads) as threads,
@@ -201,7 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for module in options.modules or known
         for target in targets
     ]
-    failures = compile_all(jobs, options.jobs)
+    failures = compile_all(jobs, options.jobs, options.again)
     for compiler, _, _ in compilers:
         logs = {
             (job.module, job.target): record_path(job.cubin).read_text()
@@ -230,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--nvcc-targets", nargs="+", type=int, choices=TARGETS, metavar="90", help="default: the same"
     )
+    parser.add_argument("--again", action="store_true", help="compile also what is current")
     parser.add_argument(
         "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at a time"
     )

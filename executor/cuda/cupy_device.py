@@ -16,6 +16,7 @@ import torch
 
 from quintet.executor.cuda.arguments import ArgumentBuffer
 from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
+from quintet.executor.cuda.graph_capture import GraphCapture
 from quintet.executor.cuda.modules import KINDS, Kind, ModuleStore, RefusedError
 from quintet.executor.cuda.sources import FLAGS
 from quintet.wire.errors import ConfigError
@@ -51,7 +52,7 @@ class CupyDevice:
         # code asks in the same way.
         self._launch = cupy.cuda.driver.launchKernel
         self._current_stream = torch._C._cuda_getCurrentRawStream
-        self._graph_pool = torch.cuda.graph_pool_handle()
+        self._graphs = GraphCapture()
 
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
@@ -107,11 +108,11 @@ class CupyDevice:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """See `Device`."""
-        graph = torch.cuda.CUDAGraph()
-        # By default any thread's call that may wait for the device spoils a capture, and another thread waits for events.
-        with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
-            run()
-        return graph.replay
+        return self._graphs.step_graph(run)
+
+    def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Device`."""
+        return self._graphs.timing_graph(run)
 
     def free_bytes(self) -> int:
         """See `Device`."""

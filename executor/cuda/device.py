@@ -106,7 +106,15 @@ class Device(Protocol):
         Capturing computes nothing: outputs hold what they held until the first replay. ``run`` has been run once
         outside, so that nothing is loaded or allocated for the first time inside. Tensors keep their addresses, so new
         input is copied into them; memory allocated inside comes from one pool per device, shared by all captures, so a
-        replay's outputs hold only until the next replay.
+        replay's outputs hold only until the next replay. The graph lives as long as the device.
+        """
+        ...
+
+    def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run ``run`` once, then capture it for a measurement; return a function that replays it on the current stream.
+
+        The graph shares neither memory pool nor stream with those of `capture`, and is destroyed with the returned
+        function. Any number of timing graphs may follow each other.
         """
         ...
 

@@ -228,9 +228,7 @@ def captured_stopwatch(device: Device, repeats: int = 7) -> Stopwatch:
     """Return what times launches on a device without the host's time for them: the median of a captured graph's replays."""
 
     def captured_ms(run: Callable[[], None]) -> float:
-        run()  # loads and chooses what a first call does
-        device.synchronize()
-        replay = device.capture(run)
+        replay = device.capture_timing(run)
         replay()
         times = []
         for _ in range(repeats):

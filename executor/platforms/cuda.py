@@ -42,19 +42,24 @@ def open_platform(config: ExecutorConfig) -> Platform:
 
 
 def open_cuda_device(config: ExecutorConfig) -> Device | None:
-    """Return the current CUDA device with all our kernels loaded, or None after logging why there are none.
+    """Return the current CUDA device with all kernels loaded; call `open_platform` first.
 
-    Without them the executor computes with torch's kernels: rightly, but slowly, and not batch-invariantly; a
-    configuration that asks for that raises `ConfigError`. Call `open_platform` first.
+    Where they cannot be loaded: None after a warning with ``allow_torch_kernels``, else `ConfigError`. Torch's operators are
+    slow and not batch-invariant, so ``batch_invariant`` always needs the kernels.
     """
     try:
         return _open(torch.cuda.current_device())
     except ConfigError as error:
         if config.batch_invariant:
             raise ConfigError(
-                f"--batch-invariant needs our kernels, and they cannot be used: {error}"
+                f"--batch-invariant needs Quintet's CUDA kernels, which cannot be loaded: {error}"
             ) from error
-        log.warning("computing with torch's kernels, as ours cannot be used: %s", error)
+        if not config.allow_torch_kernels:
+            raise ConfigError(
+                f"--device is 'cuda', but Quintet's CUDA kernels cannot be loaded: {error}; or compute with torch's operators,"
+                " slowly: --allow-torch-kernels; or use --device cpu"
+            ) from error
+        log.warning("computing with torch's operators: Quintet's CUDA kernels cannot be loaded: %s", error)
         return None
 
 

@@ -7,7 +7,10 @@ import importlib
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +33,9 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.step import StepPlan, StepResult
 
 TELL = """
+import subprocess
 import sys
+import time
 from pathlib import Path
 from bench.gpu.figures import Figure, Report
 report = Report(Path(sys.argv[sys.argv.index("--figures") + 1]))
@@ -90,6 +95,39 @@ threading.Event().wait()
     assert entry.outcome is Outcome.TIMED_OUT
     assert any("most recent call first" in line for line in entry.tail)  # where it hung
     assert not is_alive(int(pid_file.read_text()))
+
+
+def test_sigterm_ends_the_checklist_and_every_process_of_its_row(tmp_path: Path) -> None:
+    pid_file = tmp_path / "pid"
+    row = f"""
+import signal, subprocess
+from pathlib import Path
+child = subprocess.Popen(["sleep", "1000"], process_group=0)
+Path({str(pid_file)!r}).write_text(str(child.pid))
+signal.pause()
+"""
+    program = f"""
+import signal, sys
+from pathlib import Path
+sys.path.insert(0, {str(check.ROOT)!r})
+from bench.gpu import check
+from bench.gpu.child import run
+signal.signal(signal.SIGTERM, check.exit_on_signal)
+run([sys.executable, "-c", {row!r}], Path("."), {{}}, Path({str(tmp_path / "log")!r}), 600)
+"""
+    checklist = subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path, env=environment())
+    wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    checklist.terminate()
+    assert checklist.wait(30) == 128 + signal.SIGTERM
+    assert not is_alive(int(pid_file.read_text()))
+
+
+def wait_until(is_true: Callable[[], bool], limit_s: float = 30.0) -> None:
+    """Wait for what another process does."""
+    deadline = time.monotonic() + limit_s
+    while not is_true():
+        assert time.monotonic() < deadline, f"not true after {limit_s:g} s"
+        time.sleep(0.01)
 
 
 def is_alive(pid: int) -> bool:

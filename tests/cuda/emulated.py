@@ -223,6 +223,10 @@ class EmulatedDevice:
 
         return replay
 
+    def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return self.capture(run)
+
     def free_bytes(self) -> int:
         return self.num_free_bytes
 

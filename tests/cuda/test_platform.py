@@ -13,6 +13,7 @@ from quintet.wire.config import ExecutorConfig
 from quintet.wire.errors import ConfigError
 
 CONFIG = ExecutorConfig(device="cuda")
+ALLOWED = ExecutorConfig(device="cuda", allow_torch_kernels=True)
 
 
 def test_a_torch_without_cuda_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,13 +44,17 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_cupy")
-def test_without_cupy_torch_computes_and_the_log_says_what_to_install(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    assert open_cuda_device(CONFIG) is None
+def test_without_cupy_the_server_does_not_start_and_names_what_to_install() -> None:
+    with pytest.raises(ConfigError, match=r"pip install 'quintet\[cuda12\]'.*--allow-torch-kernels"):
+        open_cuda_device(CONFIG)
+
+
+@pytest.mark.usefixtures("without_cupy")
+def test_without_cupy_torch_computes_where_that_is_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    assert open_cuda_device(ALLOWED) is None
     (line,) = caplog.messages
     assert caplog.records[0].levelno == logging.WARNING
-    assert "torch's kernels" in line and "pip install 'quintet[cuda12]'" in line
+    assert "torch's operators" in line and "pip install 'quintet[cuda12]'" in line
 
 
 @pytest.mark.usefixtures("without_cupy")
@@ -59,12 +64,10 @@ def test_batch_invariance_is_not_promised_without_our_kernels() -> None:
 
 
 @pytest.mark.usefixtures("without_cupy")
-def test_a_gpu_too_old_for_them_is_named(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_too_old_for_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    assert open_cuda_device(CONFIG) is None
-    assert "NVIDIA H200 has compute capability 7.5; they need 8.0" in caplog.text
+    with pytest.raises(ConfigError, match=r"NVIDIA H200 has compute capability 7\.5; they need 8\.0"):
+        open_cuda_device(CONFIG)
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class Pair:
 
     def continuations(self, prompts: list[list[int]]) -> list[list[int]]:
         """Return what transformers draws greedily; prompts of one length at a time, so that nothing is padded."""
-        drawn = {}
+        drawn: dict[int, list[int]] = {}
         for length in {len(prompt) for prompt in prompts}:
             which = [i for i, prompt in enumerate(prompts) if len(prompt) == length]
             ids = torch.tensor([prompts[i] for i in which], device=self.reference.device)
@@ -201,8 +201,8 @@ def divergence(pair: Pair, prompts: list[list[int]], expected: list[list[int]]) 
             ours[at[:, None], ids] = values
         assert not np.isnan(ours).any(), "a token of the vocabulary was not reported"
         with torch.inference_mode():
-            ids = torch.tensor([text], device=pair.reference.device)
-            theirs = torch.log_softmax(pair.reference(ids).logits[0, :-1].float(), -1).cpu()
+            whole_text = torch.tensor([text], device=pair.reference.device)
+            theirs = torch.log_softmax(pair.reference(whole_text).logits[0, :-1].float(), -1).cpu()
         gap = theirs.exp() * (theirs - torch.from_numpy(ours))
         found.append(gap.sum(-1).mean().item())
     return float(np.mean(found))
