@@ -10,8 +10,6 @@ import ctypes
 import struct
 from collections.abc import Sequence
 
-import torch
-
 from quintet.executor.cuda.device import Argument, Kernel, LaunchError
 
 _SLOT_BYTES = 8
@@ -22,7 +20,7 @@ _SLOTS = {"p": "Q", "i": "i4x", "l": "q", "f": "f4x"}
 class ArgumentBuffer:
     """The parameters of one kernel. The driver copies them when it launches, so they may be overwritten at once."""
 
-    __slots__ = ("_addresses", "_layout", "_slots", "address")
+    __slots__ = ("_addresses", "_are_pointers", "_layout", "_slots", "address")
 
     def __init__(self, kernel: Kernel) -> None:
         unknown = set(kernel.kinds) - set(_SLOTS)
@@ -31,6 +29,7 @@ class ArgumentBuffer:
                 f"{kernel.module}.cu: {kernel.name}: kinds {kernel.kinds!r}; p, i, l and f are known"
             )
         num = len(kernel.kinds)
+        self._are_pointers = [kind == "p" for kind in kernel.kinds]
         self._layout = struct.Struct("<" + "".join(_SLOTS[kind] for kind in kernel.kinds))
         self._slots = ctypes.create_string_buffer(max(1, num) * _SLOT_BYTES)
         first = ctypes.addressof(self._slots)
@@ -41,12 +40,16 @@ class ArgumentBuffer:
         """Of the array of addresses: what ``cuLaunchKernel`` takes."""
 
     def fill(self, args: Sequence[Argument]) -> None:
-        """Write a launch's arguments; `struct.error` if one does not fit its parameter, or there are too many or few."""
+        """Write a launch's arguments.
+
+        Raises `struct.error` for a number that does not fit its parameter, `TypeError` for a tensor in place of a number,
+        `ValueError` for too many or too few.
+        """
         self._layout.pack_into(
             self._slots,
             0,
             *[
-                0 if value is None else value.data_ptr() if isinstance(value, torch.Tensor) else value
-                for value in args
+                (0 if value is None else value.data_ptr()) if is_pointer else value  # type: ignore[union-attr]
+                for is_pointer, value in zip(self._are_pointers, args, strict=True)
             ],
         )

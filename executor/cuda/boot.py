@@ -96,9 +96,12 @@ def open_runner(
     )
     begun = time.monotonic()
     runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
-    if where.type == "cuda":  # the emulator's times mean nothing
+    if is_gpu(device):  # the emulator's times mean nothing
         linears.measure(runner.linears, ranks=ranks)
         runner.of_prompts = _attention_of_prompts(device, attention, runner.attentions, config, ranks)
+    # Captures have emptied the allocator's cache: allocate the largest step's memory again before KV takes what is free.
+    runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
+    device.checks_arguments = not is_gpu(device)
     if group is not None:
         runner.try_smallest_steps()
     reserved = 0
@@ -120,6 +123,11 @@ def open_runner(
         num_blocks * spec.bytes_per_block / 2**30,
     )
     return OpenedRunner(runner, staging, num_blocks)
+
+
+def is_gpu(device: Device) -> bool:
+    """Return whether kernels run on a GPU, not on the emulator."""
+    return device.torch_device.type == "cuda"
 
 
 def _attention_of_prompts(

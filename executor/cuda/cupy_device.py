@@ -25,6 +25,9 @@ DEFAULT_SHARED_BYTES = 48 << 10
 """Shared memory, static and dynamic together, that a kernel gets without asking (CUDA C++ Programming Guide, "Compute
 Capabilities"); more has to be allowed kernel by kernel."""
 
+CARVEOUT_BYTES = 16 << 10
+"""Dynamic shared memory of a block from which on a kernel asks for the whole of a multiprocessor's L1 as shared memory."""
+
 ERRORS = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
 """What CuPy raises when the driver reports an error; after one at a launch, the process' use of the device is over."""
 
@@ -41,6 +44,7 @@ class CupyDevice:
         self.torch_device = torch.device("cuda", index)
         self.num_multiprocessors: int = properties.multi_processor_count
         self.errors = ERRORS
+        self.checks_arguments = True
         self.max_shared_bytes = int(cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
         self._modules = ModuleStore[cupy.RawModule](
             (properties.major, properties.minor), _CupyLoader(), kinds
@@ -61,12 +65,25 @@ class CupyDevice:
         launcher = self._launchers.get(kernel)
         if launcher is None:
             check_launch(self, kernel, grid, block, args, shared_bytes)
-            launcher = self._launchers[kernel] = self._launcher(kernel)
+            launcher = self._launchers[kernel] = self._launcher(kernel, shared_bytes)
         if shared_bytes > launcher.shared_bytes:
             launcher.allow(shared_bytes)
         launcher.arguments.fill(args)
         stream = self._current_stream(self._index)
         self._launch(launcher.address, *grid, *block, shared_bytes, stream, launcher.arguments.address, 0)
+
+    def usage(self, kernel: Kernel, num_threads: int, shared_bytes: int) -> KernelUsage:
+        """Return what a kernel that was launched takes of a multiprocessor, with such blocks."""
+        launcher = self._launchers[kernel]
+        return KernelUsage(
+            registers=int(launcher.kernel.num_regs),
+            local_bytes=int(launcher.kernel.local_size_bytes),
+            blocks_per_multiprocessor=int(
+                cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                    launcher.address, num_threads, shared_bytes
+                )
+            ),
+        )
 
     def load(self, module: str) -> None:
         """Load a module now rather than at its first launch; `ConfigError` if no form of it can be had."""
@@ -126,11 +143,13 @@ class CupyDevice:
         """See `Device`."""
         torch.cuda.synchronize(self.torch_device)
 
-    def _launcher(self, kernel: Kernel) -> _Launcher:
+    def _launcher(self, kernel: Kernel, first_shared_bytes: int) -> _Launcher:
         try:
             raw = self._modules.get(kernel.module).get_function(kernel.name)
         except cupy.cuda.driver.CUDADriverError as error:
             raise LaunchError(f"{kernel.module}.cu has no kernel {kernel.name}: {error}") from error
+        if first_shared_bytes >= CARVEOUT_BYTES:
+            raw.preferred_shared_memory_carveout = 100
         shared_bytes = DEFAULT_SHARED_BYTES - raw.shared_size_bytes
         return _Launcher(raw, raw.kernel.ptr, ArgumentBuffer(kernel), shared_bytes)
 
@@ -156,6 +175,17 @@ class CudaEvent:
         if not isinstance(since, CudaEvent):
             raise LaunchError(f"time since {since!r}, which is no event of a CUDA device")
         return float(since._event.elapsed_time(self._event))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUsage:
+    """What a kernel takes of a multiprocessor."""
+
+    registers: int
+    """Of a thread."""
+    local_bytes: int
+    """Of a thread: spilled registers and arrays with computed indices."""
+    blocks_per_multiprocessor: int
 
 
 @dataclass(slots=True)

@@ -73,6 +73,10 @@ class Device(Protocol):
         """The most dynamic shared memory a block may ask for."""
         ...
 
+    checks_arguments: bool
+    """Whether operations check shapes, strides and addresses before they launch. Off after boot, where the largest step has
+    passed the checks: they are half of the host's time of a step that is launched kernel by kernel."""
+
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """What launches and waits raise, besides torch's own, when the device is lost to this process."""

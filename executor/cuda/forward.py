@@ -335,7 +335,7 @@ class DevicePass:
 
 def in_packs(x: torch.Tensor) -> torch.Tensor:
     """Return ``x``, or a copy where its rows do not begin at multiples of 16 bytes: kernels read so many at once."""
-    is_apart = len(x) > 1 and x.stride(0) * x.element_size() % PACK_BYTES and not x.is_contiguous()
+    is_apart = x.shape[0] > 1 and x.stride(0) * x.element_size() % PACK_BYTES and not x.is_contiguous()
     if x.data_ptr() % PACK_BYTES or is_apart:
         return x.clone(memory_format=torch.contiguous_format)
     return x

@@ -80,9 +80,16 @@ class DeviceKv:
         self.places = [
             torch.zeros(shape, dtype=torch.uint8, device=device) for _ in range(spec.layers_per_block)
         ]
+        self._of_layer: dict[int, tuple[int, Planes]] = {}
 
     def of_layer(self, layer: AttentionLayer) -> tuple[int, Planes]:
         """Return the layer's group, and its keys and values: each ``[num_blocks, num_kv_heads, block_size, width]``."""
+        found = self._of_layer.get(layer.index)
+        if found is None:
+            found = self._of_layer[layer.index] = self._planes(layer)
+        return found
+
+    def _planes(self, layer: AttentionLayer) -> tuple[int, Planes]:
         group, place = self.spec.place(layer.index)
         keys, end = self._plane(place, 0, layer.num_kv_heads, layer.head_dim)
         if layer.values_in_keys:

@@ -200,8 +200,8 @@ class Step:
     more: dict[str, int | float | torch.Tensor | None]
     """``chunk``, ``sinks`` and ``value_scale``."""
 
-    def check(self) -> None:
-        """Compare with the reference.
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the reference, and by how much each number of the output may differ from it.
 
         Weights and output are rounded to the model's format, each by at most half a unit in the last place, ``u``. The
         weights are rounded where they multiply the values and where they are summed, so an output is off by at most
@@ -215,8 +215,12 @@ class Step:
             paged_attention_reference(self.q, (keys, plane), self.rows, *self.options, **self.more)  # type: ignore[arg-type]
             for plane in (values, values.abs())
         )
+        return expected, 1.1 * unit * (2 * magnitudes + expected.abs()) + 1e-5
+
+    def check(self) -> None:
+        """Compare with the reference."""
+        expected, bound = self.expected()
         error = (self.out.float() - expected).abs()
-        bound = 1.1 * unit * (2 * magnitudes + expected.abs()) + 1e-5
         worst = (error - bound).flatten().argmax()
         assert not self.out.isnan().any(), "reads what it may not"
         assert bool((error <= bound).all()), (

@@ -157,6 +157,7 @@ class EmulatedDevice:
     torch_device = torch.device("cpu")
     num_multiprocessors = 4
     max_shared_bytes = 227 * 1024
+    checks_arguments = True
     errors: tuple[type[Exception], ...] = (KernelError,)
 
     def __init__(self, sources: Path = SOURCES, seed: int = 1, rank: int | None = None) -> None:

@@ -223,11 +223,20 @@ def test_a_kernel_may_take_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kinds", "values"),
-    [("i", [2**31]), ("l", [2**63]), ("ii", [1]), ("i", [1, 2]), ("i", [torch.zeros(1)]), ("i", [0.5])],
+    ("kinds", "values", "error"),
+    [
+        ("i", [2**31], struct.error),
+        ("l", [2**63], struct.error),
+        ("i", [0.5], struct.error),
+        ("ii", [1], ValueError),
+        ("i", [1, 2], ValueError),
+        ("i", [torch.zeros(1)], TypeError),
+    ],
 )
-def test_arguments_that_do_not_fit_are_refused(kinds: str, values: list[Argument]) -> None:
-    with pytest.raises(struct.error):
+def test_arguments_that_do_not_fit_are_refused(
+    kinds: str, values: list[Argument], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
         ArgumentBuffer(Kernel("norm", "norm", kinds)).fill(values)
 
 

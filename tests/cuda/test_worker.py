@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from tests.cuda.row_major import RowMajor
 from tests.gpu.small import CARD, SMALLER, run_all
 from tests.models import equal, forms
 from tests.models.conftest import engine_config, in_groups, serve
@@ -35,13 +36,10 @@ from quintet.executor.models.registry import build_model
 from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.gguf import GgufQuantization
 from quintet.executor.quant.kv_scales import read_kv_scales
-from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.quant.none import RowMajorLinear
-from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
+from quintet.executor.quant.method import Quantization
 from quintet.executor.quant.stored import StoredQuantization
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
-from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf
@@ -76,22 +74,6 @@ MORE_KINDS = {
 }
 """Their relations, of what has been shown once."""
 BLOCKS_OF_16 = pytest.mark.parametrize("serve", [16], indirect=True)
-
-
-class RowMajor:
-    """Weights as a GPU has them, also where the device is emulated and its memory is the host's."""
-
-    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
-        return RowMajorLinear(shape, plan)
-
-    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
-        return None
-
-    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
-        return True
-
-    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
-        return RowMajorStack(shape, plan)
 
 
 def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> CausalModel:

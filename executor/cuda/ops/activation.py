@@ -45,17 +45,11 @@ def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None 
     x: ``[num_rows, 2 * width]`` in bf16, fp16 or fp32, rows contiguous; out: ``[num_rows, width]`` without gaps. A row's
     bits depend on the row alone.
     """
-    check_rows("x", x, x)
-    num_rows, width = len(x), x.shape[1] // 2
-    if x.shape[1] % 2:
-        raise ValueError(f"x: expected rows of two halves, got {list(x.shape)}")
+    num_rows, width = x.shape[0], x.shape[1] // 2
     if out is None:
         out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
-    check_rows("out", out, x, (num_rows, width))
-    if not out.is_contiguous():
-        raise ValueError(
-            f"out: expected no gaps between rows, got strides {out.stride()} of {list(out.shape)}"
-        )
+    if device.checks_arguments:
+        _check(x, out)
     pack = PACK_BYTES // x.element_size()
     in_packs = width % pack == 0
     pieces = width // pack if in_packs else width
@@ -67,3 +61,15 @@ def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None 
             (x, x.stride(0), out, width),
         )
     return out
+
+
+def _check(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise `ValueError` that names the tensor."""
+    check_rows("x", x, x)
+    if x.shape[1] % 2:
+        raise ValueError(f"x: expected rows of two halves, got {list(x.shape)}")
+    check_rows("out", out, x, (x.shape[0], x.shape[1] // 2))
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out: expected no gaps between rows, got strides {out.stride()} of {list(out.shape)}"
+        )

@@ -7,10 +7,11 @@ are worth more than cuBLAS: `quintet.executor.cuda.linear_choice` does.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
-from quintet.executor.cuda.device import Device, Kernel
+from quintet.executor.cuda.device import Device, Kernel, Size
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -32,6 +33,12 @@ MATVEC_STEP_BYTES = 512
 
 MIN_MATVEC_STEPS = 4
 """Fewer are over before they are under way."""
+
+_MATVECS = {
+    (rows, dtype): Kernel("linear_matvec", f"matvec_{rows}_{suffix}", "ppppiilli")
+    for rows in range(1, MATVEC_ROWS + 1)
+    for dtype, suffix in SUFFIXES.items()
+}
 
 BYTES_THAT_FILL = 64 << 10
 """Under way on a multiprocessor, beyond which its bandwidth does not grow: half as much again as latency asks for."""
@@ -98,10 +105,16 @@ class SplitMemory:
         """A product that needs more is not split: slower, the same bits."""
         self.partials = torch.empty(max_bytes // 4, dtype=torch.float32, device=device.torch_device)
         self.tickets = torch.zeros(max_tiles, dtype=torch.int32, device=device.torch_device)
+        self._room = (max_tiles, max_bytes // 4)
+
+    @property
+    def room(self) -> tuple[int, int]:
+        """Tiles, and numbers in all, that a split product may have."""
+        return self._room
 
     def holds(self, tiles: int, partials: int) -> bool:
         """Whether so many tiles, with so many numbers in all, can be split."""
-        return tiles <= self.tickets.numel() and partials <= self.partials.numel()
+        return tiles <= self._room[0] and partials <= self._room[1]
 
 
 def tiles_of(dtype: torch.dtype) -> tuple[Tile, ...]:
@@ -131,25 +144,17 @@ def matmul(
     ``[columns]``; all of one dtype. depth is a multiple of 16 bytes. The bits of a row of the result depend on that row
     of x and the weight only: not on num_rows, ``memory`` (without it no sum is split) or ``tile``.
     """
-    num_rows, columns, depth, out = _check(device, x, weight, bias, out)
+    (num_rows, depth), columns = x.shape, weight.shape[0]
+    out = _checked_output(device, x, weight, bias, out)
     if num_rows == 0 or columns == 0:
         return out
-    if tile is None:
-        tile = choose_tile(num_rows, tiles_of(x.dtype), device.max_shared_bytes)
-    tiles = _ceil(num_rows, tile.rows) * _ceil(columns, tile.columns)
-    units = chunk_units(depth, x.dtype)
-    chunks = _ceil(depth * x.dtype.itemsize, units * CHUNK_UNIT)
-    resident = min(tile.max_resident, device.max_shared_bytes // (tile.shared_bytes + 1024))
-    is_split = (
-        memory is not None
-        and memory.holds(tiles, tiles * chunks * tile.rows * tile.columns)
-        and splitting_is_faster(tiles, chunks, device.num_multiprocessors * max(1, resident))
-    )
-    kernel = Kernel("linear", f"linear_{tile.rows}x{tile.columns}_{SUFFIXES[x.dtype]}", "ppppppiiilli")
+    room = (0, 0) if memory is None else memory.room
+    sizes = (num_rows, columns, depth, x.dtype, tile)
+    launch = _matmul_launch(*sizes, device.num_multiprocessors, device.max_shared_bytes, room)
     device.launch(
-        kernel,
-        (tiles, chunks if is_split else 1, 1),
-        (tile.threads, 1, 1),
+        launch.kernel,
+        launch.grid,
+        launch.block,
         (
             x,
             weight,
@@ -162,11 +167,52 @@ def matmul(
             depth,
             x.stride(0),
             out.stride(0),
-            units,
+            launch.units,
         ),
-        tile.shared_bytes,
+        launch.shared_bytes,
     )
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    """How `matmul` launches for some sizes."""
+
+    kernel: Kernel
+    grid: Size
+    block: Size
+    shared_bytes: int
+    units: int
+    """Of a chunk of the depth."""
+
+
+@lru_cache(maxsize=4096)
+def _matmul_launch(
+    num_rows: int,
+    columns: int,
+    depth: int,
+    dtype: torch.dtype,
+    tile: Tile | None,
+    num_multiprocessors: int,
+    max_shared_bytes: int,
+    room: tuple[int, int],
+) -> _Launch:
+    """Decide tile and split by sizes alone. room: tiles and partial sums that the split memory holds."""
+    if tile is None:
+        tile = choose_tile(num_rows, tiles_of(dtype), max_shared_bytes)
+    tiles = _ceil(num_rows, tile.rows) * _ceil(columns, tile.columns)
+    units = chunk_units(depth, dtype)
+    chunks = _ceil(depth * dtype.itemsize, units * CHUNK_UNIT)
+    resident = min(tile.max_resident, max_shared_bytes // (tile.shared_bytes + 1024))
+    is_split = (
+        tiles <= room[0]
+        and tiles * chunks * tile.rows * tile.columns <= room[1]
+        and splitting_is_faster(tiles, chunks, num_multiprocessors * max(1, resident))
+    )
+    kernel = Kernel("linear", f"linear_{tile.rows}x{tile.columns}_{SUFFIXES[dtype]}", "ppppppiiilli")
+    return _Launch(
+        kernel, (tiles, chunks if is_split else 1, 1), (tile.threads, 1, 1), tile.shared_bytes, units
+    )
 
 
 def matvec(
@@ -180,7 +226,8 @@ def matvec(
 
     Operands as for `matmul`. Summed in another order, which depends on the number of rows and on the device.
     """
-    num_rows, columns, depth, out = _check(device, x, weight, bias, out)
+    (num_rows, depth), columns = x.shape, weight.shape[0]
+    out = _checked_output(device, x, weight, bias, out)
     if num_rows > MATVEC_ROWS:
         raise OperandError(f"x: {num_rows} rows; matvec takes at most {MATVEC_ROWS}, matmul any number")
     if num_rows == 0 or columns == 0:
@@ -188,7 +235,7 @@ def matvec(
     shape = MatvecShape.of(num_rows)
     parts = matvec_parts(shape, columns, depth * x.dtype.itemsize, device.num_multiprocessors)
     device.launch(
-        Kernel("linear_matvec", f"matvec_{num_rows}_{SUFFIXES[x.dtype]}", "ppppiilli"),
+        _MATVECS[num_rows, x.dtype],
         (_ceil(columns, MATVEC_WARPS // parts * shape.rows), 1, 1),
         (32 * MATVEC_WARPS, 1, 1),
         (x, weight, bias, out, columns, depth, x.stride(0), out.stride(0), parts),
@@ -232,32 +279,32 @@ def matvec_parts(shape: MatvecShape, columns: int, row_bytes: int, num_multiproc
     return parts
 
 
-def _check(
+def _checked_output(
     device: Device,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     out: torch.Tensor | None,
-) -> tuple[int, int, int, torch.Tensor]:
-    """Return num_rows, columns, depth and where the result goes; raise `OperandError`."""
+) -> torch.Tensor:
+    """Return where the result goes: ``out``, or a new tensor; raise `OperandError` where the device checks arguments."""
+    if not device.checks_arguments:
+        return x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
     if x.dtype not in SUFFIXES:
         raise OperandError(f"x: {x.dtype}; expected one of {', '.join(map(str, SUFFIXES))}")
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         raise OperandError(
             f"x: {list(x.shape)}, weight: {list(weight.shape)}; expected [num_rows, depth] and [columns, depth]"
         )
-    num_rows, depth = x.shape
-    columns = weight.shape[0]
-    out = check_rows(device, x, columns, bias, out)
+    out = check_rows(device, x, weight.shape[0], bias, out)
     if not weight.is_contiguous():
-        raise OperandError(f"weight: strides {weight.stride()}; expected {(depth, 1)}")
+        raise OperandError(f"weight: strides {weight.stride()}; expected {(x.shape[1], 1)}")
     if weight.dtype != x.dtype or weight.device.type != device.torch_device.type:
         raise OperandError(
             f"weight: {weight.dtype} on {weight.device}; expected {x.dtype}, as x, on {device.torch_device}"
         )
     if weight.data_ptr() % 16:
         raise OperandError(f"weight: begins at {weight.data_ptr():#x}; expected a multiple of 16 bytes")
-    return num_rows, columns, depth, out
+    return out
 
 
 def check_rows(
@@ -265,9 +312,11 @@ def check_rows(
 ) -> torch.Tensor:
     """Return where ``x [num_rows, depth]`` times a weight of so many columns goes: ``out``, or a new tensor.
 
-    Raises `OperandError` for rows, a bias or a place that kernels cannot take.
+    Raises `OperandError` for rows, a bias or a place that kernels cannot take, where the device checks arguments.
     """
     num_rows, depth = x.shape
+    if not device.checks_arguments:
+        return x.new_empty(num_rows, columns) if out is None else out
     if depth == 0 or depth * x.dtype.itemsize % 16:
         raise OperandError(
             f"x: depth {depth} of {x.dtype}; kernels read 16 bytes at a time: a multiple of"

@@ -7,6 +7,7 @@ the weight only.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -119,7 +120,7 @@ def coded_matmul(
     )
     split = (memory.partials, memory.tickets) if memory is not None else (None, None)
     device.launch(
-        _kernel(tile, weight, x),
+        _kernel(tile, layout.code, x.dtype),
         (tiles, chunks if is_split else 1, 1),
         (tile.threads, 1, 1),
         (x, *_operands(weight), bias, out, *split, None, num_rows, *_sizes(weight, x, out)),
@@ -161,7 +162,7 @@ def coded_grouped_matmul(
     if len(x):
         num_tiles = tiles.shape[1]
         device.launch(
-            _kernel(tile, weight, x),
+            _kernel(tile, layout.code, x.dtype),
             (num_tiles * (layout.width // TILE_COLUMNS), 1, 1),
             (tile.threads, 1, 1),
             (x, *_operands(weight), bias, out, None, None, tiles, num_tiles, *_sizes(weight, x, out)),
@@ -170,8 +171,9 @@ def coded_grouped_matmul(
     return out
 
 
-def _kernel(tile: CodedTile, weight: CodedWeight, x: torch.Tensor) -> Kernel:
-    name = f"coded_{tile.rows}x{TILE_COLUMNS}_{weight.layout.code}_{SUFFIXES[x.dtype]}"
+@cache
+def _kernel(tile: CodedTile, code: Code, dtype: torch.dtype) -> Kernel:
+    name = f"coded_{tile.rows}x{TILE_COLUMNS}_{code}_{SUFFIXES[dtype]}"
     return Kernel("linear_coded", name, "p" * 10 + "iiilliiii")
 
 

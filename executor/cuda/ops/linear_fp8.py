@@ -27,6 +27,14 @@ PACK = 16
 QUANTIZE_THREADS = 128
 
 TILES = (Tile(16, 64, 128, 6, 128, 3), Tile(32, 64, 128, 5, 128, 3), Tile(64, 64, 128, 3, 128, 2))
+_KERNELS = {
+    (tile.rows, dtype): Kernel("linear_fp8", f"fp8_{tile.rows}x{tile.columns}_{suffix}", "ppppppppiiili")
+    for tile in TILES
+    for dtype, suffix in SUFFIXES.items()
+}
+_QUANTIZE = {
+    dtype: Kernel("linear_fp8", f"fp8_quantize_{suffix}", "pppil") for dtype, suffix in SUFFIXES.items()
+}
 
 
 def fp8_quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +60,7 @@ def fp8_quantize(device: Device, x: torch.Tensor) -> tuple[torch.Tensor, torch.T
     scales = torch.empty(num_rows, device=x.device)
     if num_rows:
         device.launch(
-            Kernel("linear_fp8", f"fp8_quantize_{SUFFIXES[x.dtype]}", "pppil"),
+            _QUANTIZE[x.dtype],
             (num_rows, 1, 1),
             (QUANTIZE_THREADS, 1, 1),
             (x, codes, scales, depth, x.stride(0)),
@@ -96,7 +104,7 @@ def fp8_matmul(
     )
     split = (memory.partials, memory.tickets) if memory is not None else (None, None)
     device.launch(
-        Kernel("linear_fp8", f"fp8_{tile.rows}x{tile.columns}_{SUFFIXES[x.dtype]}", "ppppppppiiili"),
+        _KERNELS[tile.rows, x.dtype],
         (tiles, chunks if is_split else 1, 1),
         (tile.threads, 1, 1),
         (

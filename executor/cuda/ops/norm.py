@@ -104,13 +104,16 @@ def _rms_norm(
     offset: float,
     rounds_once: bool,
 ) -> torch.Tensor:
-    out = _checked_output(x, residual, total, out, weight=weight)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    if device.checks_arguments:
+        _check(x, residual, total, out, weight=weight)
     variant = _variant(x)
     stride = 0 if residual is None else residual.stride(0)
-    if len(x):
+    num_rows = x.shape[0]
+    if num_rows:
         device.launch(
             _RMS_NORMS[variant, x.dtype],
-            (len(x), 1, 1),
+            (num_rows, 1, 1),
             (_THREADS[variant], 1, 1),
             (
                 x,
@@ -139,34 +142,35 @@ def _layer_norm(
     eps: float,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    out = _checked_output(x, residual, total, out, weight=weight, bias=bias)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    if device.checks_arguments:
+        _check(x, residual, total, out, weight=weight, bias=bias)
     variant = _variant(x)
     stride = 0 if residual is None else residual.stride(0)
-    if len(x):
+    num_rows = x.shape[0]
+    if num_rows:
         device.launch(
             _LAYER_NORMS[variant, x.dtype],
-            (len(x), 1, 1),
+            (num_rows, 1, 1),
             (_THREADS[variant], 1, 1),
             (x, x.stride(0), residual, stride, total, weight, bias, out, x.shape[1], eps),
         )
     return out
 
 
-def _checked_output(
+def _check(
     x: torch.Tensor,
     residual: torch.Tensor | None,
     total: torch.Tensor | None,
-    out: torch.Tensor | None,
+    out: torch.Tensor,
     **vectors: torch.Tensor | None,
-) -> torch.Tensor:
+) -> None:
     check_rows("x", x, x)
     for name, vector in vectors.items():
         if vector is not None:
             check_vector(name, vector, x)
     if residual is not None:
         check_rows("residual", residual, x, x.shape)
-    if out is None:
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for name, rows in (("total", total), ("out", out)):
         if rows is None:
             continue
@@ -175,7 +179,6 @@ def _checked_output(
             raise ValueError(
                 f"{name}: expected no gaps between rows, got strides {rows.stride()} of {list(rows.shape)}"
             )
-    return out
 
 
 def _variant(x: torch.Tensor) -> str:

@@ -139,8 +139,10 @@ def rope_kv(
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     rotary_dim = 0 if cos is None else cos.shape[-1]
-    _check(q, k, v, (cos, sin), kv, rows, turn, out)
-    if not len(q):
+    if device.checks_arguments:
+        _check(q, k, v, (cos, sin), kv, rows, turn, out)
+    num_tokens = q.shape[0]
+    if not num_tokens:
         return out
     keys, values = kv
     heads = (q, q.stride(0), k, k.stride(0), v, v.stride(0), out)
@@ -154,11 +156,11 @@ def rope_kv(
         plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
         device.launch(
             _KERNELS[in_packs, q.dtype, is_fp8],
-            (-(-len(q) * num_all * lanes // THREADS), 1, 1),
+            (-(-num_tokens * num_all * lanes // THREADS), 1, 1),
             (THREADS, 1, 1),
             (
                 *(*heads, out.stride(0), cos, sin, *norms, keys, rows.kv_rows),
-                *(len(q), num_heads, num_kv_heads, head_dim, rotary_dim),
+                *(num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim),
                 *(plane, keys.stride(0), rows.block_size, lanes, *turn.kv_scales),
             ),
         )
@@ -166,7 +168,7 @@ def rope_kv(
     grown = turn.temperature or Temperature(0.0, 1)
     device.launch(
         _PLAIN_KERNELS[q.dtype, is_fp8],
-        (len(q), num_all, 1),
+        (num_tokens, num_all, 1),
         (THREADS, 1, 1),
         (
             *(*heads, cos, sin, *norms, turn.norm_offset, keys, values, rows.kv_rows, rows.positions),

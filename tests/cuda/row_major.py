@@ -1,0 +1,24 @@
+"""Weights row by row in torch tensors, as a GPU has them, on an emulated device whose memory is the host's."""
+
+from __future__ import annotations
+
+from quintet.executor.quant.method import LinearMethod, LinearShape
+from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
+from quintet.executor.weights.plan import WeightPlan
+
+
+class RowMajor:
+    """A `Quantization` that never packs weights for the host's kernels."""
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        return RowMajorLinear(shape, plan)
+
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        return None
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        return True
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        return RowMajorStack(shape, plan)
