@@ -105,7 +105,10 @@ def run_row(row: Row, place: Place, limit_s: float) -> Entry | None:
         return place.skipped(f"takes {row.gpus} GPUs")
     place.logs.mkdir(parents=True, exist_ok=True)
     log, told = place.logs / f"{row.name}.log", Told(place.logs / f"{row.name}.figures")
-    command = [sys.executable, *row.command, "--device", place.device]
+    words = [
+        word for word in row.command if place.device != "cpu" or word != "--whole"
+    ]  # toys: drawn combinations
+    command = [sys.executable, *words, "--device", place.device]
     command += ["--figures", str(place.logs / f"{row.name}.figures")]
     ended = run(command, ROOT, machine.environment(), log, min(row.limit_s, limit_s), told.print_news)
     outcome = outcome_of(ended, told.figures, place.device)

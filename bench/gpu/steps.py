@@ -86,6 +86,8 @@ def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor
         )
         begun = time.perf_counter()
         worker = make_worker(config)
+    if device == "cuda":
+        check_is_device_worker(worker)
     loaded = time.perf_counter() - begun
     report.remark(
         f"{shape.name}: {worker.facts.get('worker', '')}; ready in {loaded:.1f} s; {worker.num_blocks} blocks"
@@ -94,6 +96,14 @@ def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor
     drive(worker, plans.fill(grid.chunk))
     finish_chores(worker)
     return Bench(worker, shape, plans, ceilings)
+
+
+def check_is_device_worker(worker: StepWorker) -> None:
+    """Exit where torch's operators compute, or a CPU: the figures would be of something else."""
+    from quintet.executor.cuda.worker import DeviceWorker
+
+    if not isinstance(worker, DeviceWorker):
+        raise SystemExit(f"not a worker of our CUDA kernels but {worker.facts}: nothing to measure")
 
 
 def time_decode(

@@ -19,6 +19,7 @@ from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, S
 from quintet.executor.cuda.graph_capture import GraphCapture
 from quintet.executor.cuda.modules import KINDS, Kind, ModuleStore, RefusedError
 from quintet.executor.cuda.sources import FLAGS
+from quintet.executor.cuda.step_clock import wait_until_done
 from quintet.wire.errors import ConfigError
 
 DEFAULT_SHARED_BYTES = 48 << 10
@@ -118,7 +119,7 @@ class CupyDevice:
 
     def record(self) -> Event:
         """See `Device`."""
-        # A thread that waits for such an event sleeps; by default it would turn round and round on a core.
+        # A thread that blocks on such an event sleeps; by default it would poll and occupy a core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return CudaEvent(event)
@@ -166,9 +167,9 @@ class CudaEvent:
         """See `Event`."""
         return bool(self._event.query())
 
-    def wait(self) -> None:
+    def wait(self, expected_end_s: float | None = None) -> None:
         """See `Event`."""
-        self._event.synchronize()
+        wait_until_done(self._event.query, self._event.synchronize, expected_end_s)
 
     def elapsed_ms(self, since: Event) -> float:
         """See `Event`."""

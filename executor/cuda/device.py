@@ -46,8 +46,11 @@ class Event(Protocol):
         """Whether everything before the mark has run; does not wait."""
         ...
 
-    def wait(self) -> None:
-        """Block this thread until everything before the mark has run; other Python threads go on."""
+    def wait(self, expected_end_s: float | None = None) -> None:
+        """Wait until everything before the mark has run; other Python threads run meanwhile.
+
+        expected_end_s: by ``time.perf_counter``; see `quintet.executor.cuda.step_clock`.
+        """
         ...
 
     def elapsed_ms(self, since: Event) -> float:

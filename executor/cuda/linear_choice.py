@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,6 +23,7 @@ from quintet.executor.cuda.ops.linear import MATVEC_ROWS, SUFFIXES, SplitMemory,
 from quintet.executor.cuda.ops.linear_coded import coded_matmul
 from quintet.executor.cuda.ops.linear_fp8 import fp8_matmul
 from quintet.executor.cuda.ops.linear_groups import head_matmul
+from quintet.executor.cuda.scaled_mm import ScaledMm
 from quintet.executor.layers.head_linear import HeadLinear
 from quintet.executor.layers.linear import Linear
 from quintet.executor.parallel.ranks import Ranks
@@ -79,6 +80,7 @@ class DeviceLinears:
         self._batch_invariant = batch_invariant
         self._memory = SplitMemory(device)
         self._ways: Mapping[WeightShape, Sequence[Way]] = {}
+        self._scaled_mm = ScaledMm(device)
 
     def apply(self, layer: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` ``[num_tokens, columns]`` of a layer; neither its activation nor a residual.
@@ -101,6 +103,8 @@ class DeviceLinears:
             if isinstance(part, CodedRun):
                 its = x if part.order is None else x.index_select(1, part.order)
                 coded_matmul(self._device, its, part.weight, part.bias, columns, memory=self._memory)
+            elif isinstance(part, Fp8Run) and self._scaled_mm.takes(part, x.shape[0], x.dtype):
+                self._scaled_mm.multiply(x, part, columns)
             elif isinstance(part, Fp8Run):
                 operands = (x, part.weight, part.scales, part.bias, columns)
                 fp8_matmul(self._device, *operands, memory=self._memory)
@@ -149,6 +153,8 @@ class DeviceLinears:
         if self._batch_invariant:
             log.info("linear layers: our own kernels, as --batch-invariant asks")
             return
+        layers = list(layers)
+        self._scaled_mm.probe(_fp8_runs(layers))
         by_shape: dict[WeightShape, list[torch.Tensor]] = {}
         for layer in layers:
             for table in _tables(layer):
@@ -222,6 +228,13 @@ def _tables(layer: Linear) -> list[torch.Tensor]:
     if isinstance(layer.method, CodedLinear):
         return [part.table for part in layer.method.parts if isinstance(part, RowMajorLinear)]
     return [] if layer.method.table is None else [layer.method.table]
+
+
+def _fp8_runs(layers: Iterable[Linear]) -> Iterator[Fp8Run]:
+    """Yield the parts of layers that multiply fp8 by fp8."""
+    for layer in layers:
+        if isinstance(layer.method, CodedLinear):
+            yield from (part for part in layer.method.parts if isinstance(part, Fp8Run))
 
 
 def captured_stopwatch(device: Device, repeats: int = 7) -> Stopwatch:

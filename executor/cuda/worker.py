@@ -29,9 +29,10 @@ from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.ops.peers import RanksApart
 from quintet.executor.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
 from quintet.executor.cuda.orders import Teller
-from quintet.executor.cuda.runner import Drawn
+from quintet.executor.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.cuda.staging import PinnedRing
+from quintet.executor.cuda.step_clock import StepClock
 from quintet.executor.cuda.steps import DeviceSteps
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
@@ -61,12 +62,16 @@ class DeviceStep:
     """int32[num_sampled], pinned: there once the step has ended."""
     _on_end: Callable[[], None]
     """May raise what makes the tokens worthless."""
+    _clock: StepClock
+    _graph_rows: int | None
+    """Of the graph that computes it."""
+    _expected_end_s: float | None
     device_ms: float | None = None
     gap_ms: float | None = None
 
     def wait(self) -> None:
         """See `Pending`."""
-        self._ended.wait()
+        self._ended.wait(self._expected_end_s)
 
     def drawn(self) -> NDArray[np.int32]:
         """Return the tokens, int32[num_sampled], once the step has ended. Later steps overwrite them."""
@@ -78,6 +83,7 @@ class DeviceStep:
         """See `Pending`."""
         self._ended.wait()
         self.device_ms = self._ended.elapsed_ms(self._begun)
+        self._clock.ended(self._graph_rows, self.device_ms)
         if self._before is not None:
             self.gap_ms = self._begun.elapsed_ms(self._before)
         self._on_end()
@@ -129,6 +135,7 @@ class DeviceWorker:
         in_flight = scheduler.depth + 1
         self._tokens = PinnedRing(device, in_flight + 1, scheduler.max_num_seqs)
         self._num_without_graph = 0
+        self._clock = StepClock()
         self._newest_end: Event | None = None
         self._num_ended = 0
         is_gpu = device.torch_device.type == "cuda"
@@ -238,7 +245,8 @@ class DeviceWorker:
         rows = Rows(plan)
         with self._together():  # blocks have moved here, which the others are told with the step
             embeds = embeds_of(rows, self.runner.dtype, self._device.torch_device)
-            drawn = self._compute(plan, packed, words, staging, embeds)
+            graph = self.steps.graph_of(packed, staging, embeds)
+            drawn = self._compute(plan, packed, words, staging, embeds, graph)
             self._span("layers")
             result.prompt_logprobs = self._sampler.prompt_logprobs(rows, self)
         tokens = drawn.tokens[: packed.num_sampled]
@@ -257,7 +265,11 @@ class DeviceWorker:
         ended = buffer.free_after = self._device.record()
         before, self._newest_end = self._newest_end, ended
         self._span("sampling")
-        step = DeviceStep(result, begun, ended, before, on_host, self._count)
+        graph_rows = None if graph is None else graph.num_rows
+        step = DeviceStep(
+            *(result, begun, ended, before, on_host, self._count),
+            *(self._clock, graph_rows, self._clock.launched(graph_rows)),
+        )
         if masks is not None:
             self._untold.append((masks, step))
         return step
@@ -307,8 +319,8 @@ class DeviceWorker:
         words: Words,
         staging: torch.Tensor,
         embeds: StepEmbeds | None,
+        graph: DecodeGraph | None,
     ) -> Drawn:
-        graph = self.steps.graph_of(packed, staging, embeds)
         if self._teller is not None:
             self._teller.step(words, packed, embeds, None if graph is None else graph.num_rows)
         if graph is not None:

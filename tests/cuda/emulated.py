@@ -111,7 +111,7 @@ class EmulatedEvent:
     def is_done(self) -> bool:
         return self.passed.is_set()
 
-    def wait(self) -> None:
+    def wait(self, expected_end_s: float | None = None) -> None:
         self.passed.wait()
 
     def elapsed_ms(self, since: Event) -> float:

@@ -136,13 +136,11 @@ def rope_kv(
     numbers are exact in fp32), except that the mean of a norm is summed in another order and may round otherwise; in
     fp32 the last product and sum are fused here. A token's bits depend on the token alone.
     """
-    if out is None:
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     rotary_dim = 0 if cos is None else cos.shape[-1]
     if device.checks_arguments:
         _check(q, k, v, (cos, sin), kv, rows, turn, out)
-    num_tokens = q.shape[0]
-    if not num_tokens:
+    if not (num_tokens := q.shape[0]):
         return out
     keys, values = kv
     heads = (q, q.stride(0), k, k.stride(0), v, v.stride(0), out)

@@ -11,6 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
 from tests.models.renamed import Stacks, renamed, that_sees
+from tests.models.rows.reference import SWIGLU_LIMIT
 
 SMALL: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 40}
 GRANITE: dict[str, Any] = {
@@ -43,7 +44,7 @@ GPT_OSS: dict[str, Any] = {
     "head_dim": 32,
     "intermediate_size": 96,
     "sliding_window": 11,
-    "swiglu_limit": 1.5,
+    "swiglu_limit": SWIGLU_LIMIT,
     "pad_token_id": 0,
 }
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from tests.models.random_checkpoints import Row, of_transformers
 from tests.models.renamed import that_sees
+from tests.models.rows.reference import MAMBA2_GROUPS
 
 MAMBA2 = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24}
 QWEN_NEXT = {
@@ -34,7 +35,9 @@ _ROWS: dict[str, Row] = {
         "MambaConfig", use_bias=True, use_conv_bias=False, tie_word_embeddings=False, conv_kernel=3
     ),
     "falcon mamba": of_transformers("FalconMambaConfig", state_size=12),
-    "mamba2": of_transformers("Mamba2Config", num_heads=8, head_dim=16, n_groups=2, state_size=24),
+    "mamba2": of_transformers(
+        "Mamba2Config", num_heads=8, head_dim=16, n_groups=MAMBA2_GROUPS, state_size=24
+    ),
     "mamba2, one group, limits": of_transformers(
         "Mamba2Config",
         num_heads=4,

@@ -1,0 +1,91 @@
+"""Finds out more of the first failure of a stage: the failing test alone, then under memcheck, then a kernel's core dump.
+
+    python -m bench.gpu.autopsy LOGS
+
+LOGS: the stage's folder of logs. Each part has a time limit of its own and is skipped where its tool is not installed.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.gpu.machine import ROOT, environment
+from bench.gpu.rows import PYTEST
+from bench.gpu.summary import entries_of
+
+BLOCKING_S, MEMCHECK_S, DEBUGGER_S = 15, 40, 10
+_FAILED = re.compile(r"^(tests/\S+?::.+?): (?:setup|call|teardown) failed")
+
+
+def first_failing_test(logs: Path) -> str | None:
+    """Return the pytest id of the first test that a row reports as failed."""
+    for entry in entries_of(logs).values():
+        for remark in entry.remarks:
+            if found := _FAILED.match(remark):
+                return found[1]
+    return None
+
+
+def pytest_arguments(test: str) -> list[str]:
+    """Return what runs one test of a GPU; kernels' tests are collected through ``tests/gpu/test_kernels.py``."""
+    if test.startswith("tests/cuda/"):
+        name = test.rpartition("::")[2].partition("[")[0]
+        return [*PYTEST, "tests/gpu/test_kernels.py", "-k", name, "-x"]
+    return [*PYTEST, test, "-x"]
+
+
+def attempt(title: str, command: list[str], limit_s: float, **variables: str) -> None:
+    """Run a command with its output here; say what it was and how it ended."""
+    print(f"== {title}: {' '.join(command)}", flush=True)
+    if shutil.which(command[0]) is None:
+        print(f"{command[0]} is not installed", flush=True)
+        return
+    try:
+        ran = subprocess.run(
+            command,
+            cwd=ROOT,
+            env=environment() | variables,
+            timeout=limit_s,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        print(f"== {title}: exit status {ran.returncode}", flush=True)
+    except subprocess.TimeoutExpired:
+        print(f"== {title}: killed after {limit_s:g} s", flush=True)
+
+
+def main() -> int:
+    """Run the parts that apply."""
+    logs = Path(sys.argv[1])
+    test = first_failing_test(logs)
+    if test is not None:
+        command = [sys.executable, *pytest_arguments(test)]
+        attempt("alone, launches blocking", command, BLOCKING_S, CUDA_LAUNCH_BLOCKING="1")
+        attempt(
+            "memcheck",
+            ["compute-sanitizer", "--tool", "memcheck", "--print-limit", "5", *command],
+            MEMCHECK_S,
+        )
+    else:
+        print("no failing test is reported", flush=True)
+    for core in sorted(logs.glob("*.cudacore"))[:1]:
+        script = [
+            "-ex",
+            f"target cudacore {core}",
+            "-ex",
+            "info cuda kernels",
+            "-ex",
+            "bt",
+            "-ex",
+            "info registers pc",
+        ]
+        attempt("core dump", ["cuda-gdb", "--batch", *script], DEBUGGER_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Builds what a GPU machine without a network needs, into build/gpu (about 25 MB): wheels for its Python, kernels compiled for
+# its GPUs, the host library. Needs no GPU. Then copy the checkout and build/gpu there and run bench/gpu/remote.sh.
+#
+#   bash bench/gpu/prepare.sh [PYTHON_VERSION] [SM]     default: 3.12 90 (H100, H200)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python_version=${1:-3.12}
+sm=${2:-90}
+abi=cp${python_version/./}
+out=build/gpu
+
+make install
+make cubins COMPILERS=nvrtc ARGS="--only nvrtc --targets $sm"
+rm -rf "$out"
+mkdir -p "$out/wheels" "$out/cubins"
+
+# What the machine's image lacks of this package's dependencies, in the versions that the tests run with.
+packages=$(grep -iE '^(msgspec|pyzmq|starlette|uvicorn|httptools|setproctitle|llguidance|gguf)==' constraints.txt)
+platforms=()
+for glibc in 17 24 27 28 31 34; do platforms+=(--platform "manylinux_2_${glibc}_x86_64"); done
+platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
+# shellcheck disable=SC2086  # one word a package
+.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
+  --python-version "$python_version" --implementation cp "${platforms[@]}" --dest "$out/wheels" $packages
+
+cp -r "executor/cuda/cubins/sm_$sm" "$out/cubins/"
+# A plain C ABI: the library of one version of Python is that of any other.
+cp executor/ops/_host.cpython-*-x86_64-linux-gnu.so "$out/_host.cpython-${abi#cp}-x86_64-linux-gnu.so"
+git rev-parse --short HEAD > "$out/commit"
+du -sh "$out"
+echo "carry $out beside the checkout; there: bash bench/gpu/remote.sh a 330 $(cat "$out/commit")"

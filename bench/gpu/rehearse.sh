@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Rehearses a stage of bench/gpu/remote.sh without a GPU: in a copy of what travels, without git and without a network, in the
+# versions of the GPU machine, on toy shapes. Needs bench/gpu/prepare.sh's build/gpu, python3.12, and 6 GB for the environment.
+#
+#   bash bench/gpu/rehearse.sh [STAGE] [SECONDS]     default: a 300
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+stage=${1:-a} seconds=${2:-300}
+python=${PYTHON312:-python3.12}
+environment=${REHEARSAL_ENV:-$PWD/.venv/gpu-rehearsal}
+if [ ! -x "$environment/bin/pytest" ]; then
+  "$python" -m venv "$environment"
+  "$environment/bin/pip" install --quiet --disable-pip-version-check torch==2.11.0 transformers==5.17.0 tokenizers==0.23.2 \
+    cupy-cuda13x==14.2.0 triton==3.6.0 numpy uvloop pyyaml psutil prometheus-client safetensors tqdm jinja2 \
+    huggingface-hub hypothesis pytest anyio click h11
+fi
+copy=$(mktemp -d)
+trap 'rm -rf "$copy"' EXIT
+git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents -d -t "$copy"
+mkdir -p "$copy/build"
+cp -r build/gpu "$copy/build/gpu"
+cd "$copy"
+offline=()
+unshare --net true 2> /dev/null && offline=(unshare --net)
+export OUT=${OUT:-$OLDPWD/build/gpu-out} PATH=$environment/bin:$PATH
+"${offline[@]}" bash -c "ip link set lo up 2> /dev/null; exec timeout $((seconds + 10)) \
+  bash bench/gpu/remote.sh $stage $seconds $(cat build/gpu/commit) cpu"

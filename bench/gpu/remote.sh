@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Runs one stage on a GPU machine without a network, from a checkout beside which bench/gpu/prepare.sh's build/gpu was copied.
+#
+#   bash bench/gpu/remote.sh a 330 COMMIT      smoke test, correctness, one profile
+#   bash bench/gpu/remote.sh b 400 COMMIT      decode and prefill grid, kernel rates, HTTP, kills
+#   bash bench/gpu/remote.sh a 300 COMMIT cpu  a rehearsal on toy shapes, without a GPU
+#
+# $OUT (default build/gpu-out) then holds summary.txt, results.json, logs.tar.gz and, of stage a, trace.json.gz.
+set -uo pipefail
+stage=${1:?stage: a or b} seconds=${2:?seconds} commit=${3:-unknown} device=${4:-cuda}
+begun=$(date +%s)
+cd "$(dirname "$0")/../.."
+export OUT=${OUT:-$PWD/build/gpu-out} PYTHONUNBUFFERED=1
+mkdir -p "$OUT"
+site=${TMPDIR:-/tmp}/quintet-site
+timeout 60 python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
+  build/gpu/wheels/*.whl || echo "wheels could not be installed: rows that need them are skipped"
+mkdir -p executor/cuda/cubins
+cp -r build/gpu/cubins/sm_* executor/cuda/cubins/
+cp build/gpu/_host.cpython-*.so executor/ops/
+export PYTHONPATH=$PWD:$PWD/src:$site
+exec python3 -m bench.gpu.stages "$stage" --seconds "$seconds" --elapsed "$(($(date +%s) - begun))" --out "$OUT" \
+  --commit "$commit" --device "$device"

@@ -1,0 +1,118 @@
+"""Stages of a GPU session without a GPU: deadlines, failures, fallbacks, what is packed and what the summary says."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+import time
+from pathlib import Path
+
+import pytest
+from bench.gpu import autopsy, stages
+from bench.gpu.figures import Figure
+from bench.gpu.journal import Entry, Journal, Outcome
+from bench.gpu.stages import Group, Job, Session, run_stage
+from bench.gpu.summary import MAX_CHARS, JobResult, summarise
+
+PASS, FAIL, HANG = "print('fine')", "print('broken'); raise SystemExit(3)", "import time; time.sleep(1000)"
+
+
+def job(name: str, code: str, fallback: str = "") -> Job:
+    return Job(name, ("-c", code), ("-c", fallback) if fallback else ())
+
+
+@pytest.fixture
+def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
+    """A stage with 20 seconds left, whose logs are in the test's folder."""
+    monkeypatch.setattr(Session, "logs", tmp_path / "logs")
+    (tmp_path / "logs").mkdir()
+    return Session("cpu", "abc", tmp_path / "out", time.monotonic() + stages.RESERVE_S + 20)
+
+
+def statuses(session: Session) -> dict[str, int | None]:
+    return {result.name: result.status for result in session.results}
+
+
+def test_a_failed_job_ends_nothing_and_the_autopsy_follows(session: Session) -> None:
+    groups = (
+        Group((job("a", FAIL), job("b", PASS)), 1, 1),
+        Group((job("c", PASS),), 1, 1),
+        Group((job("autopsy", PASS),), 1, 1, only_after_failure=True),
+    )
+    run_stage(groups, session)
+    assert statuses(session) == {"a": 3, "b": 0, "c": 0, "autopsy": 0}
+    with tarfile.open(session.out / "logs.tar.gz") as archive:
+        assert {"a.log", "b.log", "c.log", "autopsy.log"} <= set(archive.getnames())
+    assert "a: FAILED (3)" in (session.out / "summary.txt").read_text()
+
+
+def test_without_a_failure_there_is_no_autopsy(session: Session) -> None:
+    run_stage((Group((job("a", PASS),), 1, 1), Group((job("autopsy", PASS),), 1, 1, True)), session)
+    assert statuses(session) == {"a": 0}
+
+
+def test_a_job_that_hangs_leaves_the_groups_behind_it_their_time(session: Session) -> None:
+    run_stage((Group((job("hangs", HANG),), 1, 1), Group((job("later", PASS),), 13, 13)), session)
+    assert statuses(session) == {"hangs": None, "later": 0}
+
+
+def test_a_job_that_fails_runs_its_fallback(session: Session) -> None:
+    run_stage((Group((job("boot", FAIL, PASS),), 1, 1),), session)
+    [result] = session.results
+    assert result.status == 0 and result.used_fallback
+    assert (session.logs / "boot-fallback.log").read_text() == "fine\n"
+
+
+def test_a_group_without_time_is_not_begun(session: Session) -> None:
+    session.deadline = time.monotonic() + stages.RESERVE_S + 1
+    run_stage((Group((job("late", PASS),), 1, 1),), session)
+    assert statuses(session) == {"late": None}
+
+
+def test_stages_fit_their_limits_and_name_what_exists() -> None:
+    for name, limit_s in (("a", 330), ("b", 400)):
+        groups = stages.STAGES[name]
+        assert sum(group.seconds for group in groups) + 2 * stages.RESERVE_S <= limit_s
+        for each in (job for group in groups for job in group.jobs):
+            module = each.command[1] if each.command[0] == "-m" else each.command[0]
+            path = module if module.endswith(".py") else module.replace(".", "/") + ".py"
+            assert (stages.ROOT / path).is_file(), path
+
+
+def test_the_summary_names_failures_and_is_cut(tmp_path: Path) -> None:
+    failed = Entry(
+        *(Outcome.FAILED, 2.0, "", "abc", {}),
+        figures=[Figure("speed", 1.0, "GB/s")],
+        remarks=["tests/gpu/test_steps.py::test_a[1]: call failed: E   assert 1 == 2"],
+        tail=["x" * 300] * 40,
+    )
+    Journal(tmp_path / "rows-steps.json").put("steps", failed, {"gpu": "none"})
+    text = summarise(tmp_path, [JobResult("rows-steps", 1, 2.0, False)] * 200)
+    assert "rows-steps: FAILED (1), 2 s" in text and len(text) <= MAX_CHARS
+    text = summarise(tmp_path, [JobResult("rows-steps", 1, 2.0, False)])
+    assert "row steps: failed, 2 s" in text and "assert 1 == 2" in text and "speed" in text
+
+
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        ("tests/gpu/test_steps.py::test_a[1]", ["tests/gpu/test_steps.py::test_a[1]", "-x"]),
+        ("tests/cuda/test_norm.py::test_b[2]", ["tests/gpu/test_kernels.py", "-k", "test_b", "-x"]),
+    ],
+)
+def test_the_first_failing_test_is_run_again(tmp_path: Path, test: str, arguments: list[str]) -> None:
+    failed = Entry(Outcome.FAILED, 2.0, "", "abc", {}, remarks=[f"{test}: call failed: E   assert 1 == 2"])
+    Journal(tmp_path / "rows-x.json").put("x", failed, {})
+    assert autopsy.first_failing_test(tmp_path) == test
+    assert autopsy.pytest_arguments(test)[-len(arguments) :] == arguments
+
+
+def test_results_hold_rows_jobs_and_figures(session: Session) -> None:
+    entry = Entry(Outcome.PASSED, 2.0, "", "abc", {})
+    Journal(session.logs / "rows-steps.json").put("steps", entry, {"gpu": "H100"})
+    (session.logs / "smoke.figures").write_text(json.dumps({"remark": "begun"}) + "\n")
+    session.results.append(JobResult("smoke", 0, 1.0, False))
+    stages.pack(session)
+    found = json.loads((session.out / "results.json").read_text())
+    assert found["device"] == {"gpu": "H100"} and found["rows"]["steps"]["outcome"] == "passed"
+    assert found["jobs"][0]["name"] == "smoke" and found["figures"]["smoke"]["remarks"] == ["begun"]

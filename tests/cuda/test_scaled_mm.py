@@ -1,0 +1,90 @@
+"""Which fp8 products ``torch._scaled_mm`` computes: many rows, of shapes it takes, where it agrees with our kernel."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+import torch
+
+from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.linear_choice import DeviceLinears
+from quintet.executor.cuda.ops.linear_fp8 import FP8, fp8_matmul
+from quintet.executor.cuda.scaled_mm import LEAST_ROWS, ScaledMm
+from quintet.executor.layers.linear import Linear
+from quintet.executor.quant.coded import CodedLinear, Fp8Run
+
+BF16 = torch.bfloat16
+
+
+def run_of(device: Device, columns: int = 48, depth: int = 64, biased: bool = False) -> Fp8Run:
+    run = Fp8Run.__new__(Fp8Run)
+    random = torch.Generator().manual_seed(2)
+    run.weight = torch.randn(columns, depth, generator=random).to(FP8).to(device.torch_device)
+    run.scales = (torch.rand(columns, generator=random) + 0.5).to(device.torch_device)
+    run.bias = torch.randn(columns, generator=random).to(BF16).to(device.torch_device) if biased else None
+    return run
+
+
+def layer_of(run: Fp8Run) -> Linear:
+    method = CodedLinear.__new__(CodedLinear)
+    method.parts, method.widths = [run], [len(run.weight)]
+    return cast("Linear", SimpleNamespace(method=method, shape=None))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_many_rows_are_its_products_and_few_are_ours(device: Device, biased: bool) -> None:
+    run = run_of(device, biased=biased)
+    linears = DeviceLinears(device, batch_invariant=False)
+    linears.measure([layer_of(run)], lambda launch: 1.0)
+    for num_rows, is_ours in ((LEAST_ROWS - 1, True), (LEAST_ROWS, False)):
+        x = torch.randn(num_rows, 64).to(BF16).to(device.torch_device)
+        found = linears.apply(layer_of(run), x)
+        ours = fp8_matmul(device, x, run.weight, run.scales, run.bias)
+        torch.testing.assert_close(found, ours, rtol=2.0**-6, atol=2.0**-5)  # bf16, rounded twice with a bias
+        if is_ours:
+            assert torch.equal(found, ours)
+
+
+def test_batch_invariant_products_are_always_ours(device: Device) -> None:
+    run = run_of(device)
+    linears = DeviceLinears(device, batch_invariant=True)
+    linears.measure([layer_of(run)], lambda launch: 1.0)
+    x = torch.randn(100, 64).to(BF16).to(device.torch_device)
+    assert torch.equal(
+        linears.apply(layer_of(run), x), fp8_matmul(device, x, run.weight, run.scales, run.bias)
+    )
+
+
+def test_a_library_that_disagrees_is_not_used(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **more: right(*operands, **more) * 1.5)
+    library, run = ScaledMm(device), run_of(device)
+    with caplog.at_level(logging.INFO, "quintet"):
+        library.probe([run])
+    assert not library.takes(run, 100, BF16)
+    assert "_scaled_mm differs by" in caplog.text
+
+
+def test_a_library_that_refuses_is_not_used(
+    device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*operands: object, **more: object) -> torch.Tensor:
+        raise RuntimeError("only bf16 output is supported\nand a trace")
+
+    monkeypatch.setattr(torch, "_scaled_mm", refuse)
+    library, run = ScaledMm(device), run_of(device)
+    with caplog.at_level(logging.INFO, "quintet"):
+        library.probe([run])
+    assert not library.takes(run, 100, BF16)
+    assert "only bf16 output is supported" in caplog.text and "trace" not in caplog.text
+
+
+def test_shapes_that_it_does_not_take_are_ours(device: Device) -> None:
+    library, run = ScaledMm(device), run_of(device, columns=24)
+    library.probe([run])
+    assert not library.takes(run, 100, BF16)
