@@ -26,7 +26,8 @@ platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 
 cp -r "executor/cuda/cubins/sm_$sm" "$out/cubins/"
 # A plain C ABI: the library of one version of Python is that of any other.
-cp executor/ops/_host.cpython-*-x86_64-linux-gnu.so "$out/_host.cpython-${abi#cp}-x86_64-linux-gnu.so"
+suffix=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
+cp "executor/ops/_host$suffix" "$out/_host.cpython-${abi#cp}-x86_64-linux-gnu.so"
 git rev-parse --short HEAD > "$out/commit"
 du -sh "$out"
 echo "carry $out beside the checkout; there: bash bench/gpu/remote.sh a 330 $(cat "$out/commit")"

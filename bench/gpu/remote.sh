@@ -10,6 +10,7 @@ set -uo pipefail
 stage=${1:?stage: a or b} seconds=${2:?seconds} commit=${3:-unknown} device=${4:-cuda}
 begun=$(date +%s)
 cd "$(dirname "$0")/../.."
+[ -f build/gpu/commit ] || { echo "build/gpu is missing or incomplete: run bench/gpu/prepare.sh and copy it here"; exit 2; }
 export OUT=${OUT:-$PWD/build/gpu-out} PYTHONUNBUFFERED=1
 mkdir -p "$OUT"
 site=${TMPDIR:-/tmp}/quintet-site
