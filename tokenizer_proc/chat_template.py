@@ -1,13 +1,13 @@
 """Conversations to text: the model's chat template, rendered as transformers' ``apply_chat_template`` renders it.
 
-Owns the sandbox, the compiled templates and the normal form of messages that templates see. Knows no ids and no
-requests. A template is foreign code: whatever it raises is the request's error, never this process's.
+Owns the sandbox and the compiled templates. Knows no ids and no requests. The messages' normal form: `chat_messages`.
+A template is foreign code: whatever it raises is the request's error, never this process's.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,12 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from quintet.wire.config import ModelConfig
-from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.tokenizer_proc import template_values
+from quintet.tokenizer_proc.chat_messages import Message, invalid, name_of, normal_messages, objects
+from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
+from quintet.tokenizer_proc.template_values import Parts, PartsText, text_part
+from quintet.wire.config import ChatContentFormat, ModelConfig
+from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import shown
 
@@ -32,16 +36,6 @@ CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 MAX_COMPILED = 64
 JINJA_MARKS = ("{{", "{%", "{#")
 """Text without any of these is no template: it would say the same of every conversation."""
-TEXT_PARTS = {
-    "text": "text",
-    "input_text": "text",
-    "output_text": "text",
-    "refusal": "refusal",
-    "thinking": "thinking",
-}
-"""Content parts that are text, and the field that holds it."""
-
-Message = dict[str, Any]
 
 
 class GenerationTag(Extension):
@@ -73,19 +67,6 @@ def _raise_exception(message: str) -> None:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which no model has seen."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
 def _strftime_now(format: str) -> str:
     return datetime.now().strftime(format)
 
@@ -100,7 +81,7 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    template_values.install(environment)
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,
@@ -110,14 +91,51 @@ def make_environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+@dataclass(frozen=True, slots=True)
+class CompiledTemplate:
+    """A template that is ready to render, and what it expects of messages."""
+
+    source: str
+    template: jinja2.Template
+    traits: TemplateTraits
+
+
+class _Refusal(Exception):
+    """A template's failure on messages; the cause says which."""
+
+
+class _Watched(dict[str, Any]):
+    """A message that notes when the template reads it."""
+
+    def __init__(self, message: Message, index: int, seen: list[int]) -> None:
+        super().__init__(message)
+        self._index = index
+        self._seen = seen
+
+    def __getitem__(self, key: str) -> Any:
+        self._seen.append(self._index)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return a field, or the default."""
+        self._seen.append(self._index)
+        return super().get(key, default)
+
+
 class ChatTemplates:
     """The model's templates by name, its special tokens, and the compiled form of those in use."""
 
-    def __init__(self, templates: Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        templates: Mapping[str, str],
+        special_tokens: Mapping[str, str],
+        content_format: ChatContentFormat = "auto",
+    ) -> None:
         self._templates = dict(templates)
         self._special_tokens = dict(special_tokens)
+        self._content_format = None if content_format == "auto" else content_format
         self._environment = make_environment()
-        self._compiled: dict[str, jinja2.Template] = {}
+        self._compiled: dict[str, CompiledTemplate] = {}
 
     @property
     def names(self) -> list[str]:
@@ -144,29 +162,25 @@ class ChatTemplates:
         Raises `RequestError` when messages are malformed, when there is no template, or with what the template says.
         """
         if prompt.continue_final_message and prompt.add_generation_prompt:
-            raise _invalid(
+            raise invalid(
                 "continue_final_message and add_generation_prompt are both true; set one of them to false.",
                 "continue_final_message",
             )
-        messages = normal_messages(_decode(prompt.messages, "messages"))
-        tools = _objects(_decode(prompt.tools, "tools"), "tools") if prompt.tools else None
+        sent = _decode(prompt.messages, "messages")
+        tools = objects(_decode(prompt.tools, "tools"), "tools") if prompt.tools else None
         variables = _decode(prompt.template_kwargs, "chat_template_kwargs") if prompt.template_kwargs else {}
         if not isinstance(variables, dict):
-            raise _invalid("chat_template_kwargs must be a JSON object.", "chat_template_kwargs")
-        source = self._choose(prompt.chat_template, bool(tools))
-        final = _tag_final(messages, source) if prompt.continue_final_message else None
-        text = self._run(
-            source,
-            {
-                "documents": None,
-                "add_generation_prompt": prompt.add_generation_prompt,
-                **self._special_tokens,
-                **variables,
-                "messages": messages,
-                "tools": tools or None,
-            },
-        )
-        return text if final is None else _cut_at_tag(text, final)
+            raise invalid("chat_template_kwargs must be a JSON object.", "chat_template_kwargs")
+        compiled = self._compile(self._choose(prompt.chat_template, bool(tools)))
+        messages = normal_messages(sent, compiled.traits, self._content_format, prompt.message_names)
+        variables = {
+            "documents": None,
+            "add_generation_prompt": prompt.add_generation_prompt,
+            **self._special_tokens,
+            **variables,
+            "tools": tools or None,
+        }
+        return _render(compiled, messages, variables, prompt)
 
     def _choose(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:
@@ -176,12 +190,12 @@ class ChatTemplates:
         if "default" in self._templates:
             return self._templates["default"]
         if self._templates:
-            raise _invalid(
+            raise invalid(
                 f"this model has chat templates named {', '.join(self._templates)} and no default; "
                 "name one of them as chat_template.",
                 "chat_template",
             )
-        raise _invalid(
+        raise invalid(
             "this model has no chat template, so messages cannot be turned into a prompt; start the server with "
             "--chat-template FILE, or use /v1/completions.",
             "messages",
@@ -193,112 +207,93 @@ class ChatTemplates:
             return asked
         names = ", ".join(self._templates)
         allowed = f"the name of one of this model's templates ({names}) or a" if names else "a"
-        raise _invalid(
+        raise invalid(
             f"chat_template is {shown(asked)}; it must be {allowed} Jinja template.", "chat_template"
         )
 
-    def _run(self, source: str, variables: dict[str, Any]) -> str:
+    def _compile(self, source: str) -> CompiledTemplate:
         try:
-            return self._template(source).render(variables)
+            return self._template(source)
         except jinja2.exceptions.TemplateSyntaxError as error:
-            raise _invalid(
+            raise invalid(
                 f"the chat template is not valid Jinja: {error.message} (line {error.lineno}).",
                 "chat_template",
             ) from error
-        except jinja2.exceptions.TemplateError as error:
-            raise _invalid(f"the chat template refused the messages: {error}", "messages") from error
         except Exception as error:
-            raise _invalid(
-                f"the chat template failed on these messages: {type(error).__name__}: {error}", "messages"
+            raise invalid(
+                f"the chat template cannot be compiled: {type(error).__name__}: {error}", "chat_template"
             ) from error
 
-    def _template(self, source: str) -> jinja2.Template:
-        template = self._compiled.get(source)
-        if template is None:
+    def _template(self, source: str) -> CompiledTemplate:
+        compiled = self._compiled.get(source)
+        if compiled is None:
             template = self._environment.from_string(source)
+            compiled = CompiledTemplate(source, template, traits_of(self._environment.parse(source)))
             if len(self._compiled) >= MAX_COMPILED:
                 self._compiled.clear()
-            self._compiled[source] = template
-        return template
+            self._compiled[source] = compiled
+        return compiled
 
 
-def normal_messages(messages: Any) -> list[Message]:
-    """Return messages in the form templates are written for.
-
-    ``content`` becomes one string (parts are joined by newlines), the arguments of tool calls become objects, and
-    reasoning is found under every name templates read it by. Raises `RequestError` naming the part that is wrong.
-    """
-    messages = _objects(messages, "messages")
-    if not messages:
-        raise _invalid("messages is an empty list; send at least one message.", "messages")
-    return [_normal_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
-
-
-def _normal_message(message: Message, where: str) -> Message:
-    if not isinstance(message.get("role"), str):
-        raise _invalid(f"{where}.role must be a string such as 'user'.", f"{where}.role")
-    normal = {name: value for name, value in message.items() if value is not None}
-    normal["content"] = _joined(message.get("content"), f"{where}.content")
-    reasoning = next(
-        (normal[name] for name in ("reasoning_content", "thinking", "reasoning") if name in normal), None
-    )
-    if reasoning is not None:
-        normal = {"thinking": reasoning, "reasoning": reasoning, **normal, "reasoning_content": reasoning}
-    if "tool_calls" in normal:
-        calls = _objects(normal["tool_calls"], f"{where}.tool_calls")
-        normal["tool_calls"] = [
-            _normal_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-        ]
-    return normal
+def _render(
+    compiled: CompiledTemplate, messages: list[Message], variables: dict[str, Any], prompt: ChatPrompt
+) -> str:
+    """Render the messages. Raises `RequestError`."""
+    final = _tag_final(messages, compiled.source) if prompt.continue_final_message else None
+    try:
+        text = _run(compiled, messages, variables)
+    except _Refusal:
+        raise _error_of(compiled, messages, variables, prompt) from None
+    return text if final is None else _cut_at_tag(text, final)
 
 
-def _joined(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _invalid(f"{where} must be a string or a list of content parts.", where)
-    texts = []
-    for i, part in enumerate(content):
-        if isinstance(part, str):
-            texts.append(part)
-            continue
-        kind = part.get("type") if isinstance(part, dict) else None
-        field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
-        if field is None:
-            raise _invalid(
-                f"{where}[{i}] has type {shown(kind)}; this model reads text only. "
-                f"Allowed types: {', '.join(TEXT_PARTS)}.",
-                f"{where}[{i}]",
-            )
-        if not isinstance(part.get(field), str):
-            raise _invalid(f"{where}[{i}].{field} must be a string.", f"{where}[{i}].{field}")
-        texts.append(part[field])
-    return "\n".join(texts)
+def _run(compiled: CompiledTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> str:
+    try:
+        return compiled.template.render({**variables, "messages": messages})
+    except Exception as error:
+        raise _Refusal from error
 
 
-def _normal_call(call: Message, where: str) -> Message:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        return call
-    arguments = function.get("arguments")
-    if arguments is None or arguments == "":
-        arguments = {}
-    elif isinstance(arguments, str):
-        arguments = _decode(arguments, f"{where}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+def _error_of(
+    compiled: CompiledTemplate, messages: list[Message], variables: dict[str, Any], prompt: ChatPrompt
+) -> RequestError:
+    """Return the error for messages that the template refuses; it names the one that the template read last."""
+    seen: list[int] = []
+    watched = [_Watched(message, index, seen) for index, message in enumerate(messages)]
+    error: BaseException | None = None
+    try:
+        _run(compiled, watched, variables)
+    except _Refusal as refusal:
+        error = refusal.__cause__
+    where, what = "messages", "the messages"
+    if seen:
+        where = name_of(seen[-1], prompt.message_names)
+        what = f"{where}, of role {shown(messages[seen[-1]]['role'])}"
+    if isinstance(error, jinja2.exceptions.TemplateError):
+        return invalid(f"the chat template refused {what}: {error}", where)
+    return invalid(f"the chat template failed on {what}: {type(error).__name__}: {error}", where)
 
 
 def _tag_final(messages: list[Message], source: str) -> str:
     """Mark the end of the message to be continued; return its text."""
-    final: str = messages[-1]["content"]
     if "content" not in source:
-        raise _invalid(
+        raise invalid(
             "continue_final_message is true but the chat template does not use the messages' content.",
             "continue_final_message",
         )
-    messages[-1]["content"] = final + CONTINUE_TAG
+    content = messages[-1]["content"]
+    if isinstance(content, Parts):
+        last = next((i for i in reversed(range(len(content))) if "text" in content[i]), None)
+        if last is None:
+            content = Parts([*content, text_part("")])
+            last = len(content) - 1
+        final: str = content[last]["text"]
+        tagged: Any = Parts(content)
+        tagged[last] = text_part(final + CONTINUE_TAG)
+    else:
+        final = str(content)
+        tagged = (PartsText if isinstance(content, PartsText) else str)(final + CONTINUE_TAG)
+    messages[-1] = {**messages[-1], "content": tagged}
     return final
 
 
@@ -306,7 +301,7 @@ def _cut_at_tag(text: str, final: str) -> str:
     """Cut the rendered text where the final message ends; a template that trims it trims the cut too."""
     at = text.rfind(CONTINUE_TAG.strip())
     if at < 0 or final.strip() not in text:
-        raise _invalid(
+        raise invalid(
             "continue_final_message is true but the chat template does not show the final message as it is.",
             "continue_final_message",
         )
@@ -318,19 +313,9 @@ def _decode(encoded: bytes | str, field: str) -> Any:
     try:
         return msgspec.json.decode(encoded)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _invalid(f"{field} is not valid JSON: {error}.", field) from error
+        raise invalid(f"{field} is not valid JSON: {error}.", field) from error
     except RecursionError as error:
-        raise _invalid(f"{field} is nested too deeply; flatten it.", field) from error
-
-
-def _objects(value: Any, field: str) -> list[Message]:
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise _invalid(f"{field} must be a list of JSON objects.", field)
-    return value
-
-
-def _invalid(message: str, param: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, message, param)
+        raise invalid(f"{field} is nested too deeply; flatten it.", field) from error
 
 
 def load_templates(model: ModelConfig) -> ChatTemplates:
@@ -341,7 +326,7 @@ def load_templates(model: ModelConfig) -> ChatTemplates:
     folder = Path(model.tokenizer_path)
     config = _read_object(folder / "tokenizer_config.json")
     special = special_tokens([_read_object(folder / "special_tokens_map.json"), config])
-    loaded = ChatTemplates(model.chat_templates, special)
+    loaded = ChatTemplates(model.chat_templates, special, model.chat_template_content_format)
     loaded.compile()
     return loaded
 

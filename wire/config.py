@@ -44,6 +44,10 @@ CallIds = Literal["random", "short", "numbered"]
 """Of calls of tools: any, nine letters and digits (Mistral), or ``functions.<name>:<number>`` (Kimi)."""
 
 
+ChatContentFormat = Literal["auto", "string", "openai"]
+"""Of messages in chat templates: text, a list of parts, or what the template's syntax tree tells."""
+
+
 class ThinkMarks(msgspec.Struct, frozen=True):
     """What stands around reasoning, for those who say what may follow it."""
 
@@ -119,6 +123,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling defaults of the model's ``generation_config.json``, by their names in `SamplingParams`."""
     chat_templates: dict[str, str] = {}
     """Text of each template by name: the one given by flag as ``default``, or those of the model's folder."""
+    chat_template_content_format: ChatContentFormat = "auto"
     parsers: ParsersConfig = ParsersConfig()
 
 

@@ -60,6 +60,8 @@ class ChatPrompt(msgspec.Struct, array_like=True, tag="chat"):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
+    message_names: list[str] = []
+    """The client's own name of each message, e.g. ``input[3]``, for errors; those beyond its end are ``messages[i]``."""
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt | EmbedsPrompt

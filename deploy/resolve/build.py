@@ -250,6 +250,7 @@ def _model_config(
         kv=kv,
         generation_defaults=facts.generation_defaults,
         chat_templates=templates,
+        chat_template_content_format=options.chat_template_content_format,
         parsers=parsers,
     )
     return model, note

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from quintet.wire.config import ActivationDtype, KvCacheDtype, Quantization, Routing
+from quintet.wire.config import ActivationDtype, ChatContentFormat, KvCacheDtype, Quantization, Routing
 
 MODEL, NETWORK, SCHEDULING, MEMORY, PROCESSES, DEVICE = (
     "model", "network", "scheduling", "memory", "processes", "device",
@@ -122,6 +122,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "the model's own",
         ),
     ] = None
+    chat_template_content_format: Annotated[
+        ChatContentFormat,
+        Flag(
+            MODEL,
+            "form of a message's content in the chat template: string, openai (a list of parts), or auto, what the template "
+            "iterates (docs/chat-templates.md)",
+        ),
+    ] = "auto"
     tool_call_parser: Annotated[
         str,
         Flag(

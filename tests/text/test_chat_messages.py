@@ -1,0 +1,146 @@
+"""The normal form of messages: traits of templates, contents, reasoning, calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.text.template_shapes import SHAPES
+
+from quintet.tokenizer_proc.chat_template import ChatTemplates, make_environment
+from quintet.tokenizer_proc.template_syntax import traits_of
+from quintet.wire.config import ChatContentFormat
+from quintet.wire.messages import ChatPrompt
+
+DUMP = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+PARTS = [{"type": "text", "text": "a"}, {"type": "input_text", "text": "b"}]
+
+
+def render(
+    template: str, message: dict[str, Any], content_format: ChatContentFormat = "auto", **fields: Any
+) -> str:
+    templates = ChatTemplates({"default": template}, {}, content_format)
+    return templates.render(ChatPrompt(json.dumps([message]).encode(), **fields))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_content_format_is_read_from_the_syntax_tree(name: str) -> None:
+    shape = SHAPES[name]
+    traits = traits_of(make_environment().parse(shape.source))
+    assert traits.content_format == ("string" if shape.content == "string" else "openai")
+    assert traits.call_id_length == (9 if name == "mistral 0.3" else None)
+    assert traits.has_thinking_parts == (name == "magistral")
+
+
+@pytest.mark.parametrize(
+    ("expression", "found"),
+    [
+        ("{% set c = m.content %}{% for p in c %}{% endfor %}", "openai"),
+        ("{% macro f(x) %}{% for p in x %}{% endfor %}{% endmacro %}{{ f(x=m['content']) }}", "openai"),
+        ("{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}", "openai"),
+        ("{{ m.content[0]['text'] }}", "openai"),
+        ("{{ (m.content | first).text }}", "openai"),
+        ("{% for p in m.content[1:] %}{% endfor %}", "openai"),
+        ("{% for p in m.content if p.type == 'text' %}{% endfor %}", "openai"),
+        ("{% for line in m.content.split('x') %}{% endfor %}", "string"),
+        ("{{ m.content[0] }}", "string"),
+        ("{% for c in m.tool_calls %}{% endfor %}{{ m.content }}", "string"),
+    ],
+)
+def test_uses_of_parts_are_recognised(expression: str, found: str) -> None:
+    tree = make_environment().parse("{% for m in messages %}" + expression + "{% endfor %}")
+    assert traits_of(tree).content_format == found
+
+
+def test_the_operators_content_format_overrules_what_was_detected() -> None:
+    kind = (
+        "{% for m in messages %}{{ 'text' if m.content is string else 'parts' }}{{ m.content }}{% endfor %}"
+    )
+    for content, auto in (("a\nb", "text"), (PARTS, "text")):
+        message = {"role": "user", "content": content}
+        assert render(kind, message) == f"{auto}a\nb"
+        assert render(kind, message, "string") == "texta\nb"
+        assert render(kind, message, "openai") == "partsa\nb"
+
+
+def test_null_content_is_none_to_tests_and_empty_where_it_is_written() -> None:
+    tests = "{{ c is none }}{{ c == none }}{{ c is string }}{{ c is iterable }}{{ not c }}|"
+    tests += "{{ c }}{{ 'x' + c + 'y' }}{{ c | trim }}"
+    template = "{% for m in messages %}{% set c = m.content %}" + tests + "{% endfor %}"
+    expected = "TrueTrueFalseFalseTrue|xy"
+    assert render(template, {"role": "assistant", "content": None}) == expected
+    assert render(template, {"role": "assistant"}) == expected
+    assert render(template, {"role": "assistant", "content": ""}) == "FalseFalseTrueTrueTrue|xy"
+    assert json.loads(render(DUMP, {"role": "assistant", "content": None})) == {
+        "role": "assistant",
+        "content": None,
+    }
+
+
+def test_arguments_are_an_object_or_text_by_their_use() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a":1}'}}
+    each = "{% for m in messages %}{% set a = m.tool_calls[0].function.arguments %}{}{% endfor %}"
+    for use, expected in (
+        ("{{ a }}", '{"a":1}'),
+        ("{{ 'x' + a + 'y' }}", 'x{"a":1}y'),
+        ("{{ 'x' ~ a }}", 'x{"a":1}'),
+        ("{{ a | string | length }}", "7"),
+        ("{{ a | tojson }}", '{"a": 1}'),
+        ("{{ a.a }}{{ a['a'] }}{{ a is mapping }}{{ a is string }}", "11TrueFalse"),
+        ("{% for k, v in a | items %}{{ k }}{{ v }}{% endfor %}", "a1"),
+        ("{{ m.tool_calls[0].function | tojson }}", '{"name": "f", "arguments": {"a": 1}}'),
+    ):
+        assert render(each.replace("{}", use), {"role": "assistant", "tool_calls": [call]}) == expected
+    twice = {"type": "function", "function": {"name": "f", "arguments": json.dumps('{"a":1}')}}
+    assert (
+        render(each.replace("{}", "{{ a }}{{ a.a }}"), {"role": "assistant", "tool_calls": [twice]})
+        == '{"a":1}1'
+    )
+
+
+@pytest.mark.parametrize("tool_calls", [[], None])
+def test_no_calls_are_absent(tool_calls: Any) -> None:
+    message = {
+        "role": "assistant",
+        "content": "x",
+        "tool_calls": tool_calls,
+        "refusal": None,
+        "function_call": None,
+    }
+    assert json.loads(render(DUMP, message)) == {"role": "assistant", "content": "x"}
+
+
+def test_calls_of_other_forms_become_functions() -> None:
+    names = "{% for m in messages %}{{ m.role }}{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}"
+    names += "{% endfor %}"
+    old = {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}
+    assert render(names, old) == 'assistant{"name": "f", "arguments": {}}'
+    custom = {"id": "c", "type": "custom", "custom": {"name": "patch", "input": "*** Begin"}}
+    assert render(names, {"role": "assistant", "tool_calls": [custom]}) == (
+        'assistant{"name": "patch", "arguments": {"input": "*** Begin"}}'
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"content": [{"type": "thinking", "thinking": "hm"}, {"type": "text", "text": "x"}]},
+        {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, "x"]},
+        {"content": "x", "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]},
+        {"content": "x", "reasoning": "hm"},
+        {"content": "x", "reasoning_content": "hm"},
+        {"content": "x", "thinking": "hm"},
+    ],
+)
+def test_thinking_stays_thinking(fields: dict[str, Any]) -> None:
+    names = "{% for m in messages %}{{ m.reasoning_content }}{{ m.thinking }}{{ m.reasoning }}|{{ m.content }}{% endfor %}"
+    assert render(names, {"role": "assistant", **fields}) == "hmhmhm|x"
+
+
+def test_a_final_message_in_parts_is_continued() -> None:
+    source = SHAPES["qwen vl"].source
+    fields = {"continue_final_message": True, "add_generation_prompt": False}
+    message = {"role": "assistant", "content": PARTS}
+    assert render(source, message, **fields) == "[A]ab"
+    assert render(source, {"role": "assistant", "content": "ab"}, **fields) == "[A]ab"

@@ -1,0 +1,192 @@
+"""The normal form of a conversation: the client's messages with the values that a chat template expects.
+
+The roles, contents and calls stay as the client sent them, as in transformers and vLLM. See docs/chat-templates.md.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from quintet.tokenizer_proc.template_syntax import ContentFormat, TemplateTraits
+from quintet.tokenizer_proc.template_values import (
+    NoContent,
+    Part,
+    Parts,
+    PartsText,
+    arguments_of,
+    text_part,
+)
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
+
+TEXT_PARTS = {
+    "text": "text",
+    "input_text": "text",
+    "output_text": "text",
+    "refusal": "refusal",
+    "thinking": "thinking",
+    "reasoning": "text",
+}
+"""Content parts that are text, and the field that holds it."""
+THINKING_PARTS = ("thinking", "reasoning")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of the field that holds a message's reasoning."""
+VOLATILE_LINE = re.compile(r"\s*x-anthropic-[\w-]+:[^\n]*(?:\n+|\Z)")
+"""First line of a system message that differs in each request of Claude Code, and that no model needs."""
+
+Message = dict[str, Any]
+
+
+def normal_messages(
+    messages: Any,
+    traits: TemplateTraits,
+    content_format: ContentFormat | None = None,
+    names: Sequence[str] = (),
+) -> list[Message]:
+    """Return messages in the form that a template of these traits expects.
+
+    ``content_format`` overrules the traits. ``names`` are the client's own for the messages. Raises `RequestError` naming the
+    part that is wrong.
+    """
+    messages = objects(messages, "messages")
+    if not messages:
+        raise invalid("messages is an empty list; send at least one message.", "messages")
+    normal = [
+        _normal_message(message, name_of(i, names), traits, content_format)
+        for i, message in enumerate(messages)
+    ]
+    if normal[0]["role"] == "system" or normal[0]["role"] == "developer":
+        normal[0]["content"] = _without_volatile_line(normal[0]["content"])
+    return normal
+
+
+def name_of(index: int, names: Sequence[str]) -> str:
+    """Return a message's name as the client knows it."""
+    return names[index] if index < len(names) else f"messages[{index}]"
+
+
+def objects(value: Any, field: str) -> list[Message]:
+    """Return a list of JSON objects. Raises `RequestError` for anything else."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise invalid(f"{field} must be a list of JSON objects.", field)
+    return value
+
+
+def invalid(message: str, param: str) -> RequestError:
+    """Make a 400."""
+    return RequestError(ErrorCode.INVALID, message, param)
+
+
+def _normal_message(
+    message: Message, where: str, traits: TemplateTraits, content_format: ContentFormat | None
+) -> Message:
+    role = message.get("role")
+    if not isinstance(role, str):
+        raise invalid(f"{where}.role must be a string such as 'user'.", f"{where}.role")
+    normal = {name: value for name, value in message.items() if value is not None}
+    form = content_format or traits.content_format
+    parts = _parts_of(message.get("content"), f"{where}.content")
+    if parts and not (traits.has_thinking_parts and form == "openai"):
+        parts = _move_thinking(normal, parts)
+    normal["content"] = _content(message.get("content"), parts, form, is_forced=content_format is not None)
+    _spread_reasoning(normal)
+    calls = normal.pop("tool_calls", None) or _legacy_calls(normal)
+    if calls:
+        normal["tool_calls"] = [_normal_call(call) for call in objects(calls, f"{where}.tool_calls")]
+    return normal
+
+
+def _parts_of(content: Any, where: str) -> list[Part] | None:
+    """Return a content's parts as text and thinking; None for a content that is no list."""
+    if content is None or isinstance(content, str):
+        return None
+    if not isinstance(content, list):
+        raise invalid(f"{where} must be a string or a list of content parts.", where)
+    return [_normal_part(part, f"{where}[{i}]") for i, part in enumerate(content)]
+
+
+def _normal_part(part: Any, where: str) -> Part:
+    if isinstance(part, str):
+        return text_part(part)
+    kind = part.get("type") if isinstance(part, dict) else None
+    field = TEXT_PARTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise invalid(
+            f"{where} has type {shown(kind)}; this model reads text only. "
+            f"Allowed types: {', '.join(TEXT_PARTS)}.",
+            where,
+        )
+    text = part.get(field)
+    if kind in THINKING_PARTS and isinstance(text, list):  # Mistral's clients send parts of parts
+        text = str(Parts(_normal_part(item, f"{where}.{field}[{i}]") for i, item in enumerate(text)))
+    if not isinstance(text, str):
+        raise invalid(f"{where}.{field} must be a string.", f"{where}.{field}")
+    return {"type": "thinking", "thinking": text} if kind in THINKING_PARTS else text_part(text)
+
+
+def _move_thinking(message: Message, parts: list[Part]) -> list[Part]:
+    """Return the parts that are text; those that are thinking become the message's reasoning."""
+    thoughts = [part["thinking"] for part in parts if part["type"] == "thinking"]
+    if thoughts and not any(isinstance(message.get(name), str) for name in REASONING):
+        message["reasoning_content"] = "\n".join(thoughts)
+    return [part for part in parts if part["type"] != "thinking"]
+
+
+def _content(sent: Any, parts: list[Part] | None, form: ContentFormat, *, is_forced: bool) -> Any:
+    """Return a content as the template reads it. Text becomes a list where the operator says so, not where one was detected."""
+    if sent is None:
+        return NoContent()
+    if form == "string":
+        return sent if parts is None else str(Parts(parts))
+    if parts is not None:
+        return Parts(parts)
+    return Parts([text_part(sent)]) if is_forced else PartsText(sent)
+
+
+def _spread_reasoning(message: Message) -> None:
+    """Put a message's reasoning under each name that templates read it by."""
+    blocks = message.get("thinking_blocks")  # LiteLLM's field for Anthropic's blocks
+    if isinstance(blocks, list) and not any(name in message for name in REASONING):
+        thoughts = [block.get("thinking") for block in blocks if isinstance(block, dict)]
+        message["reasoning_content"] = "\n".join(text for text in thoughts if isinstance(text, str))
+    reasoning = next((message[name] for name in REASONING if name in message), None)
+    if reasoning:
+        for name in REASONING:
+            message.setdefault(name, reasoning)
+
+
+def _legacy_calls(message: Message) -> list[Message]:
+    """Return the call of a message in the form that preceded ``tool_calls``."""
+    call = message.get("function_call")
+    return [{"type": "function", "function": call}] if isinstance(call, dict) else []
+
+
+def _normal_call(call: Message) -> Message:
+    custom = call.get("custom")
+    if isinstance(custom, dict) and "function" not in call:
+        call = {name: value for name, value in call.items() if name != "custom"}
+        arguments = {"input": custom.get("input") or ""}
+        call |= {"type": "function", "function": {"name": custom.get("name"), "arguments": arguments}}
+    function = call.get("function")
+    if not isinstance(function, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
+
+
+def _without_volatile_line(content: Any) -> Any:
+    """Return the content of a first system message without a line that would defeat the prefix cache."""
+    if isinstance(content, Parts) and content:
+        text = (
+            VOLATILE_LINE.sub("", content[0].get("text", ""), count=1) if _is_volatile(content[0]) else None
+        )
+        if text is None:
+            return content
+        return Parts([text_part(text), *content[1:]] if text else content[1:])
+    match = VOLATILE_LINE.match(content) if isinstance(content, str) else None
+    return content if match is None else type(content)(str(content)[match.end() :])
+
+
+def _is_volatile(part: Part) -> bool:
+    return VOLATILE_LINE.match(part.get("text", "")) is not None
