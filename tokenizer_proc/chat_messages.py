@@ -5,7 +5,7 @@ The roles, contents and calls stay as the client sent them, as in transformers a
 
 from __future__ import annotations
 
-import re
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from quintet.tokenizer_proc.template_values import (
     arguments_of,
     text_part,
 )
+from quintet.wire.billing_header import without_billing_header
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
@@ -33,8 +34,9 @@ TEXT_PARTS = {
 THINKING_PARTS = ("thinking", "reasoning")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Names of the field that holds a message's reasoning."""
-VOLATILE_LINE = re.compile(r"\s*x-anthropic-[\w-]+:[^\n]*(?:\n+|\Z)")
-"""First line of a system message that differs in each request of Claude Code, and that no model needs."""
+ROLE_ALIASES = {"developer": "system", "function": "tool"}
+"""Roles of OpenAI's API that few templates know, and the role that templates have for them."""
+ALPHANUMERIC = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 Message = dict[str, Any]
 
@@ -57,8 +59,10 @@ def normal_messages(
         _normal_message(message, name_of(i, names), traits, content_format)
         for i, message in enumerate(messages)
     ]
-    if normal[0]["role"] == "system" or normal[0]["role"] == "developer":
-        normal[0]["content"] = _without_volatile_line(normal[0]["content"])
+    if normal[0]["role"] in ("system", "developer"):
+        normal[0]["content"] = _without_billing_header(normal[0]["content"])
+    if traits.call_id_length is not None:
+        _map_call_ids(normal, traits.call_id_length)
     return normal
 
 
@@ -86,6 +90,8 @@ def _normal_message(
     if not isinstance(role, str):
         raise invalid(f"{where}.role must be a string such as 'user'.", f"{where}.role")
     normal = {name: value for name, value in message.items() if value is not None}
+    if role in ROLE_ALIASES and role not in traits.words:
+        normal["role"] = ROLE_ALIASES[role]
     form = content_format or traits.content_format
     parts = _parts_of(message.get("content"), f"{where}.content")
     if parts and not (traits.has_thinking_parts and form == "openai"):
@@ -172,21 +178,43 @@ def _normal_call(call: Message) -> Message:
     function = call.get("function")
     if not isinstance(function, dict):
         return call
-    return {**call, "function": {**function, "arguments": arguments_of(function.get("arguments"))}}
+    function = {**function, "arguments": arguments_of(function.get("arguments"))}
+    return {**call, "type": call.get("type") or "function", "function": function}
 
 
-def _without_volatile_line(content: Any) -> Any:
-    """Return the content of a first system message without a line that would defeat the prefix cache."""
-    if isinstance(content, Parts) and content:
-        text = (
-            VOLATILE_LINE.sub("", content[0].get("text", ""), count=1) if _is_volatile(content[0]) else None
-        )
-        if text is None:
-            return content
+def _without_billing_header(content: Any) -> Any:
+    """Return the content of a first system message without a line that differs in each request."""
+    if isinstance(content, Parts) and content and content[0]["type"] == "text":
+        text = without_billing_header(content[0]["text"])
         return Parts([text_part(text), *content[1:]] if text else content[1:])
-    match = VOLATILE_LINE.match(content) if isinstance(content, str) else None
-    return content if match is None else type(content)(str(content)[match.end() :])
+    if isinstance(content, NoContent) or not isinstance(content, str):
+        return content
+    kept = without_billing_header(str(content))
+    return PartsText(kept) if isinstance(content, PartsText) else kept
 
 
-def _is_volatile(part: Part) -> bool:
-    return VOLATILE_LINE.match(part.get("text", "")) is not None
+def _map_call_ids(messages: list[Message], length: int) -> None:
+    """Give calls and their results ids of the length that the template takes. An id that fits is kept."""
+    pending: list[str] = []
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            call["id"] = _fitting_id(call.get("id") or f"call {number}", length)
+            pending.append(call["id"])
+            number += 1
+        if message["role"] == "tool":
+            sent = message.get("tool_call_id")
+            known = _fitting_id(sent, length) if isinstance(sent, str) and sent else None
+            message["tool_call_id"] = known or (pending[0] if pending else _fitting_id("call", length))
+            if message["tool_call_id"] in pending:
+                pending.remove(message["tool_call_id"])
+
+
+def _fitting_id(sent: Any, length: int) -> str:
+    """Return an id of so many letters and digits: the one that was sent, or one that derives from it."""
+    text = str(sent)
+    if len(text) == length and text.isascii() and text.isalnum():
+        return text
+    number = int.from_bytes(hashlib.blake2b(text.encode()).digest(), "little")
+    base = len(ALPHANUMERIC)
+    return "".join(ALPHANUMERIC[number // base**place % base] for place in range(length))

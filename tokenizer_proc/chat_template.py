@@ -22,6 +22,7 @@ from jinja2.utils import Namespace
 
 from quintet.tokenizer_proc import template_values
 from quintet.tokenizer_proc.chat_messages import Message, invalid, name_of, normal_messages, objects
+from quintet.tokenizer_proc.system_messages import arrangements, hides_system
 from quintet.tokenizer_proc.template_syntax import TemplateTraits, traits_of
 from quintet.tokenizer_proc.template_values import Parts, PartsText, text_part
 from quintet.wire.config import ChatContentFormat, ModelConfig
@@ -238,13 +239,21 @@ class ChatTemplates:
 def _render(
     compiled: CompiledTemplate, messages: list[Message], variables: dict[str, Any], prompt: ChatPrompt
 ) -> str:
-    """Render the messages. Raises `RequestError`."""
-    final = _tag_final(messages, compiled.source) if prompt.continue_final_message else None
-    try:
-        text = _run(compiled, messages, variables)
-    except _Refusal:
-        raise _error_of(compiled, messages, variables, prompt) from None
-    return text if final is None else _cut_at_tag(text, final)
+    """Render the first arrangement of the messages that the template takes and shows. Raises `RequestError`."""
+    as_sent: str | None = None
+    for number, arranged in enumerate(arrangements(messages)):
+        final = _tag_final(arranged, compiled.source) if prompt.continue_final_message else None
+        try:
+            text = _run(compiled, arranged, variables)
+        except _Refusal:
+            continue
+        text = text if final is None else _cut_at_tag(text, final)
+        if number > 0 or not hides_system(arranged, text):
+            return text
+        as_sent = text
+    if as_sent is not None:
+        return as_sent
+    raise _error_of(compiled, messages, variables, prompt)
 
 
 def _run(compiled: CompiledTemplate, messages: Sequence[Message], variables: dict[str, Any]) -> str:

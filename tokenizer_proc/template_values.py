@@ -178,9 +178,10 @@ def _is_none(value: Any) -> bool:
     return value is None or isinstance(value, NoContent)
 
 
-def _never_null(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a test that `NoContent` fails."""
-    return lambda value: not isinstance(value, NoContent) and test(value)
+def _never_null(name: str) -> Callable[[Any], bool]:
+    """Return the test of this name, with `NoContent` failing it."""
+    test: Any = tests.TESTS[name]
+    return lambda value: not isinstance(value, NoContent) and bool(test(value))
 
 
 def install(environment: Environment) -> None:
@@ -189,7 +190,7 @@ def install(environment: Environment) -> None:
     environment.filters["items"] = _items
     environment.tests["none"] = _is_none
     for name in ("string", "iterable", "sequence"):
-        environment.tests[name] = _never_null(tests.TESTS[name])
+        environment.tests[name] = _never_null(name)
 
 
 def _items(value: Any) -> Iterable[tuple[Any, Any]]:

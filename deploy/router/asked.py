@@ -8,6 +8,7 @@ import msgspec
 
 from quintet.frontend.beginnings import names_of
 from quintet.frontend.prompt_size import num_prompt_tokens
+from quintet.wire.billing_header import without_billing_header_in_json
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
@@ -70,7 +71,8 @@ def read(body: bytes, session: str) -> Asked:
 def _prompt_of(body: _Body) -> Prompt:
     """Return the prompt as the frontend of a server would, where that is known from the body alone."""
     if bytes(body.messages):
-        return ChatPrompt(bytes(body.messages), tools=bytes(body.tools) + bytes(body.system))
+        system = without_billing_header_in_json(bytes(body.system))
+        return ChatPrompt(bytes(body.messages), tools=bytes(body.tools) + system)
     raw = bytes(body.prompt) or bytes(body.token_ids)
     if raw.startswith(b'"'):
         return TextPrompt(msgspec.json.decode(raw, type=str))

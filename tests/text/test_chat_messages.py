@@ -120,6 +120,7 @@ def test_calls_of_other_forms_become_functions() -> None:
     assert render(names, {"role": "assistant", "tool_calls": [custom]}) == (
         'assistant{"name": "patch", "arguments": {"input": "*** Begin"}}'
     )
+    assert render(names, {"role": "function", "name": "f", "content": "1"}) == "tool"
 
 
 @pytest.mark.parametrize(

@@ -133,6 +133,9 @@ def test_rendering_equals_transformers_or_names_a_message(name: str, chat: str) 
     try:
         expected = theirs(shape, CHATS[chat])
     except (jinja2.exceptions.TemplateError, TypeError):
+        if any(message["role"] == "system" for message in CHATS[chat]):
+            assert "Be brief." in ours(shape.source, CHATS[chat])
+            return
         with pytest.raises(RequestError) as caught:
             ours(shape.source, CHATS[chat])
         assert caught.value.code is ErrorCode.INVALID

@@ -1,0 +1,158 @@
+"""Roles in chat templates: developer, system messages that a template refuses or drops, ids of calls."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from tests.text.template_shapes import GENERATE, SHAPES, SYSTEM_FIRST, TOOL, USER, turns
+
+from quintet.tokenizer_proc.chat_template import ChatTemplates
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import ChatPrompt
+
+LAX = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}" + GENERATE
+STRICT = turns(USER, system=SYSTEM_FIRST, other=TOOL + "{%- else -%}{{ raise_exception('unknown role') }}")
+NO_SYSTEM = SHAPES["gemma"].source
+ALTERNATING = SHAPES["llama 2"].source
+
+Message = dict[str, Any]
+
+
+def chat(*turns: str) -> list[Message]:
+    """Return messages of texts that begin with the first letter of their role."""
+    roles = {"u": "user", "a": "assistant", "s": "system", "d": "developer"}
+    return [{"role": roles[text[0]], "content": text} for text in turns]
+
+
+def render(template: str, messages: list[Message], **fields: Any) -> str:
+    templates = ChatTemplates({"default": template}, {})
+    return templates.render(ChatPrompt(json.dumps(messages).encode(), **fields))
+
+
+def test_developer_is_system_unless_the_template_knows_it() -> None:
+    messages = chat("d1", "u1")
+    assert render(LAX, messages) == "[system]d1[user]u1[A]"
+    assert render(STRICT, messages) == "[S]d1[/S][U]u1[/U][A]"
+    knowing = LAX.replace("{% for", "{% if messages[0].role == 'developer' %}D{% endif %}{% for")
+    assert render(knowing, messages) == "D[developer]d1[user]u1[A]"
+
+
+def test_what_the_template_takes_stays_as_it_was_sent() -> None:
+    assert (
+        render(LAX, chat("s1", "s2", "u1", "s3", "u2")) == "[system]s1[system]s2[user]u1[system]s3[user]u2[A]"
+    )
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (chat("s1", "s2", "u1"), "[S]s1\n\ns2[/S][U]u1[/U][A]"),
+        (chat("u1", "s1", "u2"), "[U]u1[/U][U]s1[/U][U]u2[/U][A]"),
+        (chat("s1", "u1", "a1", "s2"), "[S]s1[/S][U]u1[/U][A]a1[/A][U]s2[/U][A]"),
+        (chat("s1", "d1", "u1", "d2", "u2"), "[S]s1\n\nd1[/S][U]u1[/U][U]d2[/U][U]u2[/U][A]"),
+    ],
+)
+def test_a_template_that_wants_system_first_gets_late_ones_as_turns_of_the_user(
+    messages: list[Message], expected: str
+) -> None:
+    assert render(STRICT, messages) == expected
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (chat("s1", "u1"), ["s1\n\nu1"]),
+        (chat("s1", "s2", "u1"), ["s1\n\ns2\n\nu1"]),
+        (chat("u1", "s1", "u2", "a1", "s2", "u3"), ["u1\n\ns1\n\nu2", "a1", "s2\n\nu3"]),
+        (chat("u1", "a1", "s1"), ["u1", "a1", "s1"]),
+        (chat("s1"), ["s1"]),
+        (chat("s1", "a1", "u1"), ["s1", "a1", "u1"]),
+    ],
+)
+def test_a_template_without_system_and_with_strict_turns_gets_them_merged(
+    messages: list[Message], expected: list[str]
+) -> None:
+    text = render(NO_SYSTEM, messages).removesuffix("[A]")
+    assert [turn.partition("\n")[2] for turn in text.split("<e>")[:-1]] == expected
+
+
+def test_a_late_message_that_the_template_drops_is_shown() -> None:
+    dropping = turns(USER, system="{% if loop.first %}[S]{{ m.content }}[/S]{% endif %}")
+    assert render(dropping, chat("s1", "u1", "a1", "s2", "u2")) == (
+        "[S]s1[/S][U]u1[/U][A]a1[/A][U]s2[/U][U]u2[/U][A]"
+    )
+
+
+def test_a_late_message_behind_a_result_joins_it_where_nothing_else_is_taken() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        *chat("s1", "u1"),
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "out"},
+        *chat("s2"),
+    ]
+    assert "out\n\ns2[/RESULT]" in render(SHAPES["mistral 0.3"].source, messages)
+
+
+def test_parts_are_merged_as_parts() -> None:
+    messages = [
+        {"role": "system", "content": [{"type": "text", "text": "s1"}]},
+        {"role": "system", "content": "s2"},
+        *chat("u1"),
+    ]
+    assert "[S]s1s2[/S]" in render(SHAPES["qwen 3.5"].source, messages)
+
+
+def test_a_refusal_that_no_arrangement_mends_names_the_clients_own_message() -> None:
+    names = ["system", "messages[0]", "messages[1].content[2]"]
+    with pytest.raises(RequestError, match=r"messages\[1\]\.content\[2\], of role 'user'") as caught:
+        render(ALTERNATING, chat("s1", "u1", "u2"), message_names=names)
+    assert caught.value.param == "messages[1].content[2]"
+
+
+def test_ids_of_calls_fit_a_template_that_restricts_them() -> None:
+    def texts(*ids: str | None) -> str:
+        calls = [
+            {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+            | ({"id": each} if each else {})
+            for each in ids
+        ]
+        results = [
+            {"role": "tool", "content": "x"} | ({"tool_call_id": each} if each else {}) for each in ids
+        ]
+        messages = [*chat("u1"), {"role": "assistant", "tool_calls": calls}, *results]
+        return render(SHAPES["mistral 0.3"].source, messages)
+
+    kept = texts("abcDEF123")
+    assert '"id": "abcDEF123"' in kept and "[RESULT]abcDEF123:" in kept
+    for ids in (("call_0123456789", "toolu_1"), (None, None)):
+        text = texts(*ids)
+        made = [text.split('"id": "')[i][:9] for i in (1, 2)]
+        assert made[0] != made[1]
+        assert [text.split("[RESULT]")[i][:10] for i in (1, 2)] == [f"{each}:" for each in made]
+    assert texts("call_0123456789") == texts("call_0123456789")
+
+
+@pytest.mark.parametrize(
+    "content", ["{}\nYou help.", [{"type": "text", "text": "{}"}, {"type": "text", "text": "You help."}]]
+)
+def test_a_first_line_that_differs_in_each_request_is_left_out(content: Any) -> None:
+    def prompt(hash_: str) -> str:
+        line = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={hash_};"
+        messages = [
+            {"role": "system", "content": json.loads(json.dumps(content).replace("{}", line))},
+            *chat("u1"),
+        ]
+        return render(LAX, messages)
+
+    assert prompt("01c") == prompt("ff2") == "[system]You help.[user]u1[A]"
+
+
+def test_text_and_reasoning_beside_calls_are_joined_for_a_template_that_takes_one_of_them() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    message = {"role": "assistant", "content": "I look.", "reasoning": "hm", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "c", "content": "4"}
+    text = render(SHAPES["gpt-oss"].source, [*chat("u1"), message, result])
+    assert text == '<user>u1<analysis>hm\n\nI look.<to=f>{}<f>"4"[A]'
