@@ -11,6 +11,7 @@ from quintet.frontend.dialects.anthropic import types as anthropic_types
 from quintet.frontend.dialects.go_on import GoOnBody
 from quintet.frontend.dialects.inference import types as generate_types
 from quintet.frontend.dialects.openai import types
+from quintet.frontend.dialects.openai.offered_tools import SentTool
 from quintet.frontend.dialects.responses import types as responses_types
 from quintet.frontend.exchange import MAX_REQUEST_ID, Exchange
 from quintet.frontend.guard import is_open, is_operators
@@ -52,10 +53,10 @@ RANGES: dict[str, Schema] = {
 
 _SCHEMA_OF_PARTS = {
     ("ChatBody", "messages"): types.ChatMessage,
-    ("ChatBody", "tools"): types.Tool,
-    ("ResponsesBody", "tools"): responses_types.ResponseTool,
+    ("ChatBody", "tools"): SentTool,
+    ("ResponsesBody", "tools"): SentTool,
     ("TokenizeBody", "messages"): types.ChatMessage,
-    ("TokenizeBody", "tools"): types.Tool,
+    ("TokenizeBody", "tools"): SentTool,
 }
 
 _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
@@ -333,7 +334,7 @@ def _schemas() -> dict[str, Schema]:
         types.TokenizeBody,
         types.DetokenizeBody,
         types.ChatMessage,
-        types.Tool,
+        SentTool,
         types.ErrorBody,
         GoOnBody,
         PrefixBody,
@@ -343,7 +344,6 @@ def _schemas() -> dict[str, Schema]:
         generate_types.DerenderChatBody,
         generate_types.DerenderCompletionBody,
         responses_types.ResponsesBody,
-        responses_types.ResponseTool,
         responses_types.ConversationBody,
         responses_types.ConversationChange,
         responses_types.ItemsBody,

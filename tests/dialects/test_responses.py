@@ -19,7 +19,7 @@ from quintet.frontend.dialects.openai.answer import AnswerOptions
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.responses.events import ResponsesWriter
 from quintet.frontend.dialects.responses.items import messages_of
-from quintet.frontend.dialects.responses.output import ResponsesAnswer
+from quintet.frontend.dialects.responses.output import CallForm, ResponsesAnswer
 from quintet.frontend.dialects.responses.parse import items_of
 from quintet.frontend.dialects.responses.types import ResponsesBody
 from quintet.frontend.streams import Batch, Delta
@@ -358,12 +358,13 @@ def test_settings_reach_the_engine(shared: Any) -> None:
         ({"input": None}, "input", "is missing"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input", "robot"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "models that see"),
-        ({"input": [{"type": "web_search_call"}]}, None, "web_search_call"),
+        ({"input": [{"type": "robot_call"}]}, None, "robot_call"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "call_id"),
-        ({"tools": [{"type": "web_search"}]}, None, "web_search"),
+        ({"tools": [{"type": "robot"}]}, None, "robot"),
         ({"tools": [{"type": "function"}]}, "tools", "name is missing"),
         ({"tool_choice": "required"}, "tool_choice", "tools is not"),
-        ({"tool_choice": {"type": "mcp"}}, None, "mcp"),
+        ({"tool_choice": {"type": "mcp"}}, "tool_choice", "tools is not"),
+        ({"tools": [RAIN], "tool_choice": {"type": "robot"}}, None, "robot"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
         ({"temperature": 3}, "temperature", "temperature is 3"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "reasoning.effort is 'huge'"),
@@ -405,8 +406,8 @@ def test_its_package_raises_errors_and_tells_of_failures(serve: Callable[..., An
         assert last.type == "response.failed"
         assert last.response.status == "failed" and last.response.error is not None
         assert last.response.error.code == "server_error" and "broke" in last.response.error.message
-        with pytest.raises(openai.BadRequestError, match="tools of its own"):
-            client.responses.create(model="toy", input="x", tools=[{"type": "web_search"}])
+        with pytest.raises(openai.BadRequestError, match="tools of that type"):
+            client.responses.create(model="toy", input="x", tools=[{"type": "robot"}])  # type: ignore[list-item]
 
 
 def test_a_client_that_hangs_up_is_forgotten(serve: Callable[..., Any]) -> None:
@@ -433,8 +434,11 @@ def test_items_without_a_type_are_messages_and_neighbours_join() -> None:
             ]
         ).encode()
     )
-    assert messages_of("First.", items_of(body)) == [
-        {"role": "system", "content": "First.\nBe brief."},
+    messages, places = messages_of("First.", items_of(body))
+    assert places == ["instructions", "input[0]", "input[1]", "input[3]", "input[5]"]
+    assert messages == [
+        {"role": "system", "content": "First."},
+        {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "a\nb"},
         {"role": "assistant", "content": "No.", "reasoning_content": "hm"},
         {"role": "user", "content": "c"},
@@ -446,14 +450,24 @@ def test_items_without_a_type_are_messages_and_neighbours_join() -> None:
 STREAM = StreamId(7, b"k" * 16)
 
 
+FORMS: dict[str, CallForm] = {
+    "rain": CallForm("custom", "rain"),
+    "now": CallForm("function", "now", "clock"),
+}
+
+
 def events(
-    tokens: list[Token], position: Position | None, draw: random.Random, parallel: bool
+    tokens: list[Token],
+    position: Position | None,
+    draw: random.Random,
+    parallel: bool,
+    forms: dict[str, CallForm] | None = None,
 ) -> list[tuple[str, Any]]:
     """Return id and data of the events behind a position. Tokens come several at a time, as it happens."""
     channels = Channels("resp_1", parallel_calls=parallel)
     options = AnswerOptions("resp_1", 0, "toy", 1)
     writer = ResponsesWriter(
-        ResponsesAnswer(1, 1, 1, options, channels, b'{"id":"resp_1"}'), STREAM, position
+        ResponsesAnswer(1, 1, 1, options, channels, b'{"id":"resp_1"}', calls=forms or {}), STREAM, position
     )
     choice = SimpleNamespace(num_taken=0)
     stream: Any = SimpleNamespace(choices=[choice], num_output_tokens=len(tokens))
@@ -485,16 +499,17 @@ def told(found: list[tuple[str, Any]]) -> list[Any]:
     return joined
 
 
+@pytest.mark.parametrize("forms", [{}, FORMS])
 @pytest.mark.parametrize("parallel", [True, False])
-def test_a_stream_goes_on_behind_any_event(parallel: bool) -> None:
+def test_a_stream_goes_on_behind_any_event(parallel: bool, forms: dict[str, CallForm]) -> None:
     draw = random.Random(5)
-    expected = told(events(SCRIPT, None, random.Random(1), parallel))
+    expected = told(events(SCRIPT, None, random.Random(1), parallel, forms))
     for _ in range(40):
-        first = events(SCRIPT, None, draw, parallel)
+        first = events(SCRIPT, None, draw, parallel, forms)
         for cut in range(1, len(first) + 1):
             stream, _, position = first[cut - 1][0].partition(":")
             assert StreamId.parse(stream) == STREAM
-            rest = events(SCRIPT, Position.parse(position, 1), draw, parallel)
+            rest = events(SCRIPT, Position.parse(position, 1), draw, parallel, forms)
             assert [event["sequence_number"] for _, event in rest] == list(range(cut, cut + len(rest)))
             both = json.loads(json.dumps(first[:cut] + rest))
             assert told(both) == expected
@@ -506,8 +521,6 @@ def test_a_position_of_another_dialect_is_refused() -> None:
 
 
 def test_the_field_of_what_is_not_there_is_named_alone(shared: Any) -> None:
-    body = {"model": "toy", "input": "x", "tools": [{"type": "web_search"}]}
+    body = {"model": "toy", "input": "x", "tools": [{"type": "robot"}]}
     error = shared.ask("POST", "/v1/responses", body).json["error"]
-    assert error["param"] == "tools" and error["message"].startswith(
-        "tools[0], of type 'web_search', was sent"
-    )
+    assert error["param"] == "tools" and error["message"].startswith("tools[0], of type 'robot', was sent")

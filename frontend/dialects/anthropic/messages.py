@@ -76,11 +76,11 @@ def _checked(
     body: MessagesBody, config: EngineConfig
 ) -> tuple[ChatBody, Conversation, SamplingParams, Reading | None]:
     """Return the request as the chat dialect spells it, and what that comes to."""
-    chat = chat_body(body)
+    chat, translation = chat_body(body)
     if body.thinking is not None and config.model.parsers.thinks is not None:
         chat.thinking_token_budget = body.thinking.budget_tokens
     try:
-        return chat, *checked_chat(chat, config)
+        return chat, *checked_chat(chat, config, translation)
     except RequestError as error:
         raise parse.renamed(error, THEIR_NAMES) from None
 
@@ -89,6 +89,7 @@ async def count_tokens(service: Service, exchange: Exchange) -> None:
     """Answer with the tokens of the prompt that a request would have."""
     config = service.config
     body = await parse.read_body(service, exchange, _count_decoder)
-    prompt = parse_conversation(chat_body(body), config).prompt
+    chat, translation = chat_body(body)
+    prompt = parse_conversation(chat, config, translation).prompt
     counted = await service.queries.tokenize(prompt)
     await exchange.respond_json({"input_tokens": len(unpack_i32(counted.token_ids))})

@@ -6,7 +6,9 @@ tools. What a model without images or servers of its own cannot do is refused he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,13 +19,14 @@ from quintet.frontend.dialects.anthropic.types import (
     MessagesBody,
     ThinkingChoice,
     ToolChoice,
-    ToolDefinition,
     Turn,
 )
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import encode_json
-from quintet.frontend.dialects.openai.chat import decode_part
+from quintet.frontend.dialects.openai.chat import Translation, decode_part
+from quintet.frontend.dialects.openai.offered_tools import OfferedTool, SentTool, offered_tools
 from quintet.frontend.dialects.openai.types import ChatBody, RawField, ResponseFormat
+from quintet.wire.billing_header import without_billing_header
 from quintet.wire.params import shown
 
 ROLES = ("user", "assistant", "system")
@@ -38,9 +41,13 @@ THEIR_NAMES = {
 }
 """Of fields, by those of the chat dialect."""
 
+SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "_tool_result", "container_upload", "fallback")
+"""Ends of the types of blocks that tools of Anthropic's servers wrote."""
+
 Message = dict[str, Any]
 FieldT = TypeVar("FieldT")
 _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_log = logging.getLogger("quintet")
 
 
 class _TextSource(msgspec.Struct, kw_only=True):
@@ -57,10 +64,21 @@ _source = msgspec.json.Decoder(_TextSource)
 _output_format = msgspec.json.Decoder(_OutputFormat)
 
 
-def chat_body(body: ConversationBody) -> ChatBody:
+@dataclass(slots=True)
+class _Reader:
+    """What is known of a conversation while its turns are read."""
+
+    tools: Mapping[str, OfferedTool]
+    names: dict[str, str] = field(default_factory=dict)
+    """Of the tools that were called, by the id of the call."""
+
+
+def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
     """Return the same request as the chat dialect spells it. Raises `RequestError`."""
     _refuse_unsupported(body)
-    messages = messages_of(body.system, body.messages)
+    tools = _tools(body.tools or ())
+    shown_tools = [tool for tool in tools if not tool.is_deferred]
+    messages, places = messages_of(body.system, body.messages, tools)
     chat = ChatBody(
         messages=msgspec.Raw(encode_json(messages)),
         model=body.model,
@@ -68,10 +86,11 @@ def chat_body(body: ConversationBody) -> ChatBody:
     )
     if messages[-1]["role"] == "assistant":  # the answer goes on with it
         chat.continue_final_message = True
-    if body.tools:
-        chat.tools = msgspec.Raw(encode_json([_tool(tool, i) for i, tool in enumerate(body.tools)]))
-    if body.tool_choice is not None:
-        chat.tool_choice = _choice(body.tool_choice)
+    choice = None if body.tool_choice is None else _choice(body.tool_choice)
+    if shown_tools:
+        chat.tools = msgspec.Raw(encode_json([tool.nested() for tool in shown_tools]))
+    if body.tool_choice is not None and (shown_tools or not body.tools):
+        chat.tool_choice = choice
         chat.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
     chat.response_format = _format(body.output_format, "output_format")
     if body.output_config is not None:
@@ -84,28 +103,37 @@ def chat_body(body: ConversationBody) -> ChatBody:
         chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
         chat.seed = body.seed
         chat.cache_salt, chat.priority, chat.timeout = body.cache_salt, body.priority, body.timeout
-    return chat
+    return chat, Translation(places, [tool for tool in tools if tool.is_deferred])
 
 
-def messages_of(system: str | Sequence[Block] | None, turns: Sequence[Turn]) -> list[Message]:
-    """Return the messages of a conversation as chat templates know them; neighbours of one role become one."""
+def messages_of(
+    system: str | Sequence[Block] | None, turns: Sequence[Turn], tools: Sequence[OfferedTool] = ()
+) -> tuple[list[Message], list[str]]:
+    """Return the messages of a conversation as chat templates know them, and where each stands in the body.
+
+    Neighbours of one role become one, but for system messages, which chat templates take in different ways.
+    """
     if not turns:
         raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+    reader = _Reader({tool.name: tool for tool in tools})
     found: list[Message] = []
-    if system:
-        found.append({"role": "system", "content": _text(system, "system")})
-    names: dict[str, str] = {}
+    places: list[str] = []
+    text = without_billing_header(_text(system, "system", reader)) if system else ""
+    if text:
+        found.append({"role": "system", "content": text})
+        places.append("system")
     for index, turn in enumerate(turns):
         where = f"messages[{index}]"
         if turn.role not in ROLES:
             raise parse.invalid(
                 f"{where}.role is {shown(turn.role)}; it must be one of {', '.join(ROLES)}.", "messages"
             )
-        for message in _messages_of(turn, where, names):
-            if found and found[-1]["role"] == message["role"] != "tool":
+        for message in _messages_of(turn, where, reader):
+            if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
                 _join(found[-1], message)
             else:
                 found.append(message)
+                places.append(where)
     last = found[-1]
     if last["role"] == "assistant" and ("tool_calls" in last or not last["content"]):
         raise parse.invalid(
@@ -113,15 +141,15 @@ def messages_of(system: str | Sequence[Block] | None, turns: Sequence[Turn]) -> 
             "tool_result in a user's message after it.",
             "messages",
         )
-    return found
+    return found, places
 
 
-def _messages_of(turn: Turn, where: str, names: dict[str, str]) -> list[Message]:
-    """Return what one turn becomes. ``names``: of the tools that were called, by the id of the call; grows."""
+def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
+    """Return what one turn becomes."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     if turn.role == "assistant":
-        return [_assistant(turn.content, f"{where}.content", names)]
+        return [_assistant(turn.content, f"{where}.content", reader)]
     found: list[Message] = []
     texts: list[str] = []
 
@@ -138,16 +166,16 @@ def _messages_of(turn: Turn, where: str, names: dict[str, str]) -> list[Message]
             result = {
                 "role": "tool",
                 "tool_call_id": call,
-                "content": _text(block.content or "", f"{at}.content"),
+                "content": _text(block.content or "", f"{at}.content", reader),
             }
-            found.append(result | ({"name": names[call]} if call in names else {}))
+            found.append(result | ({"name": reader.names[call]} if call in reader.names else {}))
         else:
-            texts.append(_text_of(block, at))
+            texts += _text_of(block, at, reader)
     flush()
     return found or [{"role": turn.role, "content": ""}]
 
 
-def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> Message:
+def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
     """Return one message: its text, reasoning and calls."""
     texts: list[str] = []
     thoughts: list[str] = []
@@ -161,11 +189,12 @@ def _assistant(blocks: Sequence[Block], where: str, names: dict[str, str]) -> Me
                 pass  # nobody but who wrote it can read it
             case "tool_use":
                 call = _given(block.id, f"{at}.id")
-                names[call] = _given(block.name, f"{at}.name")
-                function = {"name": names[call], "arguments": _arguments(block, at)}
+                name = reader.names[call] = _given(block.name, f"{at}.name")
+                arguments = msgspec.Raw(parse.json_of(block.input) or b"{}")
+                function = {"name": name, "arguments": arguments}
                 calls.append({"id": call, "type": "function", "function": function})
             case _:
-                texts.append(_text_of(block, at))
+                texts += _text_of(block, at, reader)
     message: Message = {"role": "assistant", "content": "\n".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
@@ -184,33 +213,50 @@ def _join(message: Message, more: Message) -> None:
         message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
 
 
-def _arguments(block: Block, where: str) -> msgspec.Raw:
-    encoded = parse.json_of(block.input)
-    if not encoded.startswith(b"{"):
-        sent = f"is {shown(encoded.decode())}" if encoded else "is missing"
-        raise parse.invalid(f"{where}.input {sent}; it must be an object.", "messages")
-    return msgspec.Raw(encoded)
-
-
-def _text(content: str | Sequence[Block], where: str) -> str:
+def _text(content: str | Sequence[Block] | Block, where: str, reader: _Reader) -> str:
     if isinstance(content, str):
         return content
-    return "\n".join(_text_of(block, f"{where}[{index}]") for index, block in enumerate(content))
+    blocks = [content] if isinstance(content, Block) else content
+    return "\n".join(
+        text for i, block in enumerate(blocks) for text in _text_of(block, f"{where}[{i}]", reader)
+    )
 
 
-def _text_of(block: Block, where: str) -> str:
-    """Return the text of a block. Raises `RequestError` for one that is none."""
-    if block.type == "text":
-        return _given(block.text, f"{where}.text")
-    if block.type == "document":
-        return _document(block, where)
-    if block.type == "image":
-        raise parse.not_implemented(f"{where}: a block of type image", "models that see", "Send text.")
+def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
+    """Return the text of a block; none of one that a server's tool wrote. Raises `RequestError` for other blocks."""
+    match block.type:
+        case "text":
+            return [_given(block.text, f"{where}.text")]
+        case "document":
+            return [_document(block, where)]
+        case "search_result":
+            source = parse.json_of(block.source).decode().strip('"')
+            found = _text(block.content or "", f"{where}.content", reader)
+            return ["\n".join(filter(None, (block.title, source, found)))]
+        case "tool_reference":
+            return [_reference(_given(block.tool_name or block.name, f"{where}.tool_name"), reader)]
+        case "tool_addition" | "tool_removal":
+            tool = _given(block.tool, f"{where}.tool")
+            name = _given(tool.name or tool.tool_name, f"{where}.tool.name")
+            return [_reference(name, reader) if block.type == "tool_addition" else f"Tool removed: {name}"]
+        case "compaction":
+            return [_text(block.content or "", f"{where}.content", reader)]
+        case "image":
+            raise parse.not_implemented(f"{where}: a block of type image", "models that see", "Send text.")
+    if block.type.endswith(SERVER_BLOCKS):
+        _log.info("%s, a block of type %s, is left out: another server's tools wrote it", where, block.type)
+        return []
     raise parse.not_implemented(
         f"{where}: a block of type {shown(block.type)}",
         "blocks of that type here",
         "It takes text; in an assistant's message also thinking and tool_use, in a user's also tool_result.",
     )
+
+
+def _reference(name: str, reader: _Reader) -> str:
+    """Return the text that tells the model of a tool: its definition, where the template does not show it."""
+    tool = reader.tools.get(name)
+    return f"Tool available: {name if tool is None or not tool.is_deferred else tool.definition()}"
 
 
 def _document(block: Block, where: str) -> str:
@@ -231,20 +277,13 @@ def _given(value: FieldT | None, name: str) -> FieldT:
     return value
 
 
-def _tool(tool: ToolDefinition, index: int) -> Message:
-    if tool.type not in (None, "custom"):
-        raise parse.not_implemented(
-            f"tools[{index}], of type {shown(tool.type)},",
-            "tools of its own",
-            "Describe it as one of yours: name, description and input_schema.",
-        )
-    schema = decode_part(tool.input_schema, _mapping, f"tools[{index}].input_schema")
-    function: Message = {"name": tool.name, "parameters": schema}
-    if tool.description is not None:
-        function["description"] = tool.description
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+def _tools(sent: Sequence[SentTool]) -> list[OfferedTool]:
+    for index, tool in enumerate(sent):
+        has_schema = parse.json_of(tool.input_schema) or parse.json_of(tool.parameters) or tool.function
+        if tool.type in (None, "custom") and not has_schema and not tool.defer_loading:
+            name = f"tools[{index}].input_schema"
+            raise parse.invalid(f"{name} is missing; it is required.", name)
+    return offered_tools(sent)
 
 
 def _choice(choice: ToolChoice) -> str | dict[str, msgspec.Raw]:

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 import msgspec
 
+from quintet.frontend.dialects.openai.offered_tools import SentTool
 from quintet.frontend.dialects.openai.types import RawField
+
+
+class ReferencedTool(msgspec.Struct, kw_only=True):
+    """The tool of a tool_addition: a reference by name."""
+
+    type: str | None = None
+    name: str | None = None
+    tool_name: str | None = None
 
 
 class Block(msgspec.Struct, kw_only=True):
@@ -15,14 +24,17 @@ class Block(msgspec.Struct, kw_only=True):
     beginnings are cached by themselves."""
 
     type: str
-    """text, thinking, redacted_thinking, tool_use, tool_result, or document with a source of plain text."""
+    """text, thinking, redacted_thinking, tool_use, tool_result, tool_reference, tool_addition, search_result, or document with a
+    source of plain text. Blocks of tools that Anthropic's servers ran are skipped."""
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
     input: RawField = msgspec.UNSET
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[Block] | Block | None = None
+    tool_name: str | None = None
+    tool: ReferencedTool | None = None
     is_error: bool | None = None
     title: str | None = None
     source: RawField = msgspec.UNSET
@@ -34,17 +46,6 @@ class Turn(msgspec.Struct, kw_only=True):
     role: str
     """user, assistant or system."""
     content: str | list[Block]
-
-
-class ToolDefinition(msgspec.Struct, kw_only=True):
-    """A tool that the model may call, and the client runs."""
-
-    name: str
-    description: str | None = None
-    input_schema: RawField = msgspec.UNSET
-    """JSON schema of its arguments."""
-    type: str | None = None
-    strict: bool | None = None
 
 
 class ToolChoice(msgspec.Struct, kw_only=True):
@@ -79,7 +80,7 @@ class ConversationBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     messages: list[Turn]
     system: str | list[Block] | None = None
-    tools: list[ToolDefinition] | None = None
+    tools: list[SentTool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingChoice | None = None
     output_config: OutputConfig | None = None

@@ -26,6 +26,7 @@ from quintet.frontend.dialects.openai.answer import (
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
 from quintet.frontend.dialects.openai.handover import take_handover, with_params
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.dialects.openai.offered_tools import OfferedTool, shown_tools, with_deferred
 from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, reading_of
 from quintet.frontend.dialects.openai.types import (
@@ -34,7 +35,6 @@ from quintet.frontend.dialects.openai.types import (
     RawField,
     TextPart,
     TokenizeBody,
-    Tool,
 )
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.relay import behind, relaying
@@ -51,7 +51,6 @@ from quintet.wire.request import Reading
 
 _decoder = msgspec.json.Decoder(ChatBody)
 _messages_decoder = msgspec.json.Decoder(list[ChatMessage])
-_tools_decoder = msgspec.json.Decoder(list[Tool])
 _mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
 
@@ -81,6 +80,21 @@ class Conversation:
     """Text of the last message, when the answer's role wrote it."""
     num_calls: int
     """Calls of tools in its messages."""
+    tools: bytes
+    """All tools that the model may call, as JSON; the prompt has those that the template shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What a conversation of another dialect loses where it becomes a `ChatBody`."""
+
+    message_names: Sequence[str] = ()
+    """Of each message: where it stands in the client's body."""
+    deferred: Sequence[OfferedTool] = ()
+    """Tools that the model may call, and that the template does not show: a search has found them, or will."""
+
+
+AS_SENT = Translation()
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -138,15 +152,20 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(with_params(whole, submissions.streams, config))
 
 
-def checked_chat(body: ChatBody, config: EngineConfig) -> tuple[Conversation, SamplingParams, Reading | None]:
+def checked_chat(
+    body: ChatBody, config: EngineConfig, translation: Translation = AS_SENT
+) -> tuple[Conversation, SamplingParams, Reading | None]:
     """Check all of a body but what nobody has; return its prompt, its parameters and what reads the output."""
     check_chat(body, config)
-    conversation = parse_conversation(body, config)
+    conversation = parse_conversation(body, config, translation)
+    body.tools = msgspec.Raw(conversation.tools) if conversation.tools else msgspec.UNSET
     params = chat_params(body, config)
-    return conversation, params, reading_of(body, conversation.prompt.tools, config.model.parsers)
+    return conversation, params, reading_of(body, conversation.tools, config.model.parsers)
 
 
-def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> Conversation:
+def parse_conversation(
+    body: ChatBody | TokenizeBody, config: EngineConfig, translation: Translation = AS_SENT
+) -> Conversation:
     """Check messages, tools and template arguments, and return the prompt they make."""
     _check_template(body.chat_template, config)
     messages = decode_part(body.messages, _messages_decoder, "messages")
@@ -159,9 +178,7 @@ def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> C
             "add_generation_prompt and continue_final_message are both true; set one of them to false.",
             "continue_final_message",
         )
-    tools = parse.json_of(body.tools)
-    if tools and not decode_part(body.tools, _tools_decoder, "tools"):
-        raise parse.invalid("tools is []; it must hold at least one tool, or be left out.", "tools")
+    tools = shown_tools(body.tools)
     role = "assistant" if generates else messages[-1].role
     return Conversation(
         ChatPrompt(
@@ -172,10 +189,12 @@ def parse_conversation(body: ChatBody | TokenizeBody, config: EngineConfig) -> C
             add_generation_prompt=generates,
             continue_final_message=continues,
             add_special_tokens=bool(body.add_special_tokens),
+            message_names=list(translation.message_names),
         ),
         role,
         _text_of(messages[-1]) if messages[-1].role == role else "",
         sum(len(message.tool_calls or ()) for message in messages),
+        with_deferred(tools, translation.deferred),
     )
 
 
@@ -227,7 +246,7 @@ def _text_of(message: ChatMessage) -> str:
     content = message.content
     if content is None or isinstance(content, str):
         return content or ""
-    return "".join(part.text or "" for part in content if isinstance(part, TextPart))
+    return "".join(part.text or "" if isinstance(part, TextPart) else part for part in content)
 
 
 def _template_kwargs(body: ChatBody | TokenizeBody) -> bytes:

@@ -17,14 +17,21 @@ from quintet.wire.params import shown
 from quintet.wire.request import MAX_SCHEMAS_BYTES, Reading
 from quintet.wire.structured import StructuredOutputsParams
 
+WORDS = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
+"""Choices, by the type of an object that holds nothing else."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
 _COMBINED = {"allOf", "anyOf", "oneOf", "$ref"}
 _tools_decoder = msgspec.json.Decoder(list[Tool])
 
 
 def check_tool_choice(body: ChatBody) -> None:
-    """Refuse a choice that makes no sense. The tools have not been looked at yet."""
+    """Refuse a choice that makes no sense. The tools have not been looked at yet.
+
+    Some agents send Anthropic's objects, ``{"type": "auto"}``: they become the words of this dialect.
+    """
     choice = body.tool_choice
+    if isinstance(choice, dict) and len(choice) == 1:
+        choice = body.tool_choice = WORDS.get(bytes(choice.get("type", msgspec.Raw(b""))), choice)
     if choice is None or choice == "none":
         return
     if isinstance(choice, str) and choice not in {"auto", "required"}:
@@ -37,9 +44,12 @@ def check_tool_choice(body: ChatBody) -> None:
 
 
 def insisted_functions(body: ChatBody) -> list[FunctionTool]:
-    """Return the functions of which the answer must call one: none unless it must. The tools were checked."""
+    """Return the functions of which the answer must call one: none unless it must. The tools were checked.
+
+    Where no tool of the request can be offered to the model, nothing is insisted on.
+    """
     choice = body.tool_choice
-    if choice is None or choice in ("none", "auto"):
+    if choice is None or choice in ("none", "auto") or not parse.json_of(body.tools):
         return []
     functions = [tool.function for tool in _tools_decoder.decode(parse.json_of(body.tools))]
     if not isinstance(choice, str):
@@ -64,10 +74,10 @@ def insisted_functions(body: ChatBody) -> list[FunctionTool]:
 def _named(choice: Mapping[str, msgspec.Raw]) -> str:
     try:
         kind = msgspec.json.decode(choice["type"], type=str)
-        function = (
-            msgspec.json.decode(choice[kind], type=dict[str, msgspec.Raw]) if kind == "function" else {}
-        )
-        return msgspec.json.decode(function["name"], type=str)
+        if kind not in ("function", "custom", "tool"):
+            raise KeyError(kind)
+        tool = msgspec.json.decode(choice[kind], type=dict[str, msgspec.Raw]) if kind in choice else choice
+        return msgspec.json.decode(tool["name"], type=str)
     except (KeyError, msgspec.MsgspecError):
         raise parse.invalid(
             'tool_choice is an object; it must be {"type": "function", "function": {"name": …}}.',

@@ -139,7 +139,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
 
     role: Annotated[str, msgspec.Meta(max_length=MAX_ROLE)]
     """Every choice of an answer may repeat the last one."""
-    content: str | list[TextPart] | None = None
+    content: str | list[TextPart | str] | None = None
     tool_calls: list[msgspec.Raw] | None = None
 
 
@@ -168,7 +168,7 @@ class ChatBody(GenerationBody, kw_only=True):
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None
     tools: RawField = msgspec.UNSET
-    """A list of `Tool`."""
+    """A list of `Tool`; flat ones and those of other APIs become such (`offered_tools`)."""
     tool_choice: str | dict[str, msgspec.Raw] | None = None
     functions: RawField = msgspec.UNSET
     function_call: RawField = msgspec.UNSET

@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,9 +16,8 @@ from quintet.frontend.dialects.answer import Submissions, stream_answer, submit_
 from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
-from quintet.frontend.dialects.openai.chat import channels_of, checked_chat
+from quintet.frontend.dialects.openai.chat import Translation, channels_of, checked_chat
 from quintet.frontend.dialects.openai.render import respond_rendered
-from quintet.frontend.dialects.openai.types import ChatBody
 from quintet.frontend.dialects.relay import behind, relaying
 from quintet.frontend.dialects.responses.background import note_request, run, start
 from quintet.frontend.dialects.responses.conversations import items_so_far
@@ -54,6 +53,7 @@ from quintet.wire.request import Claim, Reading
 
 ID_BYTES = 24
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
+PLACE = re.compile(r"input\[(\d+)\]")
 _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
@@ -137,8 +137,9 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
                 "themselves.",
                 "conversation",
             )
-        chat, items = await _chat_of(store, body, named)
-        read, params, reading = checked_chat(chat, config)
+        items, former = await _items_of(store, body, named)
+        chat, translation, forms = chat_body(body, [*former, *items])
+        read, params, reading = checked_chat(chat, config, _own_places(translation, len(former)))
         parse.refuse_missing(chat)
     except RequestError as error:
         raise parse.renamed(error, THEIR_NAMES) from None
@@ -162,7 +163,7 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
         **echo_of(body, params.temperature, params.top_p),
     }
     channels = channels_of(chat, read, options.response_id, config)
-    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named)
+    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named, forms)
     deadline_ns = parse.deadline_ns(chat, exchange)
     return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
 
@@ -186,13 +187,25 @@ def _check_begun(begun: Begun, body: ResponsesBody) -> None:
         )
 
 
-async def _chat_of(
+async def _items_of(
     store: ResponseStore, body: ResponsesBody, named: str | None
-) -> tuple[ChatBody, list[InputItem]]:
-    """Return a request as the chat dialect spells it, with the conversation that it goes on with; and its own items."""
+) -> tuple[list[InputItem], list[InputItem]]:
+    """Return a request's own items, and those of the conversation that it goes on with."""
     former = await (items_so_far(store, named) if named else conversation(store, body.previous_response_id))
-    items = await resolved(store, items_of(body), former)
-    return chat_body(body, [*former, *items]), items
+    return await resolved(store, items_of(body), former), former
+
+
+def _own_places(translation: Translation, num_former: int) -> Translation:
+    """Return a translation whose places count the request's own items; former ones stand in no body."""
+
+    def own(place: str) -> str:
+        match = PLACE.fullmatch(place)
+        if match is None or not num_former:
+            return place
+        index = int(match[1]) - num_former
+        return f"input[{index}]" if index >= 0 else f"item {match[1]} of the conversation so far"
+
+    return replace(translation, message_names=[own(place) for place in translation.message_names])
 
 
 async def render_responses(service: Service, exchange: Exchange) -> None:
@@ -200,8 +213,9 @@ async def render_responses(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     try:
-        chat, _ = await _chat_of(service.responses, body, conversation_of(body))
-        read, params, _ = checked_chat(chat, config)
+        items, former = await _items_of(service.responses, body, conversation_of(body))
+        chat, translation, _ = chat_body(body, [*former, *items])
+        read, params, _ = checked_chat(chat, config, _own_places(translation, len(former)))
         parse.refuse_missing(chat)
         await respond_rendered(service, exchange, chat, read.prompt, params, "messages")
     except RequestError as error:

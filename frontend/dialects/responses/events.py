@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from quintet.frontend.dialects.responses.output import (
     MESSAGE,
     REASONING,
     TEXTS,
+    CallForm,
     Item,
     Items,
     ResponsesAnswer,
@@ -56,7 +57,33 @@ class _EndedItem(msgspec.Struct):
     status: str
     content: list[_EndedPart] = []
     name: str = ""
-    arguments: str = ""
+    namespace: str | None = None
+    arguments: str | dict[str, Any] = ""
+    input: str | None = None
+    action: dict[str, Any] | None = None
+
+    def call(self, forms: Mapping[str, CallForm]) -> tuple[str, str] | None:
+        """Return a call's name and arguments as the model wrote them; None for an item that is none."""
+        kinds: dict[str, str] = {"custom_tool_call": "custom", "local_shell_call": "local_shell"}
+        kinds |= {CALL: "function", "tool_search_call": "tool_search"}
+        kind = kinds.get(self.type)
+        if kind is None:
+            return None
+        named = (kind, self.name, self.namespace) if self.name else (kind,)
+        names = (
+            name
+            for name, form in forms.items()
+            if (form.kind, form.name, form.namespace)[: len(named)] == named
+        )
+        if self.input is not None:
+            arguments = encode_json({"input": self.input}).decode()
+        elif self.action is not None:
+            action = {**self.action, "workdir": self.action.get("working_directory")}
+            arguments = encode_json(action).decode()
+        else:
+            given = self.arguments
+            arguments = given if isinstance(given, str) else encode_json(given).decode()
+        return next(names, self.name), arguments
 
 
 class _Ended(msgspec.Struct):
@@ -191,18 +218,20 @@ class ResponsesWriter:
         ended = msgspec.json.decode(response, type=_Ended)
         num_calls = 0
         for item in ended.output:
-            text = item.arguments or "".join(part.text for part in item.content)
-            if item.type == CALL:
+            call = item.call(self._answer.calls)
+            if call is not None:
+                name, text = call
                 spans = [
-                    (int(Channel.NAME), num_calls, len(item.name)),
+                    (int(Channel.NAME), num_calls, len(name)),
                     (int(Channel.ARGUMENTS), num_calls, len(text)),
                 ]
                 num_calls += 1
             else:
+                name, text = "", "".join(part.text for part in item.content)
                 spans = [
                     (int(Channel.REASONING if item.type == REASONING else Channel.CONTENT), 0, len(text))
                 ]
-            self._write_delta(Delta(0, item.name + text, (), [], None, spans))
+            self._write_delta(Delta(0, name + text, (), [], None, spans))
         self._items.close(ended.output[-1].status if ended.output else ended.status)
         if ended.status != CANCELLED:
             self._tell(f"response.{ended.status}", {"response": msgspec.Raw(response)})
@@ -232,8 +261,9 @@ class ResponsesWriter:
                 item = self._items.begin(channel, call, text)
                 if channel != Channel.NAME:
                     item.texts.append(text)
-                    self._tell_text(item, text)
-                    continue
+                    if item.has_deltas:
+                        self._tell_text(item, text)
+                        continue
             self._num_chars += len(text)
             self._num_behind = 0
         item_open = self._items.open

@@ -5,47 +5,106 @@ What one turn of the assistant thought, said and called is one message; a result
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.answer import encode_json
+from quintet.frontend.dialects.openai.offered_tools import (
+    SEARCH,
+    OfferedTool,
+    joined_name,
+    offered_tools,
+    sent_tools,
+)
 from quintet.frontend.dialects.responses.types import ContentPart, InputItem
 from quintet.wire.params import shown
 
-ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
-"""Of messages, by those of templates."""
+ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 UNSEEN_PARTS = {
     "input_image": "models that see",
     "input_audio": "models that hear",
     "input_file": "a reader of files",
 }
-TYPES = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
+TYPES = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "mcp_call",
+    "reasoning",
+    "item_reference",
+)
+SERVER_ITEMS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "compaction",
+    "compaction_summary",
+    "compaction_trigger",
+    "ghost_snapshot",
+)
+"""Types of items that tools of another server wrote, or that nobody but it can read."""
+LOCAL_SHELL = "local_shell"
 
 Message = dict[str, Any]
 NO_THOUGHT: Message = {"role": "assistant", "content": ""}
 """What an item of reasoning is whose text nobody told."""
 
+_log = logging.getLogger("quintet")
 
-def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Message]:
-    """Return the messages that these items are; references were resolved. Raises `RequestError`."""
+
+def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[list[Message], list[str]]:
+    """Return the messages that these items are, and where each stands in the body. Raises `RequestError`.
+
+    References were resolved. Neighbours of one role become one, but for system messages, which chat templates take in
+    different ways.
+    """
     found: list[Message] = []
+    places: list[str] = []
     if instructions:
         found.append({"role": "system", "content": instructions})
+        places.append("instructions")
     names: dict[str, str] = {}
     for index, item in enumerate(items):
-        message = _message_of(item, f"input[{index}]", names)
-        if message == NO_THOUGHT:
-            continue
-        if found and found[-1]["role"] == message["role"] != "tool":
-            _join(found[-1], message)
-        else:
-            found.append(message)
-    return found
+        for message in _messages_of(item, f"input[{index}]", names):
+            if message == NO_THOUGHT:
+                continue
+            if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
+                _join(found[-1], message)
+            else:
+                found.append(message)
+                places.append(f"input[{index}]")
+    return found, places
 
 
-def _message_of(item: InputItem, where: str, names: dict[str, str]) -> Message:
-    """Return one item as a message. ``names``: of the functions that were called, by the id of the call; grows."""
+def found_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
+    """Return the tools that searches of the conversation have found."""
+    return [
+        tool
+        for index, item in enumerate(items)
+        if item.type == "tool_search_output"
+        for tool in offered_tools(sent_tools(item.tools, f"input[{index}].tools"), f"input[{index}].tools")
+    ]
+
+
+def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Message]:
+    """Return the messages of one item. ``names``: of the functions that were called, by the id of the call; grows."""
     match item.type:
         case None | "message":
             role = _given(item.role, f"{where}.role")
@@ -53,28 +112,74 @@ def _message_of(item: InputItem, where: str, names: dict[str, str]) -> Message:
                 raise parse.invalid(
                     f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input"
                 )
-            content = _text(item.content, f"{where}.content")
-            return {"role": ROLES[role], "content": content}
-        case "function_call":
-            call_id = _given(item.call_id, f"{where}.call_id")
-            names[call_id] = _given(item.name, f"{where}.name")
-            function = {"name": names[call_id], "arguments": _given(item.arguments, f"{where}.arguments")}
-            call = {"id": call_id, "type": "function", "function": function}
-            return {"role": "assistant", "content": "", "tool_calls": [call]}
-        case "function_call_output":
-            call_id = _given(item.call_id, f"{where}.call_id")
-            output = _text(item.output, f"{where}.output")
-            message = {"role": "tool", "tool_call_id": call_id, "content": output}
-            return message | ({"name": names[call_id]} if call_id in names else {})
+            return [{"role": role, "content": _text(item.content, f"{where}.content")}]
         case "reasoning":
             thoughts = item.content or item.summary or ""
             content = _text(thoughts, f"{where}.content")
-            return {"role": "assistant", "content": "", **({"reasoning_content": content} if content else {})}
+            return [
+                {"role": "assistant", "content": "", **({"reasoning_content": content} if content else {})}
+            ]
+        case "function_call" | "custom_tool_call" | "local_shell_call":
+            return [_call(item, where, names)]
+        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+            return [_result(item, _text(item.output, f"{where}.output"), where, names)]
+        case "mcp_call" if item.output is not None:
+            call = _call(item, where, names)
+            return [call, _result(item, _text(item.output, f"{where}.output"), where, names)]
+        case "tool_search_call" if item.call_id is not None:
+            return [_call(item, where, names)]
+        case "tool_search_output" if item.call_id is not None:
+            definitions = [tool.definition() for tool in found_tools([item])]
+            return [_result(item, "\n".join(definitions) or "No tools were found.", where, names)]
+    if item.type in (*SERVER_ITEMS, "mcp_call", "tool_search_call", "tool_search_output"):
+        _log.info("%s, an item of type %s, is left out: another server's tools wrote it", where, item.type)
+        return []
     raise parse.not_implemented(
         f"{where}, an item of type {shown(item.type)},",
         "items of that type",
         f"It takes {', '.join(TYPES)}.",
     )
+
+
+def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
+    """Return a message that calls a function."""
+    call_id = _given(item.call_id or item.id, f"{where}.call_id")
+    match item.type:
+        case "custom_tool_call":
+            name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
+            arguments: Any = encode_json({"input": _given(item.input, f"{where}.input")}).decode()
+        case "local_shell_call":
+            name = LOCAL_SHELL
+            arguments = _shell_arguments(item, where)
+        case "tool_search_call":
+            name = SEARCH
+            arguments = item.arguments
+        case _:
+            name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
+            arguments = _given(item.arguments, f"{where}.arguments")
+    names[call_id] = name
+    if not isinstance(arguments, str):
+        arguments = encode_json(arguments or {}).decode()
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _shell_arguments(item: InputItem, where: str) -> dict[str, Any]:
+    """Return what the function of the local shell was called with."""
+    encoded = parse.json_of(item.action)
+    sent: Any = msgspec.json.decode(encoded) if encoded else None
+    if not isinstance(sent, dict):
+        raise parse.invalid(f"{where}.action must be an object.", "input")
+    action = {name: value for name, value in sent.items() if value not in (None, {}) and name != "type"}
+    if "working_directory" in action:
+        action["workdir"] = action.pop("working_directory")
+    return action
+
+
+def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Message:
+    call_id = _given(item.call_id or item.id, f"{where}.call_id")
+    message = {"role": "tool", "tool_call_id": call_id, "content": text}
+    return message | ({"name": names[call_id]} if call_id in names else {})
 
 
 def _join(message: Message, more: Message) -> None:

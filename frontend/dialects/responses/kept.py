@@ -22,7 +22,29 @@ from quintet.wire.params import shown
 
 ITEM_ID = re.compile(r"[a-z]{2,4}_([0-9a-f]{48})_[a-z0-9]{1,12}")
 """Of an item that an answer was made of, or that came without one: it names the response."""
-PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
+KEPT_FIELDS = (
+    "role",
+    "content",
+    "call_id",
+    "name",
+    "namespace",
+    "arguments",
+    "input",
+    "action",
+    "tools",
+    "execution",
+    "output",
+    "summary",
+)
+"""Of an item, besides its id, type and status."""
 _log = logging.getLogger("quintet")
 _items_decoder = msgspec.json.Decoder(list[InputItem])
 _decode_answer = msgspec.msgpack.Decoder(ResponsesAnswer).decode
@@ -100,9 +122,9 @@ def _kept_item(item: InputItem, name: str) -> dict[str, Any]:
     kept: dict[str, Any] = {"id": item.id or f"{PREFIXES.get(kind, 'item')}_{name}", "type": kind}
     if kind != "reasoning":
         kept["status"] = item.status or "completed"
-    for field in ("role", "content", "call_id", "name", "arguments", "output", "summary"):
+    for field in KEPT_FIELDS:
         value = getattr(item, field)
-        if value is not None:
+        if value is not None and value is not msgspec.UNSET:
             kept[field] = _parts(value) if isinstance(value, list) else value
     if kind == "message" and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"

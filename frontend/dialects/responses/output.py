@@ -4,6 +4,8 @@
     reasoning      output_item.added  content_part.added  reasoning_text.delta…  .done  content_part.done  output_item.done
     function_call  output_item.added  function_call_arguments.delta…             .done                     output_item.done
 
+Calls of other tools than functions (`CallForm`) are told with their end: their input is read from the whole JSON.
+
 An item ends where the next one begins. What is told depends on the text alone, but for where its deltas are cut.
 """
 
@@ -13,9 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from quintet.frontend.dialects.channels import Channels
 from quintet.frontend.dialects.claims import Answer
 from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
+from quintet.frontend.dialects.openai.offered_tools import CallKind
 from quintet.frontend.response_store import IN_PROGRESS
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
@@ -30,6 +35,7 @@ KINDS: dict[int, str] = {
 }
 PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
 """Of the ids of items."""
+CUSTOM_INPUT = "response.custom_tool_call_input"
 TEXTS = {
     MESSAGE: "response.output_text",
     REASONING: "response.reasoning_text",
@@ -40,6 +46,66 @@ COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", 
 
 Tell = Callable[[str, dict[str, Any]], None]
 """Takes an event: its type, and its fields."""
+
+
+class CallForm(msgspec.Struct, array_like=True, frozen=True):
+    """How calls of a tool are told that the model knows as a function."""
+
+    kind: CallKind
+    name: str
+    """The client's own."""
+    namespace: str | None = None
+
+    def item(self, call_id: str, arguments: str) -> dict[str, Any]:
+        """Return the fields of a call's item."""
+        if self.kind == "function":
+            fields = {"type": CALL, "call_id": call_id, "name": self.name, "arguments": arguments}
+        elif self.kind == "custom":
+            fields = {
+                "type": "custom_tool_call",
+                "call_id": call_id,
+                "name": self.name,
+                "input": _input_of(arguments),
+            }
+        elif self.kind == "local_shell":
+            return {"type": "local_shell_call", "call_id": call_id, "action": _action_of(arguments)}
+        else:
+            found = _decoded(arguments)
+            return {
+                "type": "tool_search_call",
+                "call_id": call_id,
+                "execution": "client",
+                "arguments": {} if found is None else found,
+            }
+        return fields if self.namespace is None else {**fields, "namespace": self.namespace}
+
+
+def _decoded(arguments: str) -> dict[str, Any] | None:
+    """Return arguments as an object; None for those that are cut off or none."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _input_of(arguments: str) -> str:
+    """Return the text that a freeform tool is called with; arguments that are cut off are shown as they are."""
+    found = _decoded(arguments)
+    text = None if found is None else found.get("input")
+    return text if isinstance(text, str) else arguments
+
+
+def _action_of(arguments: str) -> dict[str, Any]:
+    found = _decoded(arguments) or {}
+    command = found.get("command")
+    return {
+        "type": "exec",
+        "command": command if isinstance(command, list) else [str(command or "")],
+        "env": found.get("env") or {},
+        "timeout_ms": found.get("timeout_ms"),
+        "working_directory": found.get("workdir"),
+        "user": None,
+    }
 
 
 class ResponsesAnswer(Answer, tag="responses"):
@@ -53,6 +119,8 @@ class ResponsesAnswer(Answer, tag="responses"):
     """Whether the store shall know how it ends."""
     conversation: str = ""
     """The conversation that it is a turn of."""
+    calls: dict[str, CallForm] = msgspec.field(default_factory=dict)
+    """By the name that the model knows the tool by."""
 
 
 @dataclass(slots=True)
@@ -64,6 +132,8 @@ class Item:
     index: int
     name: str = ""
     call_id: str = ""
+    form: CallForm | None = None
+    """Of a call that is not one of a plain function."""
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
 
@@ -71,6 +141,11 @@ class Item:
         """Return the fields that say in an event which text it is about."""
         place = {"item_id": self.id, "output_index": self.index}
         return place if self.kind == CALL else {**place, "content_index": 0}
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether its text is told as it comes."""
+        return self.form is None or self.form.kind == "function"
 
     def part(self) -> dict[str, Any]:
         """Return the content so far."""
@@ -82,6 +157,8 @@ class Item:
     def whole(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
         """Return the item; ``is_empty``: as it begins."""
         item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
+        if self.form is not None:
+            return {**item, **self.form.item(self.call_id, "".join(self.texts))}
         if self.kind == CALL:
             return {**item, "call_id": self.call_id, "name": self.name, "arguments": "".join(self.texts)}
         content = [] if is_empty else [self.part()]
@@ -95,6 +172,7 @@ class Items:
 
     def __init__(self, answer: ResponsesAnswer, tell: Tell) -> None:
         self._channels = answer.channels
+        self._forms = answer.calls
         self._response_id = answer.options.response_id
         self._tell = tell
         self.open: Item | None = None
@@ -117,6 +195,7 @@ class Items:
         item = Item(kind, f"{PREFIXES[kind]}_{self._response_id.partition('_')[2]}_{index}", index)
         if kind == CALL:
             item.name, item.call_id = text, self._channels.call_id(0, call, text)
+            item.form = self._forms.get(text)
         self.open = item
         added = {"output_index": index, "item": item.whole(IN_PROGRESS, is_empty=True)}
         self._tell("response.output_item.added", added)
@@ -130,14 +209,25 @@ class Items:
         if item is None:
             return
         text, place = "".join(item.texts), item.place()
+        whole = item.whole(status)
+        if not item.has_deltas:
+            self._end_call(item, whole)
+            return
         if item.kind == CALL:
-            ending: dict[str, Any] = {"name": item.name, "arguments": text}
+            ending: dict[str, Any] = {"name": whole["name"], "arguments": text}
         else:
             ending = {"text": text, **({"logprobs": item.logprobs} if item.kind == MESSAGE else {})}
         self._tell(f"{TEXTS[item.kind]}.done", {**place, **ending})
         if item.kind != CALL:
             self._tell("response.content_part.done", {**place, "part": item.part()})
-        whole = item.whole(status)
+        self.done.append(whole)
+        self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
+
+    def _end_call(self, item: Item, whole: dict[str, Any]) -> None:
+        """End a call whose input is told at once."""
+        if "input" in whole:
+            self._tell(f"{CUSTOM_INPUT}.delta", {**item.place(), "delta": whole["input"]})
+            self._tell(f"{CUSTOM_INPUT}.done", {**item.place(), "input": whole["input"]})
         self.done.append(whole)
         self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
 

@@ -12,16 +12,22 @@ import msgspec
 
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import encode_json
-from quintet.frontend.dialects.openai.chat import decode_part
-from quintet.frontend.dialects.openai.types import ChatBody, RawField, ResponseFormat
-from quintet.frontend.dialects.responses.items import messages_of
+from quintet.frontend.dialects.openai.chat import Translation, decode_part
+from quintet.frontend.dialects.openai.offered_tools import (
+    SERVER_TOOLS,
+    OfferedTool,
+    offered_tools,
+    sent_tools,
+)
+from quintet.frontend.dialects.openai.types import ChatBody, ResponseFormat
+from quintet.frontend.dialects.responses.items import found_tools, messages_of
+from quintet.frontend.dialects.responses.output import CallForm
 from quintet.frontend.dialects.responses.types import (
     InputItem,
     NamedConversation,
     NamedTool,
     ReasoningOptions,
     ResponsesBody,
-    ResponseTool,
     TextFormat,
     TextOptions,
 )
@@ -84,13 +90,14 @@ SAME = (
     "vllm_xargs",
 )
 """Fields that the chat dialect has too, by the same name and type."""
+NO_FIELDS = {"description": None, "parameters": None, "strict": None}
+"""Of a function in a response, where its tool was sent without them."""
 LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
 
 _items_decoder: msgspec.json.Decoder[str | list[InputItem]] = msgspec.json.Decoder(str | list[InputItem])
 _conversation_decoder: msgspec.json.Decoder[str | NamedConversation] = msgspec.json.Decoder(
     str | NamedConversation
 )
-_tools_decoder = msgspec.json.Decoder(list[ResponseTool])
 _mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
@@ -104,11 +111,17 @@ def items_of(body: ResponsesBody) -> list[InputItem]:
     return given
 
 
-def chat_body(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
-    """Return the same request as the chat dialect spells it, with ``items`` for its conversation. Raises `RequestError`."""
+def chat_body(
+    body: ResponsesBody, items: Sequence[InputItem]
+) -> tuple[ChatBody, Translation, dict[str, CallForm]]:
+    """Return the same request as the chat dialect spells it, with ``items`` for its conversation.
+
+    The forms are of calls that are told as other items than calls of plain functions. Raises `RequestError`.
+    """
     _refuse_unsupported(body)
     _check_values(body)
-    chat = ChatBody(messages=msgspec.Raw(encode_json(messages_of(body.instructions, items))))
+    messages, places = messages_of(body.instructions, items)
+    chat = ChatBody(messages=msgspec.Raw(encode_json(messages)))
     for name in SAME:
         setattr(chat, name, getattr(body, name))
     chat.max_completion_tokens = body.max_output_tokens
@@ -118,71 +131,72 @@ def chat_body(body: ResponsesBody, items: Sequence[InputItem]) -> ChatBody:
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
     chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
     chat.response_format = None if body.text is None else _format(body.text.format)
-    tools = _tools(body.tools)
-    if isinstance(body.tool_choice, NamedTool):
+    tools = offered_tools(sent_tools(body.tools, "tools"))
+    deferred = [tool for tool in tools if tool.is_deferred] + found_tools(items)
+    forms = _call_forms([*tools, *deferred])
+    tools = [tool for tool in tools if not tool.is_deferred]
+    if isinstance(body.tool_choice, NamedTool) and not parse.json_of(body.tools):
+        chat.tool_choice = "required"  # refused below, as for any choice among nothing
+    elif isinstance(body.tool_choice, NamedTool):
         tools, chat.tool_choice = _choice(body.tool_choice, tools)
     else:
         chat.tool_choice = body.tool_choice
     if tools:
-        chat.tools = msgspec.Raw(encode_json([_chat_tool(tool) for tool in tools]))
-    elif chat.tool_choice == "auto":  # what clients send along without tools says nothing
+        chat.tools = msgspec.Raw(encode_json([tool.nested() for tool in tools]))
+    elif chat.tool_choice == "auto" or parse.json_of(body.tools):  # there is nothing to choose among
         chat.tool_choice = None
-    return chat
+    return chat, Translation(places, deferred), forms
 
 
-def _tools(raw: RawField) -> list[ResponseTool]:
-    if not parse.json_of(raw):
-        return []
-    tools = decode_part(raw, _tools_decoder, "tools")
-    for index, tool in enumerate(tools):
-        if tool.type != "function":
-            raise parse.not_implemented(
-                f"tools[{index}], of type {shown(tool.type)},",
-                "tools of its own",
-                "Describe it as one of yours: type function, with name, description and parameters.",
-            )
-        if tool.name is None:
-            raise parse.invalid(f"tools[{index}].name is missing; it is required.", "tools")
-    return tools
-
-
-def _chat_tool(tool: ResponseTool) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": tool.name}
-    for name in ("description", "parameters", "strict"):
-        value = getattr(tool, name)
-        if value is not None and value is not msgspec.UNSET:
-            function[name] = value
-    return {"type": "function", "function": function}
+def _call_forms(tools: Sequence[OfferedTool]) -> dict[str, CallForm]:
+    return {
+        tool.name: CallForm(tool.kind, tool.own_name, tool.namespace)
+        for tool in tools
+        if tool.kind != "function" or tool.namespace
+    }
 
 
 def _choice(
-    choice: NamedTool, tools: Sequence[ResponseTool]
-) -> tuple[list[ResponseTool], str | dict[str, msgspec.Raw]]:
+    choice: NamedTool, tools: Sequence[OfferedTool]
+) -> tuple[list[OfferedTool], str | dict[str, msgspec.Raw] | None]:
     """Return the tools that the model is shown, and the choice among them."""
-    if choice.type == "function":
+    if choice.type in ("function", "custom"):
         if choice.name is None:
             raise parse.invalid("tool_choice.name is missing; it is required.", "tool_choice")
-        named = msgspec.Raw(encode_json({"name": choice.name}))
-        return list(tools), {"type": msgspec.Raw(b'"function"'), "function": named}
+        named = next((tool.name for tool in tools if _is_named(tool, choice)), choice.name)
+        return list(tools), _forced(named)
     if choice.type != "allowed_tools":
-        raise parse.not_implemented(
-            f"tool_choice.type, {shown(choice.type)},",
-            "tools of its own",
-            "Send type function or allowed_tools.",
-        )
+        of_type = [tool.name for tool in tools if tool.kind == choice.type]
+        if not of_type and not choice.type.startswith(SERVER_TOOLS):
+            raise parse.not_implemented(
+                f"tool_choice.type, {shown(choice.type)},",
+                "tools of that type",
+                "Send type function, custom or allowed_tools.",
+            )
+        return list(tools), _forced(of_type[0]) if of_type else None
     if choice.mode not in ("auto", "required"):
         raise parse.invalid(
             f"tool_choice.mode is {shown(choice.mode)}; it must be 'auto' or 'required'.", "tool_choice"
         )
-    wanted = [tool.name for tool in choice.tools or ()]
-    missing = set(wanted) - {tool.name for tool in tools}
-    if missing or not wanted:
-        sent = shown(sorted(map(str, missing))[0]) if missing else "none"
+    wanted = [each for each in choice.tools or () if each.type in ("function", "custom")]
+    missing = [each for each in wanted if not any(_is_named(tool, each) for tool in tools)]
+    if missing or not choice.tools:
+        sent = shown(str(missing[0].name)) if missing else "none"
         raise parse.invalid(
             f"tool_choice.tools names {sent}; it must name at least one of the tools, and no others.",
             "tool_choice",
         )
-    return [tool for tool in tools if tool.name in wanted], choice.mode
+    kinds = {each.type for each in choice.tools} - {"function", "custom"}
+    allowed = [tool for tool in tools if tool.kind in kinds or any(_is_named(tool, each) for each in wanted)]
+    return allowed, choice.mode if allowed else None
+
+
+def _is_named(tool: OfferedTool, choice: NamedTool) -> bool:
+    return choice.name in (tool.own_name, tool.name) and choice.namespace in (None, tool.namespace)
+
+
+def _forced(name: str) -> dict[str, msgspec.Raw]:
+    return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
 
 
 def _format(asked: TextFormat | None) -> ResponseFormat | None:
@@ -265,7 +279,8 @@ def echo_of(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, 
     """Return the fields of a response that repeat its request."""
     text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
     form = text.format or TextFormat(type="text")
-    tools = [msgspec.structs.asdict(tool) for tool in _tools(body.tools)]
+    encoded = parse.json_of(body.tools)
+    tools: list[dict[str, Any]] = msgspec.json.decode(encoded) if encoded else []
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -280,13 +295,7 @@ def echo_of(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, 
         "temperature": temperature,
         "text": {"format": _sent(form), "verbosity": text.verbosity or "medium"},
         "tool_choice": _chosen(body.tool_choice),
-        "tools": [
-            {
-                "parameters": None,
-                **{name: value for name, value in tool.items() if value is not msgspec.UNSET},
-            }
-            for tool in tools
-        ],
+        "tools": [{**(NO_FIELDS if tool.get("type") == "function" else {}), **tool} for tool in tools],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,
         "truncation": body.truncation or "disabled",

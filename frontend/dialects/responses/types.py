@@ -13,7 +13,7 @@ from quintet.frontend.dialects.openai.types import RawField
 class ContentPart(msgspec.Struct, kw_only=True):
     """One part of an item's content: ``type`` says which of the other fields it has."""
 
-    type: str
+    type: str = ""
     """input_text, output_text, refusal, reasoning_text or summary_text; also text."""
     text: str | None = None
     refusal: str | None = None
@@ -23,7 +23,9 @@ class InputItem(msgspec.Struct, kw_only=True):
     """An item of the conversation: ``type`` says which of the other fields it has; without one it is a message."""
 
     type: str | None = None
-    """message, function_call, function_call_output, reasoning or item_reference."""
+    """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
+    local_shell_call_output, tool_search_call, tool_search_output, mcp_call, reasoning or item_reference. Items of other tools
+    that a server ran are skipped."""
     id: str | None = None
     role: str | None = None
     """user, assistant, system or developer."""
@@ -31,7 +33,17 @@ class InputItem(msgspec.Struct, kw_only=True):
     status: str | None = None
     call_id: str | None = None
     name: str | None = None
-    arguments: str | None = None
+    namespace: str | None = None
+    """Of the tool that is called."""
+    arguments: str | dict[str, msgspec.Raw] | None = None
+    input: str | None = None
+    """Of a call of a freeform tool."""
+    action: RawField = msgspec.UNSET
+    """Of a call of the local shell: an object with the command."""
+    tools: RawField = msgspec.UNSET
+    """That a search has found."""
+    execution: str | None = None
+    """Of a search of tools: client or server."""
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
 
@@ -64,22 +76,13 @@ class TextOptions(msgspec.Struct, kw_only=True):
     """low, medium or high."""
 
 
-class ResponseTool(msgspec.Struct, kw_only=True):
-    """A tool. Those of ``type`` function are the client's own; others would be run by the server, which has none."""
-
-    type: str
-    name: str | None = None
-    description: str | None = None
-    parameters: RawField = msgspec.UNSET
-    strict: bool | None = None
-
-
 class NamedTool(msgspec.Struct, kw_only=True):
-    """``tool_choice`` as an object: one function, or some of the tools."""
+    """``tool_choice`` as an object: one tool, or some of the tools."""
 
     type: str
-    """function or allowed_tools."""
+    """function, custom, another type of tools, or allowed_tools."""
     name: str | None = None
+    namespace: str | None = None
     mode: str | None = None
     """auto or required, with ``type`` allowed_tools."""
     tools: list[NamedTool] | None = None
@@ -155,7 +158,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     structured_outputs: RawField = msgspec.UNSET
     text: TextOptions | None = None
     tools: RawField = msgspec.UNSET
-    """A list of `ResponseTool`."""
+    """A list of `quintet.frontend.dialects.openai.offered_tools.SentTool`."""
     tool_choice: str | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     top_logprobs: int | None = None

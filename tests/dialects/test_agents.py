@@ -1,0 +1,377 @@
+"""What coding agents send: tools and items of every type, searches of tools, system messages in the middle."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from quintet.deploy.router import asked
+from quintet.wire.channels import Channel
+from quintet.wire.config import ParsersConfig
+from quintet.wire.messages import ChatPrompt, Submit
+
+H, R, M = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+NAME, ARGUMENTS = int(Channel.NAME), int(Channel.ARGUMENTS)
+HELLO = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+FLAT = {"type": "function", "name": "read", "description": "Read a file.", "parameters": SCHEMA}
+NESTED = {"type": "function", "function": {"name": "list", "parameters": SCHEMA}}
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
+ANTHROPIC = {"name": "read", "description": "Read a file.", "input_schema": SCHEMA}
+
+Json = dict[str, Any]
+
+
+@pytest.fixture
+def parsing(serve: Callable[..., Any]) -> Any:
+    return serve(parsers=ParsersConfig(tools="hermes"))
+
+
+def prompt_of(server: Any, path: str, body: Json) -> ChatPrompt:
+    """Send a request; return the prompt that the engine got."""
+    limit = {M: "max_tokens", R: "max_output_tokens", H: "max_tokens"}[path]
+    reply = server.ask("POST", path, {"model": "toy", limit: 4, **body})
+    assert reply.status == 200, reply.json
+    prompt = server.engine.wait_for(Submit)[-1].prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt
+
+
+def functions(prompt: ChatPrompt) -> dict[str, Json]:
+    """Return the functions that the template shows, by name."""
+    tools = json.loads(prompt.tools) if prompt.tools else []
+    assert all(tool["type"] == "function" for tool in tools)
+    return {tool["function"]["name"]: tool["function"] for tool in tools}
+
+
+# --- tools --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [H, R])
+def test_functions_of_any_form_are_nested_for_the_template(shared: Any, path: str) -> None:
+    messages = {"messages" if path == H else "input": HELLO}
+    prompt = prompt_of(shared, path, {**messages, "tools": [FLAT, NESTED, {**ANTHROPIC, "name": "edit"}]})
+    found = functions(prompt)
+    assert list(found) == ["read", "list", "edit"]
+    assert all(function["parameters"] == SCHEMA for function in found.values())
+
+
+def test_tools_that_need_no_change_reach_the_template_as_they_were_sent(shared: Any) -> None:
+    prompt = prompt_of(shared, H, {"messages": HELLO, "tools": [{**NESTED, "cache_control": {}}]})
+    assert json.loads(prompt.tools) == [{**NESTED, "cache_control": {}}]
+
+
+@pytest.mark.parametrize("path", [H, R, M])
+def test_no_tools_are_none(shared: Any, path: str) -> None:
+    messages = {"input" if path == R else "messages": HELLO}
+    assert prompt_of(shared, path, {**messages, "tools": []}).tools == b""
+
+
+def test_a_freeform_tool_is_a_function_of_one_text(shared: Any) -> None:
+    custom = {"type": "custom", "custom": {name: PATCH[name] for name in ("name", "description", "format")}}
+    for path, body in ((R, {"input": "x", "tools": [PATCH]}), (H, {"messages": HELLO, "tools": [custom]})):
+        function = functions(prompt_of(shared, path, body))["apply_patch"]
+        assert function["parameters"]["required"] == ["input"]
+        assert "start: /.+/" in function["parameters"]["properties"]["input"]["description"]
+
+
+def test_a_namespace_is_functions_of_joined_names(shared: Any) -> None:
+    space = {"type": "namespace", "name": "mcp__db", "tools": [FLAT, PATCH]}
+    found = functions(prompt_of(shared, R, {"input": "x", "tools": [FLAT, space]}))
+    assert list(found) == ["read", "mcp__db__read", "mcp__db__apply_patch"]
+
+
+@pytest.mark.parametrize(
+    ("path", "tool"),
+    [
+        (R, {"type": "web_search", "external_web_access": False}),
+        (R, {"type": "image_generation", "output_format": "png"}),
+        (R, {"type": "tool_search"}),
+        (R, {"type": "mcp", "server_label": "x", "server_url": "https://example.com"}),
+        (R, {"type": "code_interpreter", "container": {"type": "auto"}}),
+        (M, {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}),
+        (M, {"type": "tool_search_tool_regex_20251119", "name": "tool_search_tool_regex"}),
+        (M, {"type": "mcp_toolset", "mcp_server_name": "x"}),
+    ],
+)
+def test_a_tool_that_a_server_runs_is_skipped(
+    shared: Any, caplog: pytest.LogCaptureFixture, path: str, tool: Json
+) -> None:
+    messages = {"input": "x"} if path == R else {"messages": HELLO}
+    own = FLAT if path == R else ANTHROPIC
+    with caplog.at_level(logging.INFO, "quintet"):
+        assert list(functions(prompt_of(shared, path, {**messages, "tools": [own, tool]}))) == ["read"]
+    assert caplog.text.count(f"of type {tool['type']}") == 1
+    choice = {"type": "tool", "name": tool.get("name", "x")} if path == M else "required"
+    prompt = prompt_of(shared, path, {**messages, "tools": [tool], "tool_choice": choice})
+    assert prompt.tools == b""
+
+
+@pytest.mark.parametrize("kind", ["bash_20250124", "text_editor_20250728", "memory_20250818"])
+def test_tools_of_anthropics_that_the_client_runs_are_functions(shared: Any, kind: str) -> None:
+    tools = [{"type": kind, "name": "mine"}]
+    assert (
+        "command"
+        in functions(prompt_of(shared, M, {"messages": HELLO, "tools": tools}))["mine"]["parameters"][
+            "properties"
+        ]
+    )
+
+
+# --- calls that come back -----------------------------------------------------------------------------------------
+
+
+def test_calls_are_told_as_the_items_of_their_tools(parsing: Any) -> None:
+    search = {"type": "tool_search", "execution": "client", "parameters": SCHEMA, "description": "Find."}
+    space = {"type": "namespace", "name": "mcp__db", "description": "", "tools": [FLAT]}
+    calls = [
+        ("apply_patch", '{"input": "*** Begin\\n"}'),
+        ("local_shell", '{"command": ["ls"], "workdir": "/x"}'),
+        ("mcp__db__read", '{"path": "a"}'),
+        ("tool_search", '{"query": "issues"}'),
+        ("read", "{}"),
+    ]
+    parsing.engine.script = [
+        [(NAME, i, name), (ARGUMENTS, i, arguments)] for i, (name, arguments) in enumerate(calls)
+    ]
+    body = {"model": "toy", "input": "x", "tools": [FLAT, PATCH, {"type": "local_shell"}, space, search]}
+    events = parsing.ask("POST", R, {**body, "stream": True}).events
+    for event in events:
+        EVENT.validate_python(event)
+    streamed = events[-1]["response"]
+    whole = parsing.ask("POST", R, body).json
+    for response in (whole, streamed):
+        patch, shell, read, found, plain = response["output"]
+        assert (patch["type"], patch["name"], patch["input"]) == (
+            "custom_tool_call",
+            "apply_patch",
+            "*** Begin\n",
+        )
+        assert shell["type"] == "local_shell_call" and shell["action"]["command"] == ["ls"]
+        assert shell["action"]["working_directory"] == "/x"
+        assert (read["type"], read["namespace"], read["name"]) == ("function_call", "mcp__db", "read")
+        assert (found["type"], found["execution"]) == ("tool_search_call", "client")
+        assert found["arguments"] == {"query": "issues"}
+        assert (plain["type"], plain["name"], "namespace" in plain) == ("function_call", "read", False)
+        assert response["status"] == "completed"
+    kinds = [event["type"] for event in events]
+    assert kinds.count("response.custom_tool_call_input.done") == 1
+    assert kinds.count("response.function_call_arguments.done") == 2
+    kept = parsing.ask("GET", f"{R}/{streamed['id']}?stream=true").events
+    done = [[e["item"] for e in each if e["type"] == "response.output_item.done"] for each in (events, kept)]
+    assert done[0] == done[1] == streamed["output"]
+    Response.model_validate(whole)
+
+    assert_results_follow(parsing, whole, calls, body["tools"])
+
+
+def assert_results_follow(parsing: Any, whole: Json, calls: list[tuple[str, str]], tools: list[Json]) -> None:
+    """Send the results of calls; the template gets the calls as the model made them."""
+    parsing.engine.script = [[(int(Channel.CONTENT), 0, "Done.")]]
+    follow = {"previous_response_id": whole["id"], "tools": tools}
+    results = [
+        {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "fine"}
+        for item in whole["output"]
+        if item["type"] != "tool_search_call"
+    ]
+    messages = json.loads(prompt_of(parsing, R, {**follow, "input": results}).messages)
+    past = [
+        (call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in messages[1]["tool_calls"]
+    ]
+    assert past == [(name, json.loads(arguments)) for name, arguments in calls]
+    assert [message["name"] for message in messages[2:]] == [
+        "apply_patch",
+        "local_shell",
+        "mcp__db__read",
+        "read",
+    ]
+
+
+def test_items_that_a_server_wrote_are_left_out(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
+    items = [
+        *HELLO,
+        {"type": "web_search_call", "status": "completed", "action": {"type": "search", "query": "x"}},
+        {"type": "image_generation_call", "id": "ig_1", "status": "completed", "result": "aGk="},
+        {"type": "mcp_list_tools", "id": "mcpl_1", "server_label": "x", "tools": []},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "reasoning", "summary": [], "content": None, "encrypted_content": "gAAA"},
+        {"role": "user", "content": "go on"},
+    ]
+    with caplog.at_level(logging.INFO, "quintet"):
+        prompt = prompt_of(shared, R, {"input": items, "store": False})
+    assert json.loads(prompt.messages) == [{"role": "user", "content": "hello\ngo on"}]
+    assert "input[1], an item of type web_search_call, is left out" in caplog.text
+
+
+def test_calls_that_a_server_ran_are_calls_with_their_results(shared: Any) -> None:
+    call = {
+        "type": "mcp_call",
+        "id": "mcp_1",
+        "server_label": "x",
+        "name": "f",
+        "arguments": "{}",
+        "output": "4",
+    }
+    messages = json.loads(prompt_of(shared, R, {"input": [*HELLO, call]}).messages)
+    assert messages[1]["tool_calls"][0]["function"]["name"] == "f"
+    assert messages[2] == {"role": "tool", "tool_call_id": "mcp_1", "name": "f", "content": "4"}
+
+
+def test_a_tool_that_a_search_found_is_told_in_place_and_may_be_called(parsing: Any) -> None:
+    tools = [FLAT, {**FLAT, "name": "later", "defer_loading": True}]
+    items = [
+        *HELLO,
+        {"type": "tool_search_call", "call_id": "c1", "execution": "client", "arguments": {"query": "x"}},
+        {
+            "type": "tool_search_output",
+            "call_id": "c1",
+            "execution": "client",
+            "tools": [{**FLAT, "name": "found"}],
+        },
+    ]
+    prompt = prompt_of(parsing, R, {"input": items, "tools": tools})
+    assert list(functions(prompt)) == ["read"]
+    result = json.loads(prompt.messages)[-1]
+    assert result["role"] == "tool" and json.loads(result["content"])["function"]["name"] == "found"
+
+
+# --- Anthropic's blocks -------------------------------------------------------------------------------------------
+
+
+def test_a_deferred_tool_is_shown_where_a_block_refers_to_it(shared: Any) -> None:
+    tools = [
+        ANTHROPIC,
+        {**ANTHROPIC, "name": "later", "defer_loading": True},
+        {"name": "bare", "defer_loading": True},
+    ]
+    call = {"type": "tool_use", "id": "toolu_1", "name": "ToolSearch", "input": {"query": "x"}}
+    found = [{"type": "tool_reference", "tool_name": name} for name in ("later", "read", "unknown")]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": found}
+    added = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "later"}}
+    turns = [
+        *HELLO,
+        {"role": "assistant", "content": [call]},
+        {"role": "user", "content": [result]},
+        {"role": "system", "content": [{"type": "text", "text": "More:"}, added]},
+    ]
+    prompt = prompt_of(shared, M, {"messages": turns, "tools": tools})
+    assert list(functions(prompt)) == ["read"]
+    *_, told, system = json.loads(prompt.messages)
+    definition, *others = told["content"].split("\n")
+    assert others == ["Tool available: read", "Tool available: unknown"]
+    function = {"name": "later", "description": "Read a file.", "parameters": SCHEMA}
+    assert json.loads(definition.removeprefix("Tool available: ")) == {
+        "type": "function",
+        "function": function,
+    }
+    assert system == {"role": "system", "content": f"More:\n{definition}"}
+    assert prompt.message_names == ["messages[0]", "messages[1]", "messages[2]", "messages[3]"]
+
+
+def test_deferred_tools_are_shown_at_once_where_a_servers_search_would_load_them(shared: Any) -> None:
+    search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    tools = [search, {**ANTHROPIC, "defer_loading": True}]
+    assert list(functions(prompt_of(shared, M, {"messages": HELLO, "tools": tools}))) == ["read"]
+
+
+def test_blocks_of_a_servers_tools_are_left_out(shared: Any) -> None:
+    blocks = [
+        {"type": "text", "text": "I search."},
+        {"type": "server_tool_use", "id": "srvtoolu_1", "name": "web_search", "input": {"query": "x"}},
+        {
+            "type": "web_search_tool_result",
+            "tool_use_id": "srvtoolu_1",
+            "content": [{"type": "web_search_result"}],
+        },
+        {
+            "type": "tool_search_tool_result",
+            "tool_use_id": "srvtoolu_2",
+            "content": {"type": "tool_search_tool_search_result", "tool_references": []},
+        },
+        {"type": "text", "text": "Found."},
+    ]
+    turns = [*HELLO, {"role": "assistant", "content": blocks}, *HELLO]
+    messages = json.loads(prompt_of(shared, M, {"messages": turns}).messages)
+    assert messages[1] == {"role": "assistant", "content": "I search.\nFound."}
+    found = {"type": "search_result", "title": "T", "source": "u", "content": [{"type": "text", "text": "c"}]}
+    messages = json.loads(prompt_of(shared, M, {"messages": [{"role": "user", "content": [found]}]}).messages)
+    assert messages[0]["content"] == "T\nu\nc"
+
+
+@pytest.mark.parametrize(("given", "arguments"), [({}, {}), (None, {}), ("{", "{"), ([1], [1])])
+def test_the_input_of_a_past_call_ends_no_conversation(shared: Any, given: Any, arguments: Any) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": given}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "x"}
+    turns = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    messages = json.loads(prompt_of(shared, M, {"messages": turns}).messages)
+    assert messages[1]["tool_calls"][0]["function"]["arguments"] == arguments
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_the_billing_header_is_no_part_of_the_prompt(shared: Any, as_text: bool) -> None:
+    def body(hash_: str) -> Json:
+        line = f"x-anthropic-billing-header: cc_version=2.1; cc_entrypoint=cli; cch={hash_};"
+        blocks = [{"type": "text", "text": text} for text in (line, "You help." + 500 * " Yes.")]
+        system = "\n".join(block["text"] for block in blocks) if as_text else blocks
+        return {"messages": HELLO, "system": system}
+
+    first, second = (prompt_of(shared, M, body(each)) for each in ("01c", "ff2"))
+    assert first == second
+    assert json.loads(first.messages)[0]["content"].startswith("You help.")
+    names = [asked.read(json.dumps(body(each)).encode(), "").names for each in ("01c", "ff2")]
+    assert names[0] == names[1] != []
+
+
+# --- roles and forms ----------------------------------------------------------------------------------------------
+
+
+def test_system_messages_reach_the_template_alike_in_all_dialects(shared: Any) -> None:
+    turns = [HELLO[0], {"role": "system", "content": "late"}, HELLO[0]]
+    chat = prompt_of(shared, H, {"messages": [{"role": "system", "content": "first"}, *turns]})
+    anthropic = prompt_of(shared, M, {"system": "first", "messages": turns})
+    responses = prompt_of(shared, R, {"instructions": "first", "input": turns})
+    assert json.loads(chat.messages) == json.loads(anthropic.messages) == json.loads(responses.messages)
+    assert anthropic.message_names == ["system", "messages[0]", "messages[1]", "messages[2]"]
+    assert responses.message_names == ["instructions", "input[0]", "input[1]", "input[2]"]
+
+
+def test_places_of_a_conversation_that_goes_on_count_its_own_items(shared: Any) -> None:
+    first = shared.ask("POST", R, {"model": "toy", "input": "x", "max_output_tokens": 2}).json
+    prompt = prompt_of(shared, R, {"previous_response_id": first["id"], "input": HELLO})
+    assert prompt.message_names == [
+        "item 0 of the conversation so far",
+        "item 1 of the conversation so far",
+        "input[0]",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "known"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "any"}, "required"),
+        ({"type": "none"}, "none"),
+        ({"type": "function", "name": "list"}, {"type": "function", "function": {"name": "list"}}),
+        ({"type": "tool", "name": "list"}, {"type": "function", "function": {"name": "list"}}),
+    ],
+)
+def test_choices_of_other_dialects_are_understood(parsing: Any, choice: Any, known: Any) -> None:
+    specs = []
+    for each in (choice, known):
+        prompt_of(parsing, H, {"messages": HELLO, "tools": [NESTED], "tool_choice": each})
+        specs.append(parsing.engine.wait_for(Submit)[-1].spec)
+    assert specs[0].params.structured_outputs == specs[1].params.structured_outputs
+    assert specs[0].reading == specs[1].reading
