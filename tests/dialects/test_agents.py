@@ -375,3 +375,18 @@ def test_choices_of_other_dialects_are_understood(parsing: Any, choice: Any, kno
         specs.append(parsing.engine.wait_for(Submit)[-1].spec)
     assert specs[0].params.structured_outputs == specs[1].params.structured_outputs
     assert specs[0].reading == specs[1].reading
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "list"}}])
+def test_calls_that_are_insisted_on_win_over_a_form_of_the_answer(parsing: Any, choice: Any) -> None:
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    plain = {"messages": HELLO, "tools": [NESTED], "tool_choice": choice}
+    prompt_of(parsing, H, plain)
+    expected = parsing.engine.wait_for(Submit)[-1].spec.params.structured_outputs
+    prompt_of(parsing, H, {**plain, "response_format": form})
+    assert parsing.engine.wait_for(Submit)[-1].spec.params.structured_outputs == expected
+    text = {"format": {"type": "json_schema", "name": "x", "schema": {"type": "object"}}}
+    own = choice if isinstance(choice, str) else {"type": "function", "name": "list"}
+    body = {"input": "x", "tools": [{**FLAT, "name": "list"}], "tool_choice": own}
+    prompt_of(parsing, R, {**body, "text": text})
+    assert parsing.engine.wait_for(Submit)[-1].spec.params.structured_outputs == expected

@@ -151,7 +151,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function"}}, 400, "tool_choice", ['{"name": …}']),
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, 400,
      "tool_choice", ["'nobody'", "none of the tools"]),
-    (H, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, 400,
+    (H, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400,
      "tool_choice", ["another form"]),
     (H, {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, 400,
      "tools", ["'a b'"]),

@@ -308,7 +308,8 @@ def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
     form = form_of_calls(body, model.parsers.forced)
-    if form is not None and params.structured_outputs is not None:
+    is_format = body.response_format is not None and body.response_format.type != "text"
+    if form is not None and params.structured_outputs is not None and not is_format:
         raise parse.invalid(
             "tool_choice insists on calls, and the request asks for an answer of another form; send one of them.",
             "tool_choice",
