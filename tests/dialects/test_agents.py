@@ -377,6 +377,17 @@ def test_choices_of_other_dialects_are_understood(parsing: Any, choice: Any, kno
     assert specs[0].reading == specs[1].reading
 
 
+@pytest.mark.parametrize("path", [f"{H}/render", f"{H}/batch"])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "read"}}])
+def test_flat_tools_are_insisted_on_wherever_a_conversation_is_read(
+    shared: Any, path: str, choice: Any
+) -> None:
+    messages = [HELLO] if path.endswith("batch") else HELLO
+    body = {"model": "toy", "messages": messages, "tools": [FLAT, NESTED], "tool_choice": choice}
+    reply = shared.ask("POST", path, {**body, "max_tokens": 4})
+    assert reply.status == 200, reply.json
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "list"}}])
 def test_calls_that_are_insisted_on_win_over_a_form_of_the_answer(parsing: Any, choice: Any) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from quintet.frontend.dialects.openai import parse
+from quintet.frontend.dialects.openai.offered_tools import shown_tools
 from quintet.frontend.dialects.openai.types import ChatBody, FunctionTool, Tool
 from quintet.wire.config import ForcedCalls, ParsersConfig
 from quintet.wire.params import shown
@@ -49,9 +50,12 @@ def insisted_functions(body: ChatBody) -> list[FunctionTool]:
     Where no tool of the request can be offered to the model, nothing is insisted on.
     """
     choice = body.tool_choice
-    if choice is None or choice in ("none", "auto") or not parse.json_of(body.tools):
+    if choice is None or choice in ("none", "auto"):
         return []
-    functions = [tool.function for tool in _tools_decoder.decode(parse.json_of(body.tools))]
+    tools = shown_tools(body.tools)
+    if not tools:
+        return []
+    functions = [tool.function for tool in _tools_decoder.decode(tools)]
     if not isinstance(choice, str):
         name = _named(choice)
         known = [function.name for function in functions]
