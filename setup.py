@@ -4,7 +4,12 @@ Sources under ``csrc/cpu/kernels`` are compiled once for each instruction set, i
 once. The library has a plain C ABI and is loaded with ctypes (quintet.executor.ops.host_library), so no Python headers and
 no torch are needed. Where it does not compile, the package installs without it and computes with torch.
 
-With QUINTET_QUICK_BUILD in the environment what this processor does not choose is optimised less, in half of the time: for tests.
+QUINTET_KERNELS in the environment chooses which instruction sets:
+
+    all      all of them, optimised: what wheels carry, and the default
+    native   those that this processor chooses, and the portable one for any other: a third of the time
+    quick    all of them, but those that this processor does not choose optimised less: for tests
+    none     none: the package computes with torch
 """
 
 from __future__ import annotations
@@ -13,7 +18,10 @@ import os
 import platform
 import runpy
 import shlex
+import shutil
 import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,8 +31,8 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("csrc/cpu")
 NAMES = runpy.run_path("executor/ops/host_sources.py")
 
-NAMED = "library.cpp"
-"""Carries what names the sources: compiled each time."""
+NAMED = ("library.cpp", "dispatch.cpp")
+"""Carry what names the sources, and which instruction sets are built: compiled each time."""
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
@@ -57,7 +65,10 @@ INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] 
 LONGEST = ("linear_integer", "attention", "linear_float", "linear_matrix")
 """Compiled first, so that no core is left with one of them when all else is done."""
 MACHINES = {"AMD64": "x86_64"}  # other systems' names
-QUICK_BUILD = "QUINTET_QUICK_BUILD"
+KERNELS = os.environ.get("QUINTET_KERNELS", "all")
+if KERNELS not in {"all", "native", "quick", "none"}:
+    sys.exit(f"QUINTET_KERNELS is {KERNELS!r}; it must be all, native, quick or none")
+MATRIX_UNIT = "amx"  # an operating system may refuse it, which shows at run time only
 EMULATED = "amx_emulated"  # never chosen, but too slow when it is optimised less
 
 FLAGS = (
@@ -103,6 +114,41 @@ def best_of_here(sets: Sets) -> set[tuple[str, Path]] | None:
     return {(name, path) for path, name in best.items()}
 
 
+def chosen_here(sets: Sets) -> set[tuple[str, Path]] | None:
+    """Return `best_of_here`, with what is chosen where the operating system refuses the matrix unit."""
+    best = best_of_here(sets)
+    without = best_of_here({name: kernels for name, kernels in sets.items() if name != MATRIX_UNIT})
+    return None if best is None or without is None else best | without
+
+
+def complete_sets(sets: Sets, chosen: set[tuple[str, Path]]) -> list[str]:
+    """Return the sets whose kernels, their own and those of lesser sets, are all built."""
+    order = list(sets)
+    best = max((name for name, _ in chosen), key=order.index)
+    lesser = max((name for name, _ in chosen if name != MATRIX_UNIT), key=order.index)
+    return list(dict.fromkeys(("baseline", lesser, best)))
+
+
+class Progress:
+    """Says how many sources are compiled: a line that is written over on a terminal, else a line each tenth."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._lock = threading.Lock()
+
+    def step(self, name: str) -> None:
+        """Count one more."""
+        with self._lock:
+            self._done += 1
+            line = f"  kernels: {self._done} of {self._total} sources compiled"
+            if sys.stderr.isatty():
+                end = "\n" if self._done == self._total else ""
+                print(f"\r{line} ({name})".ljust(78)[:78], end=end, file=sys.stderr, flush=True)
+            elif self._done * 10 // self._total > (self._done - 1) * 10 // self._total:
+                print(line, file=sys.stderr, flush=True)
+
+
 class BuildKernels(build_ext):
     """Compiles each kernel source for every instruction set, a few at a time."""
 
@@ -113,20 +159,25 @@ class BuildKernels(build_ext):
             f'-DQT_INTERFACE="{NAMES["interface_of"](SOURCES)}"',
             f'-DQT_SOURCES="{NAMES["sources_of"](SOURCES)}"',
         )
-        jobs = [
-            (path, Path(self.build_temp) / "once", named if path.name == NAMED else FLAGS)
-            for path in sorted(SOURCES.glob("*.cpp"))
-        ]
         machine = MACHINES.get(platform.machine(), platform.machine())
         sets = BASELINE | INSTRUCTION_SETS.get(machine, {})
-        best = best_of_here(sets) if machine == "x86_64" and os.environ.get(QUICK_BUILD) else None
+        best = chosen_here(sets) if machine == "x86_64" and KERNELS != "all" else None
+        built = list(sets) if best is None or KERNELS == "quick" else complete_sets(sets, best)
+        named = (*named, f'-DQT_BUILT="{" ".join(built)}"')
+        jobs = [
+            (path, Path(self.build_temp) / "once", named if path.name in NAMED else FLAGS)
+            for path in sorted(SOURCES.glob("*.cpp"))
+        ]
         for name, (flags, sources) in sets.items():
-            for pattern in sources:
-                for path in sorted((SOURCES / "kernels").glob(f"{pattern}.cpp")):
-                    less = () if best is None or name == EMULATED or (name, path) in best else ("-Og",)
-                    jobs += [
-                        (path, Path(self.build_temp) / name, (*FLAGS, *less, *flags, f"-DQT_ISA={name}"))
-                    ]
+            for path in sorted(
+                {path for pattern in sources for path in (SOURCES / "kernels").glob(f"{pattern}.cpp")}
+            ):
+                is_chosen = best is None or (name, path) in best
+                if not is_chosen and KERNELS == "native" and name != "baseline":
+                    continue
+                less = () if is_chosen or name == EMULATED else ("-Og",)
+                folder = Path(self.build_temp) / (name + "".join(less))
+                jobs += [(path, folder, (*FLAGS, *less, *flags, f"-DQT_ISA={name}"))]
         jobs.sort(key=lambda job: LONGEST.index(job[0].stem) if job[0].stem in LONGEST else len(LONGEST))
         newest_header = max(path.stat().st_mtime for path in SOURCES.rglob("*.hpp"))
 
@@ -135,34 +186,37 @@ class BuildKernels(build_ext):
             objects = self.compiler.object_filenames([str(source)], output_dir=str(folder))
             built = Path(objects[0])
             newest = max(newest_header, source.stat().st_mtime, Path(__file__).stat().st_mtime)
-            if built.exists() and built.stat().st_mtime > newest and source.name != NAMED:
-                return objects
-            return self.compiler.compile(
-                [str(source)],
-                output_dir=str(folder),
-                include_dirs=[str(SOURCES)],
-                extra_preargs=list(flags),
-                depends=ext.depends,
-            )
+            if not (built.exists() and built.stat().st_mtime > newest) or source.name in NAMED:
+                objects = self.compiler.compile(
+                    [str(source)],
+                    output_dir=str(folder),
+                    include_dirs=[str(SOURCES)],
+                    extra_preargs=list(flags),
+                    depends=ext.depends,
+                )
+            progress.step(f"{folder.name} {source.stem}")
+            return objects
 
+        progress = Progress(len(jobs))
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             objects = [path for paths in threads.map(compile_one, jobs) for path in paths]
-        self.compiler.link_shared_object(
-            objects,
-            self.get_ext_fullpath(ext.name),
-            extra_preargs=["-pthread"],
-            target_lang="c++",
-        )
+        linked = Path(self.build_temp) / "_host.so"
+        self.compiler.link_shared_object(objects, str(linked), extra_preargs=["-pthread"], target_lang="c++")
+        target = Path(self.get_ext_fullpath(ext.name))  # replaced at once: another process may be loading it
+        target.parent.mkdir(parents=True, exist_ok=True)
+        beside = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(linked, beside)
+        beside.chmod(0o755)
+        beside.replace(target)
 
 
+HOST_LIBRARY = Extension(
+    "quintet.executor.ops._host",
+    sources=[],
+    depends=[str(path) for path in SOURCES.rglob("*") if path.suffix in {".cpp", ".hpp"}],
+    optional=True,
+)
 setup(
-    ext_modules=[
-        Extension(
-            "quintet.executor.ops._host",
-            sources=[],
-            depends=[str(path) for path in SOURCES.rglob("*") if path.suffix in {".cpp", ".hpp"}],
-            optional=True,
-        )
-    ],
+    ext_modules=[] if KERNELS == "none" else [HOST_LIBRARY],
     cmdclass={"build_ext": BuildKernels},
 )

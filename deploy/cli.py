@@ -37,7 +37,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 _EXAMPLES = """\
 first steps:
-  quintet serve                        serve the small model that ships with Quintet, on http://127.0.0.1:8000
+  quintet serve smollm2                serve SmolLM2-135M-Instruct on http://127.0.0.1:8000 (93 MB, downloaded once)
   quintet chat                         talk to it
   quintet serve ./my-model --port 80   serve a local folder
   quintet serve Qwen/Qwen3-0.6B        serve a model of the hub

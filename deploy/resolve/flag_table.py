@@ -17,6 +17,12 @@ from quintet.wire.errors import ConfigError
 
 Groups = tuple[str, ...]
 
+USED_FIRST = (
+    *("host", "port", "api_key", "served_model_name", "max_model_len", "max_num_seqs"),
+    *("kv_cache_memory", "dtype", "quantization", "tensor_parallel_size"),
+)
+"""The ten flags that most people need first."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlagSpec:
@@ -59,13 +65,18 @@ def _spec(field: msgspec.structs.FieldInfo, hint: object) -> FlagSpec:
 def add_flags(parser: argparse.ArgumentParser, groups: Groups = tuple(GROUP_TITLES)) -> None:
     """Declare the flags on a parser, group by group; absent flags leave no trace in the namespace.
 
-    ``model`` is a positional argument of the commands, not a flag.
+    ``model`` is a positional argument of the commands, not a flag. A command with all groups shows `USED_FIRST` before them.
     """
-    table = flag_table()
+    table = {spec.key: spec for spec in flag_table()}
+    del table["model"]
+    if groups == tuple(GROUP_TITLES):
+        section = parser.add_argument_group("most used")
+        for key in USED_FIRST:
+            _add_flag(section, table.pop(key))
     for group in groups:
         section = parser.add_argument_group(GROUP_TITLES[group])
-        for spec in table:
-            if spec.flag.group == group and spec.key != "model":
+        for spec in table.values():
+            if spec.flag.group == group:
                 _add_flag(section, spec)
 
 

@@ -336,8 +336,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int | str | None, Flag(MEMORY, "memory for KV, e.g. 2GiB", "SIZE", "a share of what is free")
     ] = None
     kv_cache_memory_share: Annotated[
-        float, Flag(MEMORY, "share for KV of the memory left after the weights", "SHARE")
-    ] = 0.4
+        float | None,
+        Flag(
+            MEMORY,
+            "share for KV of the memory left after the weights",
+            "SHARE",
+            "room for four sequences of --max-model-len, or 0.125 if that is more; at most 0.4",
+        ),
+    ] = None
     gpu_memory_utilization: Annotated[
         float,
         Flag(MEMORY, "GPU only: share of the device's memory for weights, work and KV together", "SHARE"),

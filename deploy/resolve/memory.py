@@ -6,9 +6,15 @@ import re
 from pathlib import Path
 
 from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
 
 ATTENTION_SCRATCH_BYTES = 32 << 20
 """What attention keeps on a CPU beside KV, at most: sums of parts of long contexts that several threads share (csrc/cpu)."""
+
+LEAST_KV_SHARE, MOST_KV_SHARE = 0.125, 0.4
+"""Of the memory that a CPU has left beside weights: what KV gets of a machine that does other things as well, and at most."""
+NUM_LONG_SEQUENCES = 4
+"""Sequences of ``--max-model-len`` that KV memory has room for where `MOST_KV_SHARE` allows it."""
 
 _UNITS = {
     "": 1, "b": 1,
@@ -53,6 +59,15 @@ def available_ram_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
         if left is not None:
             available = min(available, left)
     return available
+
+
+def default_kv_memory(kv: KvSpec, left_bytes: int, max_model_len: int, step_tokens: int) -> int:
+    """Return the KV memory of a CPU where none is asked for: enough for a few long sequences, little of a small machine.
+
+    left_bytes: what weights and scratch memory leave of the free memory.
+    """
+    few_sequences = NUM_LONG_SEQUENCES * kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
+    return min(int(left_bytes * MOST_KV_SHARE), max(int(left_bytes * LEAST_KV_SHARE), few_sequences))
 
 
 def _cgroup_left(limit_file: Path, usage_file: Path, stat_file: Path, reclaimable: str) -> int | None:

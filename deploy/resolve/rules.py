@@ -93,7 +93,7 @@ def check_ranges(options: Options) -> None:
         ("kv-cache-memory-share", options.kv_cache_memory_share, 0.95),
         ("gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
     ):
-        if not 0 < share <= most:
+        if share is not None and not 0 < share <= most:
             raise ConfigError(f"--{key} is {share}; it must be above 0 and at most {most:g}")
 
 

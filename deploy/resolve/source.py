@@ -1,4 +1,4 @@
-"""Where a model's files come from: a local folder, the hub, or the package itself."""
+"""Where a model's files come from: a local folder, the hub, a package of the package index, or this package itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from quintet.deploy.resolve.packaged_models import PACKAGED_MODELS, locate_packaged
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf, part_paths
 
@@ -24,7 +25,8 @@ def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with
     """Return the local folder of a model, or its GGUF file, fetching it from the hub when ``name`` is a hub name.
 
     ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
-    Quintet. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
+    Quintet; a name of `PACKAGED_MODELS` is a file that another package carries. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1``
+    keeps to what was fetched before. Raises `ConfigError` of one line.
     """
     if name is None:
         from quintet.deploy.embedded import default_model_path
@@ -39,6 +41,8 @@ def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with
         raise ConfigError(
             f"{flag} {name!r} is a file; give the folder that holds config.json, or a .gguf file"
         )
+    if name in PACKAGED_MODELS:
+        return locate_packaged(name, flag)
     repository, _, file = name.partition(":")
     if repository.count("/") == 1 and not name.startswith(("/", ".", "~")) and is_gguf(Path(file)):
         parts = [part.as_posix() for part in part_paths(Path(file))]

@@ -1,4 +1,4 @@
-"""`QUINTET_QUICK_BUILD`: what this processor does not choose is optimised less, where GCC can tell what that is."""
+"""`QUINTET_KERNELS`: which instruction sets are built, and which of them optimised less, where GCC can tell what is native."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ while [ "$1" != -o ]; do shift; done
 """
 
 
-def build(folder: Path, machine: str, answer: str) -> list[str]:
+def build(folder: Path, machine: str, answer: str, kernels: str = "quick") -> list[str]:
     """What a compiler is asked to compile, a line a source, that answers so when asked what is native."""
     compiler, asked = folder / "compiler", folder / "asked"
     compiler.write_text(COMPILER.format(answer=answer, asked=asked))
     compiler.chmod(0o755)
-    run_setup(folder, machine, compiler)
+    run_setup(folder, machine, compiler, kernels)
     return [line for line in asked.read_text().splitlines() if " -c " in line]
 
 
-def run_setup(folder: Path, machine: str, compiler: Path) -> None:
+def run_setup(folder: Path, machine: str, compiler: Path, kernels: str = "quick") -> None:
     program = BUILD.format(machine=machine, made=str(folder / "made"))
-    environment = os.environ | {"CC": str(compiler), "CXX": str(compiler), "QUINTET_QUICK_BUILD": "1"}
+    environment = os.environ | {"CC": str(compiler), "CXX": str(compiler), "QUINTET_KERNELS": kernels}
     subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, check=True, capture_output=True
     )
@@ -46,10 +46,27 @@ def optimised_less(lines: list[str]) -> set[str]:
     return {line.partition("-DQT_ISA=")[2].split()[0] for line in lines if "-Og" in line.split()}
 
 
+def sets_of(lines: list[str]) -> set[str]:
+    return {line.partition("-DQT_ISA=")[2].split()[0] for line in lines if "-DQT_ISA=" in line}
+
+
+AVX2 = "; ".join(f"echo '  {flag}  [enabled]'" for flag in ("-mavx2", "-mfma", "-mf16c")) + "; exit 0"
+
+
+def test_native_builds_what_the_processor_chooses_and_the_portable_set(tmp_path: Path) -> None:
+    lines = build(tmp_path, "x86_64", AVX2, "native")
+    assert sets_of(lines) == {"avx2", "baseline"}
+    assert optimised_less(lines) == {"baseline"}
+    assert any('-DQT_BUILT="baseline avx2"' in line for line in lines)
+
+
+def test_all_builds_every_set_optimised(tmp_path: Path) -> None:
+    lines = build(tmp_path, "x86_64", AVX2, "all")
+    assert {"baseline", "avx2", "avx512", "amx"} <= sets_of(lines) and not optimised_less(lines)
+
+
 def test_sets_that_the_processor_does_not_choose_are_optimised_less(tmp_path: Path) -> None:
-    flags = ("-mavx2", "-mfma", "-mf16c")
-    answer = "; ".join(f"echo '  {flag}  [enabled]'" for flag in flags) + "; exit 0"
-    lines = build(tmp_path, "x86_64", answer)
+    lines = build(tmp_path, "x86_64", AVX2)
     assert {"baseline", "avx512", "avx2_vnni"} <= optimised_less(lines)
     assert not {"avx2", "amx_emulated"} & optimised_less(lines)
 

