@@ -143,6 +143,7 @@ def _model(service: Service, name: str) -> dict[str, object]:
         "root": config.path,
         "parent": None,
         "max_model_len": config.max_model_len,
+        "generation_defaults": config.generation_defaults,
         "permission": [
             {
                 "id": f"modelperm-{name}",

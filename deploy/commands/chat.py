@@ -7,7 +7,7 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING
 
-from quintet.deploy.load_client.talk import Client, ServerError
+from quintet.deploy.load_client.talk import Client, ListedModel, ServerError, Speed
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -24,6 +24,10 @@ while chatting:
   /quit          leave (Ctrl-D too)                         Ctrl-C   stop the answer, keep what was said
 """
 
+SAMPLING = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
+"""Of a conversation where the model's generation configuration does not say."""
+MAX_ANSWER_TOKENS = 1024
+
 _HELP = "/system TEXT  /reset  /quit; Ctrl-C stops an answer"
 
 
@@ -38,6 +42,9 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_client_arguments(parser)
     parser.add_argument("--system", metavar="TEXT", help="instructions that open the conversation")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="nucleus sampling (default: the model's own, else 0.95)"
+    )
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,9 +59,12 @@ def add_client_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="model name (default: the first the server lists)")
     parser.add_argument("--api-key", metavar="KEY", help="key, if the server wants one")
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="0 is deterministic (default: the model's own)"
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 is deterministic (default: the model's own; else 0.7 in chat)",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
     parser.add_argument(
         "--stop", action="append", metavar="TEXT", help="end where this text begins; repeatable"
     )
@@ -74,16 +84,33 @@ def run(arguments: argparse.Namespace) -> int:
     """Chat until the user leaves; return the exit status."""
     try:
         client = Client.of(arguments.url, arguments.api_key)
-        model = arguments.model or client.first_model()
-        chat = Chat(client, {"model": model, **sampling_of(arguments)}, arguments.system)
+        model = client.listed_model(arguments.model)
+        fields = chat_defaults(model) | sampling_of(arguments)
+        if arguments.top_p is not None:
+            fields["top_p"] = arguments.top_p
+        chat = Chat(client, {"model": model.id, **fields}, arguments.system)
         if not sys.stdin.isatty():
             chat.say(sys.stdin.read())
             return 0
-        print(f"{model} at {arguments.url}. {_HELP}")
+        print(f"{model.id} at {arguments.url}. {_HELP}")
         return _converse(chat)
     except ServerError as error:
         print(f"quintet chat: {error}", file=sys.stderr)
         return 1
+
+
+def chat_defaults(model: ListedModel) -> dict[str, object]:
+    """Return the sampling parameters of a conversation where neither the user nor the model sets them.
+
+    The API's defaults (temperature 1, no limit) make small models ramble. ``min_p`` is sent to servers that list generation
+    defaults only: others may refuse it.
+    """
+    own = model.generation_defaults
+    fields: dict[str, object] = {"max_tokens": MAX_ANSWER_TOKENS}
+    for name, value in SAMPLING.items():
+        if name not in (own or {}) and (own is not None or name != "min_p"):
+            fields[name] = value
+    return fields
 
 
 def _converse(chat: Chat) -> int:
@@ -119,7 +146,8 @@ def _converse(chat: Chat) -> int:
 
 def _say_aloud(chat: Chat, line: str) -> None:
     try:
-        chat.say(line)
+        speed = chat.say(line).text()
+        print(f"({speed})" if speed else "(no text)")
     except ServerError as error:
         print(f"\n{error}", file=sys.stderr)
     except KeyboardInterrupt:
@@ -142,14 +170,16 @@ class Chat:
             self._system = system
         self._messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    def say(self, text: str) -> None:
-        """Send a message and print the answer as it comes.
+    def say(self, text: str) -> Speed:
+        """Send a message and print the answer as it comes; return how fast it came.
 
         An answer that is broken off stays in the conversation as far as it came; a message that was refused does not.
         """
         self._messages.append({"role": "user", "content": text})
         pieces: list[str] = []
-        answer = self._client.stream("/v1/chat/completions", {**self._fields, "messages": self._messages})
+        speed = Speed()
+        body = {**self._fields, "messages": self._messages, "stream_options": {"include_usage": True}}
+        answer = self._client.stream("/v1/chat/completions", body, speed)
         try:
             with contextlib.closing(answer):
                 for piece in answer:
@@ -161,3 +191,4 @@ class Chat:
                 self._messages.append({"role": "assistant", "content": "".join(pieces)})
             else:
                 self._messages.pop()
+        return speed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import time
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
@@ -19,16 +20,40 @@ class ServerError(Exception):
     """The server cannot be reached, or refused; the message is for the user."""
 
 
-class _Model(msgspec.Struct):
+class ListedModel(msgspec.Struct):
     """One entry of ``/v1/models``."""
 
     id: str
+    generation_defaults: dict[str, float] | None = None
+    """Sampling parameters that the model's generation configuration sets; None from other servers."""
 
 
 class _Models(msgspec.Struct):
     """``/v1/models``."""
 
-    data: list[_Model]
+    data: list[ListedModel]
+
+
+@dataclass(slots=True)
+class Speed:
+    """Times and tokens of one streamed answer."""
+
+    asked_s: float = 0.0
+    first_s: float | None = None
+    """When the first text came; None before."""
+    ended_s: float = 0.0
+    num_tokens: int = 0
+    """As the server counts them, else events with text."""
+
+    def text(self) -> str:
+        """Return a line for a person; empty without an answer."""
+        if self.first_s is None:
+            return ""
+        line = f"first token {self.first_s - self.asked_s:.2f} s"
+        taken_s = self.ended_s - self.first_s
+        if self.num_tokens > 1 and taken_s > 0:
+            line += f", {(self.num_tokens - 1) / taken_s:.1f} tokens/s"
+        return line
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +72,35 @@ class Client:
             raise ServerError(str(error)) from None
 
     def first_model(self) -> str:
-        """Return the first model that the server lists. Raises `ServerError`."""
+        """Return the name of the first model that the server lists. Raises `ServerError`."""
+        return self.listed_model(None).id
+
+    def listed_model(self, name: str | None) -> ListedModel:
+        """Return the server's entry for a model, or the first one; a name without an entry is kept. Raises `ServerError`."""
         with self._ask("GET", "/v1/models") as answer:
             try:
-                return msgspec.json.decode(answer.read(), type=_Models).data[0].id
+                listed = msgspec.json.decode(answer.read(), type=_Models).data
+                return (
+                    listed[0]
+                    if name is None
+                    else next((each for each in listed if each.id == name), ListedModel(name))
+                )
             except (msgspec.MsgspecError, IndexError):
+                if name is not None:
+                    return ListedModel(name)
                 raise ServerError(
                     f"{self.url} answers, but lists no models; name one with --model."
                 ) from None
 
-    def stream(self, path: str, body: Mapping[str, object]) -> Generator[str, None, None]:
+    def stream(
+        self, path: str, body: Mapping[str, object], speed: Speed | None = None
+    ) -> Generator[str, None, None]:
         """Post a request with ``stream`` set and yield the text as it comes; closing the generator aborts the request.
 
-        Raises `ServerError`.
+        speed: filled in, if given. Raises `ServerError`.
         """
+        speed = Speed() if speed is None else speed
+        speed.asked_s = speed.ended_s = time.perf_counter()
         try:
             with self._ask("POST", path, msgspec.json.encode({**body, "stream": True})) as answer:
                 for line in answer:
@@ -69,7 +109,7 @@ class Client:
                     content = line[5:].strip()
                     if content == b"[DONE]":
                         return
-                    yield from _texts(content)
+                    yield from _texts(content, speed)
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"The connection to {self.url} broke: {error}") from None
         raise ServerError(f"{self.url} ended its answer early.")
@@ -98,12 +138,18 @@ class Client:
         return answer
 
 
-def _texts(content: bytes) -> Generator[str, None, None]:
+def _texts(content: bytes, speed: Speed) -> Generator[str, None, None]:
     chunk = msgspec.json.decode(content, type=Chunk)
+    if chunk.usage is not None:
+        speed.num_tokens = chunk.usage.completion_tokens
     if chunk.error is not None:
         raise ServerError(chunk.error if isinstance(chunk.error, str) else chunk.error.message)
     for choice in chunk.choices:
         delta = choice.delta
         text = choice.text if delta is None else delta.reasoning or delta.reasoning_content or delta.content
         if text:
+            speed.ended_s = time.perf_counter()
+            if speed.first_s is None:
+                speed.first_s = speed.ended_s
+            speed.num_tokens += chunk.usage is None
             yield text

@@ -81,6 +81,38 @@ def test_errors_are_words(server: ToyServer) -> None:
     assert "http://127.0.0.1:8000" in quintet("complete", "x", "--url", "ftp://y").stderr
 
 
+@pytest.mark.parametrize(
+    ("listed", "words", "sent"),
+    [
+        ({}, (), {"temperature": 0.7, "top_p": 0.95, "max_tokens": 1024}),
+        (
+            {"generation_defaults": {}},
+            (),
+            {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05, "max_tokens": 1024},
+        ),
+        ({"generation_defaults": {"temperature": 0.2, "top_p": 1}}, (), {"min_p": 0.05, "max_tokens": 1024}),
+        (
+            {},
+            ("--temperature", "0", "--top-p", "1", "--max-tokens", "5"),
+            {"temperature": 0.0, "top_p": 1.0, "max_tokens": 5},
+        ),
+    ],
+    ids=["another server", "a silent model", "a model that says", "the user says"],
+)
+def test_chat_has_sampling_defaults_of_its_own(
+    listed: dict[str, object], words: tuple[str, ...], sent: dict[str, object]
+) -> None:
+    toy = Toy()
+    models = sized("200 OK", json.dumps({"data": [{"id": "toy", **listed}]}).encode())
+    with toy_server(
+        lambda path, body, number: [models] if path == "/v1/models" else toy(path, body, number)
+    ) as server:
+        assert quintet("chat", "--url", server.url, *words, stdin="x").returncode == 0
+        body = json.loads(server.requests[-1][1])
+    of_sampling = ("temperature", "top_p", "min_p", "max_tokens")
+    assert {name: body[name] for name in of_sampling if name in body} == sent
+
+
 def test_chat_answers_a_pipe_once(server: ToyServer) -> None:
     ended = quintet("chat", "--url", server.url, "--system", "be kind", stdin="two\nlines")
     assert (ended.returncode, ended.stderr) == (0, "")
@@ -128,6 +160,8 @@ def test_chat_in_a_terminal(server: ToyServer) -> None:
         terminal.expect("> ")
         terminal.type("hello")
         terminal.expect("[1] you said hello")
+        terminal.expect("(first token ")
+        terminal.expect(" tokens/s)")
         terminal.expect("> ")
         terminal.type("again")
         terminal.expect("[3] you said again")
