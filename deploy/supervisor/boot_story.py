@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -71,6 +72,8 @@ class PrintedStory:
         seconds = time.monotonic() - self._began
         url = base_url(self._config)
         self._say(f"All processes ready after {seconds:.1f} s. Try:")
+        if can_chat(self._config) and not self._config.frontend.uds:
+            self._say(f"  {chat_line(self._config)}")
         self._say(f"  {curl_line(self._config)}")
         self._say(f"Quintet is ready: {url}")
 
@@ -128,13 +131,29 @@ def base_url(config: EngineConfig) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.frontend.port}"
 
 
+def can_chat(config: EngineConfig) -> bool:
+    """Return whether the model holds a conversation: it has a chat template, and is not the toy."""
+    is_toy = Path(config.model.path) == embedded.default_model_path()
+    return "default" in config.model.chat_templates and not is_toy
+
+
+def chat_line(config: EngineConfig) -> str:
+    """Return a command that opens a conversation in the terminal."""
+    url = base_url(config)
+    program = (
+        "quintet" if shutil.which("quintet") else shlex.quote(str(Path(sys.executable).with_name("quintet")))
+    )
+    line = f"{program} chat" + ("" if url == "http://127.0.0.1:8000" else f" --url {url}")
+    return line + (" --api-key $YOUR_API_KEY" if config.frontend.api_keys else "")
+
+
 def curl_line(config: EngineConfig) -> str:
     """Return a command that streams an answer from the server."""
     body: dict[str, object] = {"model": config.model.served_names[0]}
-    is_toy = Path(config.model.path) == embedded.default_model_path()
-    if "default" in config.model.chat_templates and not is_toy:
+    if can_chat(config):
         route = "/v1/chat/completions"
-        body["messages"] = [{"role": "user", "content": "Write a function that adds two numbers."}]
+        body["messages"] = [{"role": "user", "content": "Hello! Who are you?"}]
+        body["temperature"] = 0.7
     else:
         route = "/v1/completions"
         body |= {"prompt": "def fibonacci(n):", "temperature": 0}

@@ -13,7 +13,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quintet.deploy.supervisor.boot_story import base_url, child_failure, curl_line
+from quintet.deploy.supervisor.boot_story import (
+    base_url,
+    can_chat,
+    chat_line,
+    child_failure,
+    curl_line,
+)
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
@@ -307,6 +313,21 @@ def test_the_curl_line_can_be_pasted_and_shows_no_key(tmp_path: Path) -> None:
         assert field in msgspec.json.decode(words[words.index("-d") + 1])
         assert "secret" not in line
         assert "$YOUR_API_KEY" in line
+
+
+@pytest.mark.parametrize(
+    ("templates", "is_offered"), [({"default": "T"}, True), ({"rag": "T"}, False), ({}, False)]
+)
+def test_a_conversation_is_offered_where_the_model_can_hold_one(
+    tmp_path: Path, templates: dict[str, str], is_offered: bool
+) -> None:
+    config = configured(tmp_path, "127.0.0.1")
+    config = msgspec.structs.replace(
+        config, model=msgspec.structs.replace(config.model, chat_templates=templates)
+    )
+    assert can_chat(config) is is_offered
+    words = shlex.split(chat_line(config))
+    assert words[1:] == ["chat", "--url", "http://127.0.0.1:80", "--api-key", "$YOUR_API_KEY"]
 
 
 @pytest.mark.parametrize(
