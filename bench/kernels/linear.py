@@ -54,6 +54,7 @@ GATHER_S = 10.0
 LARGE_HEAD = 100_000
 """Outputs from which large batches are left out: no step computes so many logits."""
 MAX_HEAD_ROWS = 64
+LINE_BYTES = 64
 SECONDS_PER_CALL = 0.05
 """How long the calls between two measurements of the limits take together, at most."""
 
@@ -164,6 +165,12 @@ def evenly(weight: PackedWeight) -> Outliers:
     return Outliers(begins, places % weight.depth, torch.ones(weight.outliers))
 
 
+def activations_of(rows: int, depth: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return random activations, their rows an odd number of cache lines apart where a server's are."""
+    between = LINE_BYTES // dtype.itemsize if depth * dtype.itemsize % (2 * LINE_BYTES) == 0 else 0
+    return torch.randn(rows, depth + between).to(dtype)[:, :depth]
+
+
 def measure(
     library: LinearLibrary, limits: Limits, name: str, shape: str, all_rows: list[int], repeats: int
 ) -> list[Timing]:
@@ -191,7 +198,7 @@ def measure(
     for rows in all_rows:
         if columns > LARGE_HEAD and rows > MAX_HEAD_ROWS:
             continue
-        x = torch.randn(rows, depth).to(chosen.dtype)
+        x = activations_of(rows, depth, chosen.dtype)
         y = torch.empty(rows, columns, dtype=chosen.dtype)
         operations = 2 * rows * columns * depth
         read, seconds = 0.0, float("inf")

@@ -15,9 +15,9 @@ import torch
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.program.values import Extent, Operation, Value
 
-_PAGE_BYTES, _LINE_BYTES = 4096, 64
-"""Rows whose lines would share the sets of a cache, all the first ones one set and so on, are kept a line apart: a kernel reads
-many rows side by side."""
+_LINE_BYTES = 64
+"""Of a cache. An empty line follows each row of an even number of lines: kernels read many rows side by side, and the more
+factors of two their distance has, the fewer sets of a cache do their lines share."""
 
 
 class Lifetimes:
@@ -189,7 +189,7 @@ class Places:
             if tensor.shape[1] == value.width and (tensor.is_contiguous() or id(value) not in self._kept):
                 return candidates.pop(i)
         between = 0
-        if value.width * self._dtype.itemsize % _PAGE_BYTES == 0 and id(value) not in self._kept:
+        if value.width * self._dtype.itemsize % (2 * _LINE_BYTES) == 0 and id(value) not in self._kept:
             between = _LINE_BYTES // self._dtype.itemsize
         shape = (self._max_rows[value.extent], value.width + between)
         self.memory.append(lazy_zeros(shape, self._dtype, torch.device("cpu"))[:, : value.width])

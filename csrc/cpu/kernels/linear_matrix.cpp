@@ -1,15 +1,16 @@
 // y[M, N] = x[M, K] · W[N, K]ᵀ in bf16, in the matrix unit; other formats as the parent instruction set has them.
 //
 // A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of up to 384 rows, and all slices of k or one.
-// Rows go in units of 32, the rest as one unit with registers of fewer rows. k goes in pieces of 256: a piece's weights of
-// 32 columns stay in the first-level cache while the units pass over them, each with its sums in registers
-// (linear_matrix.hpp). x is read where it lies. A thread that takes several tiles of a panel takes them slice by slice: a
-// slice of the panel's x stays in the second-level cache while they pass, which all of its k would not do where k is deep.
+// Rows go in units of 48, then one of 32, then the rest with registers of fewer rows. k goes in pieces of up to 1024, of 256
+// where one unit is all: a piece of the panel's x and of the tile's weights is in the second-level cache, and units pass over
+// it, each with its sums in registers (linear_matrix.hpp). x is read where it lies. A thread that takes several tiles of a
+// panel takes them slice by slice: a slice of the panel's x stays in the second-level cache while they pass, which all of its
+// k would not do where k is deep.
 //
-// Bytes moved: the weight once per panel, each line fetched a piece ahead; x once per panel from memory, then once per 64
+// Bytes moved: the weight once per panel, each line fetched a piece ahead; x once per panel from memory, then once per 32
 // columns from the second-level cache; y once. Limiter: the weight's bandwidth up to some 200 rows (two bytes for 2 M
-// operations, at 17 GB/s and 4 TFLOP/s); then the products, 64 cycles for 32 rows by 32 columns by 32 k: 2.0 TFLOP/s at 1.95
-// GHz. Of a panel of 384 rows the weight streams at 384 operations a byte, 5 GB/s a thread at that rate.
+// operations, at 17 GB/s and 4 TFLOP/s); then the products and the loads of the second-level cache, together 70 % of the
+// products' rate. Of a panel of 384 rows the weight streams at 384 operations a byte, 5 GB/s a thread.
 //
 // Reduction order: of a slice of k (linear.hpp), steps of 32 k ascending, in a step the two chains of the unit (amx.hpp);
 // the slices' sums, ascending; the leaves', as a tree; then the bias, one rounding. A depth that is no multiple of 32 has zeros behind it. A row's
@@ -25,17 +26,17 @@ namespace {
 
 constexpr const LinearKernels& kParent = avx512_bf16::float_linear;
 
-constexpr index_t kPiece = 256;                  // k at a time
+constexpr index_t kPiece = 1024, kStreamPiece = 256;  // k at a time; where one unit reads the weights
 constexpr index_t kHighestPanel = 384, kLowestPanel = 192;
 constexpr index_t kTogetherRows = 768;           // of items that are multiplied together
 constexpr index_t kPanelBytes = 5 << 18;         // of x, a slice of k: most of a second-level cache of two megabytes
-static_assert(kPiece % kAmxPairs == 0 && kHighestPanel % kUnitRows == 0 && kTogetherRows % kLowestPanel == 0);
+static_assert(kStreamPiece % kAmxPairs == 0 && kHighestPanel % kLargeUnitRows == 0 && kTogetherRows % kLowestPanel == 0);
 
 // The thread's.
 struct alignas(64) Buffers {
   float total[kTreeHeight][kTogetherRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
   float sums[kHighestPanel * kTileColumns];                // of one slice
-  char x[kUnitRows * kAmxRowBytes];           // the last k of a unit's rows, with zeros behind them
+  char x[kLargeUnitRows * kAmxRowBytes];      // the last k of a unit's rows, with zeros behind them
   char weight[kAmxRows * kLineBytes];         // likewise of a tile
 };
 
@@ -59,7 +60,7 @@ struct Part {
 // The last k of a depth that is no whole number of steps.
 void multiply_rest(Registers& registers, MultiplyShare multiply, Share share, index_t k, Buffers& buffers) {
   std::memset(buffers.x, 0, sizeof buffers.x);
-  for (int i = 0; i < 2; ++i)
+  for (int i = 0; i < kMostBlocks; ++i)
     for (index_t r = 0; r < share.x_rows[i]; ++r)
       std::memcpy(buffers.x + (i * kAmxRows + r) * kAmxRowBytes, share.x[i] + share.steps * kAmxRowBytes + r * share.x_stride,
                   std::size_t(k * 2));
@@ -68,7 +69,7 @@ void multiply_rest(Registers& registers, MultiplyShare multiply, Share share, in
   std::memcpy(buffers.weight, weight, std::size_t(lines * kLineBytes));
   std::memset(buffers.weight + lines * kLineBytes, 0, std::size_t((kAmxRows - lines) * kLineBytes));
   share.first = share.first && share.steps == 0;
-  for (int i = 0; i < 2; ++i) share.x[i] = share.next_x[i] = buffers.x + i * kAmxRows * kAmxRowBytes;
+  for (int i = 0; i < kMostBlocks; ++i) share.x[i] = buffers.x + i * kAmxRows * kAmxRowBytes;
   share.x_stride = kAmxRowBytes;
   share.weight = buffers.weight;
   share.steps = 1, share.fetch = {};
@@ -86,33 +87,32 @@ void add(const Share& share, index_t blocks, const float* sums, float* total, in
 
 void multiply_part(Registers& registers, const LinearCall& call, const LinearItem& item, const Part& part, Buffers& buffers) {
   const Columns columns(item);
-  const index_t x_registers = part.unit_rows > kAmxRows ? 2 : 1;
-  const index_t at_once = x_registers == 1 || columns.count < 2 ? columns.count : 2;
-  const MultiplyShare multiply = multiply_for<Numbers::bf16>(x_registers, at_once);
+  const index_t x_blocks = (part.unit_rows + kAmxRows - 1) / kAmxRows;
+  const index_t at_once = x_blocks == 1 || columns.count < 2 ? columns.count : 2;
+  const MultiplyShare multiply = multiply_for<Numbers::bf16>(x_blocks, at_once);
   Share share{};
-  share.x_rows[0] = x_registers == 2 ? kAmxRows : part.unit_rows;
-  share.x_rows[1] = part.unit_rows - share.x_rows[0];
+  for (index_t i = 0, left = part.unit_rows; i < x_blocks; ++i, left -= kAmxRows)
+    share.x_rows[i] = left < kAmxRows ? left : kAmxRows;
   share.x_stride = call.x_stride * 2, share.x_step = kAmxRowBytes;
   share.weight_step = kAmxRows * kLineBytes;
   registers.shape(share.x_rows[0], share.x_rows[1]);
-  for (index_t k = part.k; k < part.k_end; k += kPiece) {
-    const index_t depth = part.k_end - k < kPiece ? part.k_end - k : kPiece, rest = depth % kAmxPairs;
+  const index_t piece = item.rows <= kUnitRows ? kStreamPiece : kPiece;
+  for (index_t k = part.k; k < part.k_end; k += piece) {
+    const index_t depth = part.k_end - k < piece ? part.k_end - k : piece, rest = depth % kAmxPairs;
     const bool ends = k + depth == part.k_end;
     share.weight = memory_at(*call.weight, item.tile, k);
     share.steps = depth / kAmxPairs;
     share.first = k == part.k;
-    const index_t left = part.k_end - k - depth, next_depth = !ends && left < kPiece ? left : kPiece;
+    const index_t left = part.k_end - k - depth, next_depth = !ends && left < piece ? left : piece;
     const char* const next = ends ? part.fetch : memory_at(*call.weight, item.tile, k + depth);
     share.fetch = NextLines::of(part.fetch == nullptr ? nullptr : next, next_depth / 2, columns,
                             part.units * columns.count * share.steps);
     for (index_t block = 0; block < columns.count; block += at_once) {
       for (index_t i = 0; i < at_once; ++i) share.columns[i] = columns.begin[block + i];
       for (index_t u = 0; u < part.units; ++u) {
-        const index_t row = part.row + u * part.unit_rows, next_row = u + 1 < part.units ? row + part.unit_rows : part.row;
-        const bool passes = u + 1 == part.units && block + at_once == columns.count && !ends;  // to the next piece
-        for (int i = 0; i < 2; ++i) {
+        const index_t row = part.row + u * part.unit_rows;
+        for (index_t i = 0; i < x_blocks; ++i) {
           share.x[i] = x_at(call, item.row + row + i * kAmxRows, k);
-          share.next_x[i] = x_at(call, item.row + next_row + i * kAmxRows, passes ? k + depth : k);
           share.sums[i] = (char*)(part.sums + (row + i * kAmxRows) * kTileColumns);
         }
         if (share.steps != 0) multiply(registers.unit, share);
@@ -128,11 +128,13 @@ void multiply_part(Registers& registers, const LinearCall& call, const LinearIte
 void multiply_slice(Registers& registers, const LinearCall& call, const LinearItem& item, index_t k, float* sums, float* total,
                     const char* next, Buffers& buffers) {
   const index_t slice_end = k + call.weight->slice_depth, end = slice_end < item.k_end ? slice_end : item.k_end;
-  const index_t units = item.rows / kUnitRows, rest = item.rows % kUnitRows;
-  if (units != 0) multiply_part(registers, call, item, {0, kUnitRows, units, k, end, sums, total, next}, buffers);
-  if (rest != 0)
-    multiply_part(registers, call, item, {units * kUnitRows, rest, 1, k, end, sums, total, units != 0 ? nullptr : next},
-                  buffers);
+  index_t row = 0;
+  for (const index_t unit_rows : {kLargeUnitRows, kUnitRows, item.rows % kLargeUnitRows % kUnitRows}) {
+    const index_t units = unit_rows == 0 ? 0 : (item.rows - row) / unit_rows;
+    if (units == 0) continue;
+    multiply_part(registers, call, item, {row, unit_rows, units, k, end, sums, total, row == 0 ? next : nullptr}, buffers);
+    row += units * unit_rows;
+  }
 }
 
 // All slices of items [begin, end) in turn, of one leaf, whose sums begin in `totals`; after: the weights that come then.
@@ -181,7 +183,7 @@ void multiply_together(Registers& registers, const LinearCall& call, index_t beg
       if (!brings_last_slice(call, item)) continue;
       add_slices(call, item, total);
     }
-    finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
+    finish_by_blocks({call, item.tile, item.from, item.to}, total, item.row, item.rows);
   }
 }
 
@@ -207,12 +209,12 @@ void multiply_items(const void* described, index_t begin, index_t end) {
 
 Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
   if (weight.format != Dtype::bf16) return kParent.preparation(weight, dtype, inputs);
-  const index_t rows = kPanelBytes / (weight.slice_depth * 2) / kUnitRows * kUnitRows;
+  const index_t rows = kPanelBytes / (weight.slice_depth * 2) / kLargeUnitRows * kLargeUnitRows;
   Preparation prepared{kNever, 0, 0};
   // Of several slices lower panels, and more tiles at a time.
   const index_t highest = weight.slices > 1 ? kLowestPanel : kHighestPanel;
   prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < highest ? rows : highest;
-  prepared.panel_step = kUnitRows;
+  prepared.panel_step = kLargeUnitRows;
   prepared.together = weight.slices > 1 ? kTogetherRows / prepared.panel_rows : 1;
   return prepared;
 }

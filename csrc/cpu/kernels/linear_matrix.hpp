@@ -1,19 +1,21 @@
 // Products in the matrix unit (../amx.hpp): what a thread multiplies while sums stay in its registers. Written for linear
 // layers of bf16 (linear_matrix.cpp) and of integers (linear_matrix_integer.cpp).
 //
-// Eight registers. Of up to 16 rows of x: one register of x, four of sums (all 64 columns of a tile) and the weights in turn
-// through three. Of more: two registers of x, two of weights, four of sums. So a step of 64 bytes of k (32 bf16, 64 bytes)
-// by 32 rows and 32 columns is four loads and four products. 16-bit activations of integer weights are two planes of bytes:
-// the two registers of x are then the planes of the same 16 rows.
+// Eight registers, in one of three layouts by the rows of x in a unit:
 //
-// Cycles of a step, by Intel's figures (Optimization Reference Manual, 2023, chapter 20) and what was measured
-// (docs/performance.md): a product takes as many as x's register has rows, 16; a load 8 from the first-level cache (two
-// lines a cycle), 16 to 24 from the second. 32 rows by 32 columns: products 64, loads 32 when x and weights are in the
-// first-level cache. So the products are the limit while half of the loads hit there: a piece of weights is kept to 16 KiB
-// for 32 columns, which lie in one half of the cache's sets (a line of k is 256 bytes, of which 32 columns are the first or
-// the second 128), 8 of its 12 ways; x streams past it, fetched two steps ahead: 32 lines in 64 cycles. Sums of a unit are
-// left in memory after each piece and taken up again: 4 stores of 16 cycles and 4 loads of 8 in 8 steps of 64, which other
-// ports do, but for some 40 cycles in which the next products wait for the registers.
+//   rows     x  sums   weights
+//   to 16    1  1 x 4  3, in turn
+//   to 32    2  2 x 2  2
+//   48       1  3 x 2  1: both operands are loaded again and again
+//
+// 16-bit activations of integer weights are two planes of bytes: the two registers of x are then the planes of the same 16
+// rows.
+//
+// Cycles of a step of 64 bytes of k (32 bf16, 64 bytes), measured on Emerald Rapids (docs/performance.md): a product takes 16,
+// a load out of the first-level cache 8, beside products. 48 rows by 32 columns: products 96, loads 56, 80 lines of operands.
+// 32 by 32: 64, 32 and 64. With operands in the second-level cache a product so takes 23 cycles of 48 rows, 26 of 32.
+// Leaving a unit's sums in memory and taking them up again costs 300 to 400 cycles, in which the registers wait: so a unit
+// multiplies much of k before it does. Fetching x ahead of the loads costs a little more than it gains.
 #pragma once
 
 #include "amx.hpp"
@@ -23,12 +25,13 @@ namespace qt::QT_ISA {
 namespace {
 
 #if defined(QT_AMX)
-inline constexpr index_t kUnitRows = 2 * kAmxRows;
+inline constexpr index_t kUnitRows = 2 * kAmxRows, kLargeUnitRows = 3 * kAmxRows;
+inline constexpr int kMostBlocks = 3;  // of x
 inline constexpr index_t kBlocks = kTileColumns / kAmxColumns;
-inline constexpr int kAheadSteps = 2;  // in which a line comes from the second-level cache to the first
 
 // The registers of one thread, and the shape that they have. Rows of x: in its first register and in its second, if any. k:
-// bytes of x in a step, as many as four times the lines of weights.
+// bytes of x in a step, as many as four times the lines of weights. Full registers all have one shape, so that of two full blocks of
+// x serves three as well.
 class Registers {
  public:
   void shape(index_t first_rows, index_t second_rows, index_t k_bytes = kAmxRowBytes) {
@@ -80,9 +83,8 @@ struct NextLines {
 
 // What one unit (some rows, some blocks of 16 columns) multiplies of a piece of k.
 struct Share {
-  const char* x[2];       // of each register of x: its first row, from the piece's first k on
-  const char* next_x[2];  // likewise of what is multiplied next
-  index_t x_rows[2];
+  const char* x[kMostBlocks];       // of each block of 16 rows of x: its first row, from the piece's first k on
+  index_t x_rows[kMostBlocks];
   index_t x_stride;       // bytes from a row to the next
   index_t x_step;         // bytes of a step
   const char* weight;     // the piece's first line
@@ -90,7 +92,7 @@ struct Share {
   index_t columns[kBlocks];  // of the tile: where each block begins
   index_t steps;
   bool first;      // sums begin at zero
-  char* sums[2];   // of each register of x: [rows][64] fp32 or int32
+  char* sums[kMostBlocks];  // of each block of x: [rows][64] fp32 or int32
   NextLines fetch;
 };
 
@@ -110,20 +112,35 @@ QT_INLINE void fetch_weights(const NextLines& next, const char*& at) {
   }
 }
 
-// As many rows as a register has: no branch depends on how many it holds.
-QT_INLINE void fetch_rows(const char* row, index_t stride) {
-#pragma GCC unroll 16
-  for (index_t r = 0; r < kAmxRows; ++r, row += stride) __builtin_prefetch(row, 0, 3);
-}
-
 // Keeps an address in a register of its own: the compiler would add several at a time in vectors, and fetch each from memory.
 QT_INLINE void keep(const char*& address) { asm("" : "+r"(address)); }
 
-// kX registers of x by kWeights blocks of columns.
+// One step of kX blocks of x by kWeights blocks of columns. Of three blocks of x each second one takes the columns from the
+// last to the first, whose register it finds loaded.
+template <Numbers kNumbers, int kX, int kWeights, class Fetch>
+QT_INLINE void multiply_step(Amx& unit, const char* const* x, index_t x_stride, const char* weight, index_t second_block,
+                             Fetch fetch) {
+  constexpr bool kLarge = kX > 2;
+  constexpr int kWeight = kLarge ? 7 : 4 + kX, kTurns = kLarge ? 1 : 4 - kX;  // registers of weights: the first, how many
+  repeat<0, kX>([&](auto i) {
+    constexpr int kFrom = kLarge ? 6 : 4 + i;
+    unit.load<kFrom>(x[i], x_stride);
+    repeat<0, kWeights>([&](auto turn) {
+      constexpr int j = kLarge && i % 2 == 1 ? kWeights - 1 - turn : turn, kSum = 2 * i + j, kColumns = kWeight + j % kTurns;
+      if constexpr (i == 0 || (kLarge && turn > 0)) unit.load<kColumns>(weight + j * second_block, kLineBytes);
+      if constexpr (i == 0) fetch();
+      if constexpr (kNumbers == Numbers::bf16)
+        unit.multiply_bf16<kSum, kFrom, kColumns>();
+      else
+        unit.multiply_bytes<kSum, kFrom, kColumns>();
+    });
+  });
+}
+
+// kX blocks of x by kWeights blocks of columns.
 template <Numbers kNumbers, int kX, int kWeights>
 void multiply_share(Amx& unit, Share& share) {
-  static_assert(kX * kWeights <= 4 && (kX == 1 || kWeights <= 2));
-  constexpr int kWeight = 4 + kX, kTurns = 4 - kX;  // the first register of weights, and how many there are
+  static_assert(kX == 1 ? kWeights <= 4 : kX <= kMostBlocks && kWeights <= 2);
   const index_t x_stride = share.x_stride, x_step = share.x_step, weight_step = share.weight_step, steps = share.steps;
   repeat<0, kX>([&](auto i) {
     repeat<0, kWeights>([&](auto j) {
@@ -135,36 +152,16 @@ void multiply_share(Amx& unit, Share& share) {
     });
   });
   const char* x[kX];
-  const char* ahead[kX];
   const char* weight = share.weight + share.columns[0] * 4;
-  repeat<0, kX>([&](auto i) {
-    x[i] = share.x[i];
-    ahead[i] = steps > kAheadSteps ? share.x[i] + kAheadSteps * x_step : share.next_x[i];
-  });
+  repeat<0, kX>([&](auto i) { x[i] = share.x[i]; });
   // Four blocks are all columns of a tile.
   const index_t second_block = kWeights == 2 ? (share.columns[1] - share.columns[0]) * 4 : kAmxRowBytes;
   const NextLines fetch = share.fetch;
   const char* fetching = fetch.at;
   for (index_t s = 0; s < steps; ++s) {
-    repeat<0, kX>([&](auto i) {
-      if constexpr (kX == 2) fetch_rows(ahead[i], x_stride);  // fewer rows are few lines, and products are not their limit
-      unit.load<4 + i>(x[i], x_stride);
-      repeat<0, kWeights>([&](auto j) {
-        constexpr int kSum = 2 * i + j, kColumns = kWeight + j % kTurns;
-        if constexpr (i == 0) {
-          unit.load<kColumns>(weight + j * second_block, kLineBytes);
-          fetch_weights(fetch, fetching);
-        }
-        if constexpr (kNumbers == Numbers::bf16)
-          unit.multiply_bf16<kSum, 4 + i, kColumns>();
-        else
-          unit.multiply_bytes<kSum, 4 + i, kColumns>();
-      });
-    });
-    const bool leaves = s + kAheadSteps + 1 == steps;
+    multiply_step<kNumbers, kX, kWeights>(unit, x, x_stride, weight, second_block, [&] { fetch_weights(fetch, fetching); });
     repeat<0, kX>([&](auto i) {
       x[i] += x_step;
-      ahead[i] = leaves ? share.next_x[i] : ahead[i] + x_step;
       keep(x[i]);
     });
     weight += weight_step;
@@ -181,10 +178,11 @@ void multiply_share(Amx& unit, Share& share) {
 
 using MultiplyShare = void (*)(Amx&, Share&);  // moves the share's `fetch` on
 
-// registers: of x. blocks: 1, 2, or 4 of one register of x.
+// x_blocks: of 16 rows of x. blocks: 1, 2, or 4 of one block of x.
 template <Numbers kNumbers>
-MultiplyShare multiply_for(index_t registers, index_t blocks) {
-  if (registers == 2) return blocks == 2 ? multiply_share<kNumbers, 2, 2> : multiply_share<kNumbers, 2, 1>;
+MultiplyShare multiply_for(index_t x_blocks, index_t blocks) {
+  if (x_blocks == 3) return blocks == 2 ? multiply_share<kNumbers, 3, 2> : multiply_share<kNumbers, 3, 1>;
+  if (x_blocks == 2) return blocks == 2 ? multiply_share<kNumbers, 2, 2> : multiply_share<kNumbers, 2, 1>;
   if (blocks == 4) return multiply_share<kNumbers, 1, 4>;
   return blocks == 2 ? multiply_share<kNumbers, 1, 2> : multiply_share<kNumbers, 1, 1>;
 }

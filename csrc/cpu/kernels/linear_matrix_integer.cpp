@@ -4,13 +4,13 @@
 // x is quantized first (linear_quantize.hpp): a row is a line of bytes, or of 16-bit numbers two, its planes: high * 256 +
 // low. A thread owns 64 columns (a tile; 32 or 16 where tiles are few) for a panel of rows. k goes in pieces of whole
 // groups, whose weights stay in the first-level cache while units of rows pass over them; weights of fewer bits become bytes there,
-// once per piece. A unit is 32 rows by 32 columns, or with 16-bit x both planes of 16 rows (linear_matrix.hpp).
+// once per piece. A unit is 32 rows by 32 columns, without groups 48; with 16-bit x both planes of 16 rows (linear_matrix.hpp).
 //
-// A group's integers go through memory to the vector units, which scale and add them: with groups of 128 and 16-bit x the
-// products of 16 rows by 16 columns are 64 cycles, the vectors' 16 times seven operations on two ports about as many, beside
-// them; with groups of 32 the products are 32, the vectors' work as before. Bytes moved as in linear_integer.cpp. Limiter:
-// the weight's bandwidth up to a hundred rows; then the products (no groups, 8-bit x: 64 k in a step, 3.9 TOP/s a thread),
-// or the vectors.
+// A group's integers go through memory to the vector units, which scale and add them while the unit multiplies the next group:
+// with groups of 128 and 16-bit x the products of 16 rows by 16 columns are 64 cycles, the vectors' 16 times seven operations on
+// two ports about as many; with groups of 32 the products are 32, the vectors' work as before. Bytes moved as in
+// linear_integer.cpp. Limiter: the weight's bandwidth up to a hundred rows; then the products (no groups, 8-bit x: 64 k in a step)
+// with the loads beside them, or the vectors.
 //
 // Where few rows are multiplied, VPDPBUSD does 64 products of 16-bit x a cycle, more than memory brings weights for up to
 // some ten rows; it has no group to carry through memory, so fewer than kFewestRows rows are left to it.
@@ -31,17 +31,17 @@ constexpr const LinearKernels& kParent = avx512_vnni::integer_linear;
 
 constexpr index_t kFewestRows = 8;
 constexpr index_t kPiece = 256;             // k at a time, whole groups
-constexpr index_t kWholePiece = 512;        // where all of k is one group
+constexpr index_t kWholePiece = 2048, kWholeStreamPiece = 512;  // where all of k is one group; where one unit reads the weights
 constexpr index_t kPanelBytes = 5 << 18;    // of x: most of a second-level cache of two megabytes
-constexpr index_t kLowestPanel = 64;
+constexpr index_t kLowestPanel = 96;
 constexpr int kRowsAtOnce = 8;              // whose integers are scaled together
-static_assert(kPiece % kXGroup == 0 && kMaxPanelRows % kUnitRows == 0);
+static_assert(kPiece % kXGroup == 0 && kMaxPanelRows % kLargeUnitRows == 0);
 
 // The thread's.
 struct alignas(64) Buffers {
   float sums[kMaxPanelRows * kTileColumns];                // of a slice
   float total[kTreeHeight][kMaxPanelRows * kTileColumns];  // of the slices so far; the first alone, but of leaves
-  std::int32_t integers[kUnitRows * kTileColumns];         // a unit's sums of a group: rows, or first of high and then of low bytes
+  std::int32_t integers[2][kUnitRows * kTileColumns];      // a unit's sums of a group: rows, or first of high and then of low bytes
   char bytes[kPiece * kTileColumns];                // of weights of fewer bits
   char last[kAmxRows * kLineBytes];                 // the last k, with zeros behind them
 };
@@ -54,10 +54,10 @@ struct Plan : Cutting {
 
   explicit Plan(const LinearCall& call) {
     grouped = call.weight->group != kWholeDepth, planes = !are_eight_bits(call.inputs), whole = !planes && !grouped;
-    piece = whole ? kWholePiece : kPiece;
+    piece = !whole ? kPiece : call.rows <= kUnitRows ? kWholeStreamPiece : kWholePiece;
     in_group = whole ? piece : grouped ? call.weight->group : call.x_group;
     in_step = in_group < kAmxFours ? in_group : kAmxFours;
-    unit_rows = planes ? kAmxRows : kUnitRows;
+    unit_rows = planes ? kAmxRows : whole ? kLargeUnitRows : kUnitRows;
   }
 };
 
@@ -198,53 +198,84 @@ void multiply_group(Registers& registers, MultiplyShare multiply, Share& share, 
   if (g + 1 < groups.count || !groups.rest) return;
   Share rest = share;
   rest.first = share.first && share.steps == 0;
-  for (int i = 0; i < 2; ++i) rest.x[i] = rest.next_x[i] = share.x[i] + share.steps * in_step;
+  for (int i = 0; i < kMostBlocks; ++i) rest.x[i] = share.x[i] + share.steps * in_step;
   rest.weight = buffers.last, rest.steps = 1, rest.fetch = {};
   multiply(registers.unit, rest);
 }
 
-// Rows [row, row + units * unit_rows) of an item, all units alike.
+// A group's integers of a unit, or the last piece's sums, that vectors have yet to take.
+class Waiting {
+ public:
+  Waiting(const Plan& plan, const Share& share, index_t blocks, index_t rows)
+      : plan_(plan), share_(share), blocks_(blocks), rows_(rows) {}
+
+  void take(const std::int32_t* integers, Unit& unit, index_t g, bool ends) {
+    settle();
+    integers_ = integers, unit_ = &unit, g_ = g, ends_ = ends;
+  }
+  void settle() {
+    if (unit_ == nullptr) return;
+    unit_->head = unit_->heads + g_ / unit_->in_block * unit_->head_stride, unit_->head_group = g_ % unit_->in_block;
+    if (!plan_.whole) add_integers(plan_, share_, blocks_, rows_, integers_, *unit_, g_);
+    if (ends_) end_unit(plan_, share_, blocks_, rows_, *unit_);
+    unit_ = nullptr;
+  }
+
+ private:
+  const Plan& plan_;
+  const Share& share_;
+  index_t blocks_, rows_;
+  const std::int32_t* integers_ = nullptr;
+  Unit* unit_ = nullptr;
+  index_t g_ = 0;
+  bool ends_ = false;
+};
+
+// Rows [row, row + units * unit_rows) of an item, all units alike. Vectors take a group's integers while the unit multiplies the
+// next group.
 void multiply_part(Registers& registers, const LinearCall& call, const LinearItem& item, const Plan& plan, const Columns& columns,
                    const Work& work, index_t first_row, index_t unit_rows, index_t units, bool fetches, Buffers& buffers) {
-  const index_t x_registers = plan.planes || unit_rows > kAmxRows ? 2 : 1;
-  const index_t at_once = x_registers == 1 || columns.count < 2 ? columns.count : 2;
-  const MultiplyShare multiply = multiply_for<Numbers::bytes>(x_registers, at_once);
+  const index_t x_blocks = plan.planes ? 2 : (unit_rows + kAmxRows - 1) / kAmxRows;
+  const index_t at_once = x_blocks == 1 || columns.count < 2 ? columns.count : 2;
+  const MultiplyShare multiply = multiply_for<Numbers::bytes>(x_blocks, at_once);
   const index_t x_plane = plan.planes ? quantized_x(call).plane : kAmxRows * call.prepared_stride;
   Share share{};
-  share.x_rows[0] = unit_rows < kAmxRows ? unit_rows : kAmxRows;
-  share.x_rows[1] = plan.planes ? share.x_rows[0] : unit_rows - share.x_rows[0];
+  for (index_t i = 0, left = unit_rows; i < x_blocks; ++i, left -= plan.planes ? 0 : kAmxRows)
+    share.x_rows[i] = left < kAmxRows ? left : kAmxRows;
   share.x_stride = call.prepared_stride, share.x_step = plan.in_step;
   share.weight_step = plan.in_step / 4 * kLineBytes;
   registers.shape(share.x_rows[0], share.x_rows[1], plan.in_step);
   const index_t steps = (work.groups.count - 1) * work.groups.steps + work.groups.last_steps;
   share.fetch = NextLines::of(fetches ? work.next.memory : nullptr, work.next.bytes / kLineBytes, columns,
                           units * columns.count * steps);
+  Waiting waiting(plan, share, at_once, unit_rows);
+  Unit two_units[2];
+  int integers = 0;
   for (index_t block = 0; block < columns.count; block += at_once) {
     for (index_t i = 0; i < at_once; ++i) share.columns[i] = columns.begin[block + i];
     for (index_t u = 0; u < units; ++u) {
       const index_t row = first_row + u * unit_rows;
       const char* const x = (const char*)call.prepared + (item.row + row) * call.prepared_stride + work.k;
-      Unit unit = work.unit;
+      Unit& unit = two_units[u % 2];
+      unit = work.unit;
       unit.x_scales = row_of(unit.x_scales, row, unit.x_stride), unit.x_offsets = row_of(unit.x_offsets, row, unit.x_stride);
       unit.x_shares = row_of(unit.x_shares, row, unit.x_stride);
       unit.sums += row * kTileColumns;
       if (unit.total) unit.total += row * kTileColumns;
       for (index_t g = 0; g < work.groups.count; ++g) {
         const bool leaves = g + 1 == work.groups.count;
-        const index_t next = !leaves ? (g + 1) * plan.in_group : u + 1 < units ? unit_rows * call.prepared_stride : 0;
-        for (int i = 0; i < 2; ++i) {
+        for (index_t i = 0; i < x_blocks; ++i) {
           share.x[i] = x + g * plan.in_group + i * x_plane;
-          share.next_x[i] = x + next + i * x_plane;
           share.sums[i] = plan.whole ? (char*)(work.sums + (row + i * kAmxRows) * kTileColumns)
-                                     : (char*)(buffers.integers + i * kAmxRows * kTileColumns);
+                                     : (char*)(buffers.integers[integers] + i * kAmxRows * kTileColumns);
         }
         share.first = !plan.whole || work.begins;
         multiply_group(registers, multiply, share, work.groups, g, plan.in_step, buffers);
-        unit.head = work.unit.heads + g / unit.in_block * unit.head_stride, unit.head_group = g % unit.in_block;
-        if (!plan.whole) add_integers(plan, share, at_once, unit_rows, buffers.integers, unit, g);
+        if (!plan.whole || work.ends) waiting.take(buffers.integers[integers], unit, g, leaves && work.ends);
+        integers = 1 - integers;
       }
-      if (work.ends) end_unit(plan, share, at_once, unit_rows, unit);
     }
+    waiting.settle();
   }
 }
 
@@ -282,10 +313,14 @@ void multiply_slices(Registers& registers, const LinearCall& call, const LinearI
     work.unit.first = item.k == 0, work.unit.last = all && !call.sliced;
     work.next = all ? after : piece_at(weight, plan, item, end);
     if (!plan.whole && work.begins) clear(work.sums, item);
-    const index_t units = item.rows / plan.unit_rows, rest = item.rows % plan.unit_rows;
-    if (units != 0) multiply_part(registers, call, item, plan, columns, work, 0, plan.unit_rows, units, true, buffers);
-    if (rest != 0)
-      multiply_part(registers, call, item, plan, columns, work, units * plan.unit_rows, rest, 1, units == 0, buffers);
+    const index_t in_last = item.rows % plan.unit_rows, smaller = plan.unit_rows > kUnitRows ? kUnitRows : plan.unit_rows;
+    index_t row = 0;
+    for (const index_t unit_rows : {plan.unit_rows, smaller, in_last % smaller}) {
+      const index_t units = unit_rows == 0 ? 0 : (item.rows - row) / unit_rows;
+      if (units == 0) continue;
+      multiply_part(registers, call, item, plan, columns, work, row, unit_rows, units, row == 0, buffers);
+      row += units * unit_rows;
+    }
   }
 }
 
@@ -321,7 +356,7 @@ void multiply_items(const void* described, index_t begin, index_t end) {
     } else {
       multiply_leaves(registers, call, item, after, buffers);
     }
-    finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
+    finish_by_blocks({call, item.tile, item.from, item.to}, total, item.row, item.rows);
   }
 }
 
@@ -329,9 +364,10 @@ Preparation preparation(const Weight& weight, Dtype dtype, Inputs inputs) {
   Preparation prepared = kParent.preparation(weight, dtype, inputs);
   const index_t row_bytes = quantized_x(weight, prepared.x_group, are_eight_bits(inputs)).row_bytes;
   if (row_bytes > prepared.row_bytes) prepared.row_bytes = row_bytes;
-  const index_t rows = kPanelBytes / prepared.row_bytes / kUnitRows * kUnitRows;
+  prepared.row_bytes |= 64;  // an odd number of lines: the more factors of two, the fewer cache sets do rows share
+  const index_t rows = kPanelBytes / prepared.row_bytes / kLargeUnitRows * kLargeUnitRows;
   prepared.panel_rows = rows < kLowestPanel ? kLowestPanel : rows < kMaxPanelRows ? rows : kMaxPanelRows;
-  prepared.panel_step = kUnitRows;
+  prepared.panel_step = kLargeUnitRows;
   return prepared;
 }
 
