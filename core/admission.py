@@ -109,16 +109,16 @@ def check_fits(num_prompt: int, limits: Limits) -> None:
     if num_prompt >= limits.max_model_len:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"The prompt has {num_prompt} tokens; the model's context of {limits.max_model_len} leaves room for at most "
-            f"{limits.max_model_len - 1} and one output token. Shorten it, or set truncate_prompt_tokens.",
+            f"This model's maximum context length is {limits.max_model_len} tokens. However, the prompt has {num_prompt}, and "
+            "one output token needs room too. Please reduce the length of the prompt, or set truncate_prompt_tokens.",
             "prompt",
         )
     if num_prompt >= limits.max_request_len:
         raise RequestError(
             ErrorCode.TOO_LONG,
             f"The prompt has {num_prompt} tokens and needs {_blocks_of(num_prompt + 1, limits)} KV blocks of "
-            f"{limits.block_size} tokens; the server has {limits.num_blocks}. Shorten the prompt, or start the server "
-            "with a larger --kv-cache-memory.",
+            f"{limits.block_size} tokens; the server has {limits.num_blocks}, with which this model's maximum context length "
+            f"is {limits.max_request_len} tokens. Shorten the prompt, or start the server with a larger --kv-cache-memory.",
             "prompt",
         )
     if limits.max_prompt is not None and num_prompt > limits.max_prompt:

@@ -37,7 +37,7 @@ from quintet.frontend.dialects.responses.stored import cancel_response, input_it
 from quintet.frontend.dialects.resume import resumable, streams
 from quintet.frontend.docs_page import docs, docs_part
 from quintet.frontend.error_shape import ErrorShape
-from quintet.frontend.exchange import ClientGone, Exchange
+from quintet.frontend.exchange import ClientGone, Exchange, tidy_path
 from quintet.frontend.guard import Keys, operator_keys
 from quintet.frontend.leftovers import leave_behind
 from quintet.frontend.metrics import metrics
@@ -192,7 +192,10 @@ class App:
         return self._errors.get("/".join(path.split("/", 3)[:3]), openai_errors.ERRORS)
 
     def _own_path(self, path: str) -> str:
-        """Take off the prefix of a proxy that leaves that to us (a path of ours may begin with it too), and Azure's."""
+        """Return a path without empty segments, a proxy's prefix (a path of ours may begin with it too), and Azure's."""
+        path = tidy_path(path)
+        if path in self._errors:
+            return path
         root = self._root_path
         if root and path.startswith(root + "/"):
             path = path.removeprefix(root)

@@ -1,6 +1,6 @@
-"""One connection of a client that may be slow: how long it is waited for, and how much is held for it.
+"""One HTTP/1 connection: timeouts and buffer limits for slow clients, upgrade offers, and HTTP/1.0.
 
-Uvicorn speaks the protocol; here is its patience. Bodies have theirs in `quintet.frontend.bodies`, streamed answers in
+Uvicorn speaks the protocol. The timeouts of bodies are in `quintet.frontend.bodies`, those of streamed answers in
 `quintet.frontend.patience`.
 """
 
@@ -11,7 +11,8 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from quintet.frontend.error_shape import ErrorShape, bare_response
 from quintet.frontend.exchange import CONNECTION
@@ -22,6 +23,7 @@ IDLE_S = 75
 """How long a connection may stay open between requests, or before its first."""
 MAX_HEADER_BYTES = 64 << 10
 """Most bytes of a request line and its headers; nobody else bounds them."""
+UPGRADE = b"upgrade"
 SEND_BUFFER_BYTES = 64 << 10
 """Output that the system holds for one client; Linux books twice as much, and by itself would take up to 4 MiB."""
 
@@ -95,7 +97,12 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse; count what belongs to a head that is still incomplete."""
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(data)
+        except httptools.HttpParserError as error:
+            self._refuse(_not_http(error, self.parser.get_method()))
+            return
         if self._head_timer is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEADER_BYTES:
@@ -106,6 +113,38 @@ class Protocol(HttpToolsProtocol):
                     )
                 )
 
+    def _parse(self, data: bytes) -> None:
+        """Parse; ignore offers to upgrade (RFC 9110, section 7.8). Raises `httptools.HttpParserError`.
+
+        The parser stops behind a head that offers one, and takes what follows for another protocol. A new parser is given
+        the same head without the offer, then what follows: with the request's own body and its own end.
+        """
+        rest = memoryview(data)
+        while rest:
+            try:
+                self.parser.feed_data(rest)
+            except httptools.HttpParserUpgrade as stop:
+                rest = rest[stop.args[0] :]
+                if not self._offers_upgrade():  # CONNECT
+                    return
+                head = self._head_without_offer()
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+                self.parser.feed_data(head)
+            else:
+                return
+
+    def _offers_upgrade(self) -> bool:
+        """Return whether the head that was just parsed offers another protocol, e.g. ``Upgrade: h2c`` from Java."""
+        return bool(self.parser.should_upgrade()) and any(name == UPGRADE for name, _ in self.headers)
+
+    def _head_without_offer(self) -> bytes:
+        """Return the head that was just parsed, without its Upgrade header."""
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (self.parser.get_method(), self.url, version)]
+        lines += [b"%b: %b" % header for header in self.headers if header[0] != UPGRADE]
+        return b"\r\n".join([*lines, b"", b""])
+
     def on_message_begin(self) -> None:
         """Begin to wait for the end of the head; add the connection to the scope of the request that begins."""
         super().on_message_begin()
@@ -115,9 +154,18 @@ class Protocol(HttpToolsProtocol):
         self._head_timer = self.loop.call_later(self._header_timeout_s, self._give_up_on_head)
 
     def on_headers_complete(self) -> None:
-        """Stop waiting for the head."""
+        """Stop waiting for the head; begin the request, unless its head is parsed once more (`_parse`)."""
         self._end_head()
+        if self._offers_upgrade():
+            return
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            end_with_connection(self.cycle)
+
+    def on_message_complete(self) -> None:
+        """Hear of the end of a body, unless the parser only stops at an upgrade offer."""
+        if not self._offers_upgrade():
+            super().on_message_complete()
 
     def _give_up_on_head(self) -> None:
         self._refuse(
@@ -129,11 +177,13 @@ class Protocol(HttpToolsProtocol):
         )
 
     def _refuse(self, error: RequestError) -> None:
-        """Answer a request whose head never came, and close; behind an answer that is not complete, only close."""
+        """Answer a request that did not come whole, and close; behind an answer that is not complete, only close."""
+        cycle, is_body = self.cycle, self._head_timer is None
         self._end_head()
         if self.transport.is_closing():
             return
-        if self.cycle is None or self.cycle.response_complete:
+        is_first = cycle is None or cycle.response_complete
+        if is_first or (is_body and not cycle.response_started and not self.pipeline):
             self.transport.write(bare_response(error, self._errors))
             self.transport.close()
         else:
@@ -170,6 +220,37 @@ class Protocol(HttpToolsProtocol):
         if self._unread_timer is not None:
             self._unread_timer.cancel()
             self._unread_timer = None
+
+
+def end_with_connection(cycle: RequestResponseCycle) -> None:
+    """Have an answer of unknown length end where the connection does: HTTP/1.0 has no chunked encoding."""
+    send = cycle.send
+    cycle.waiting_for_100_continue = False  # nor interim responses
+
+    has_no_length = False
+
+    async def send_unchunked(message: Any) -> None:
+        nonlocal has_no_length
+        if message["type"] == "http.response.start":
+            has_no_length = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if has_no_length:
+                cycle.chunked_encoding = False
+        elif has_no_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = send_unchunked  # type: ignore[method-assign]
+
+
+def _not_http(error: httptools.HttpParserError, method: bytes) -> RequestError:
+    """Make the error for bytes that are no request of HTTP/1."""
+    if method == b"PRI":
+        words = "This server speaks HTTP/1.1; the connection began with HTTP/2. Use a client that begins with HTTP/1.1."
+    else:
+        words = (
+            f"This is no HTTP/1.1 request: {error}. Check the URL's scheme, the request line and the headers."
+        )
+    return RequestError(ErrorCode.INVALID, words)
 
 
 def bound_send_buffer(listener: socket.socket) -> None:

@@ -18,6 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from quintet.frontend.begun import Begun
 from quintet.frontend.bodies import Bodies, OpenBody
+from quintet.frontend.encodings import ACCEPTED, Inflater, as_utf8, inflater_of
 from quintet.frontend.error_shape import ErrorShape, headers_of, status_of
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, shown
@@ -31,6 +32,23 @@ REQUEST_ID_HEADER = "x-request-id"
 MAX_REQUEST_ID = 256
 REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
 """Ids that clients may give their requests: an answer repeats its id in every event of every choice."""
+
+
+_MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
+"""Paths that end with a model's name, which may be the path of a folder."""
+
+
+def tidy_path(path: str) -> str:
+    """Return a path without empty segments: base URLs end with a slash, and so do paths that other frameworks redirect."""
+    if "//" not in path and not path.endswith("/"):
+        return path
+    match = _MODEL_NAME.fullmatch(path)
+    head, name = match.groups() if match is not None else (path, "")
+    return (
+        re.sub("/{2,}", "/", head) + name.rstrip("/")
+        if name
+        else re.sub("/{2,}", "/", head).rstrip("/") or "/"
+    )
 
 
 class ClientGone(Exception):
@@ -91,7 +109,7 @@ class Exchange:
     # --- in ---------------------------------------------------------------------------------------------------
 
     async def read_json_body(self, bodies: Bodies) -> bytes:
-        """Return the whole body; refuse a wrong content type (415) and one that is too large (413).
+        """Return the whole body, decompressed and in UTF-8; refuse a wrong type or encoding (415), and what is too large (413).
 
         A missing content type passes, as it does with other servers. A client that stops sending is
         told so (408); so is the one that has been silent longest while too much of all bodies is held (503).
@@ -111,7 +129,8 @@ class Exchange:
         self._body, self.begun = body, begun
 
     async def _receive_json(self, bodies: Bodies) -> bytes:
-        kind = (self.header("content-type") or "").partition(";")[0].strip().lower()
+        content_type = self.header("content-type") or ""
+        kind = content_type.partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
             raise RequestError(
                 ErrorCode.UNSUPPORTED_MEDIA,
@@ -120,23 +139,50 @@ class Exchange:
         announced = self.header("content-length")
         if announced is not None and announced.isdigit() and int(announced) > bodies.max_bytes:
             raise _too_large(f"is {announced[:MAX_SHOWN]} bytes", bodies.max_bytes)
+        return as_utf8(await self._receive_whole(bodies), content_type)
+
+    async def _receive_whole(self, bodies: Bodies) -> bytes:
+        """Return the body, decompressed: its size counts as it came and as it is then."""
+        inflater = self._inflater()
         chunks: list[bytes] = []
+        num_received = num_bytes = 0
         body = bodies.open()
         try:
             while True:
                 message = await self._next_piece(bodies, body)
                 if message["type"] == "http.disconnect":
                     raise ClientGone
-                chunk: bytes = message.get("body", b"")
-                bodies.grow(body, len(chunk))
-                if body.num_bytes > bodies.max_bytes:
+                piece: bytes = message.get("body", b"")
+                num_received += len(piece)
+                bodies.grow(body, len(piece))
+                if num_received > bodies.max_bytes:
                     raise _too_large(f"has more than {bodies.max_bytes} bytes", bodies.max_bytes)
-                chunks.append(chunk)
+                if inflater is None:
+                    chunks.append(piece)
+                else:
+                    for chunk in inflater.feed(piece):
+                        num_bytes += len(chunk)
+                        bodies.grow(body, len(chunk))
+                        if num_bytes > bodies.max_bytes:
+                            what = f"has more than {bodies.max_bytes} bytes when decompressed"
+                            raise _too_large(what, bodies.max_bytes)
+                        chunks.append(chunk)
+                        await asyncio.sleep(0)
                 if not message.get("more_body", False):
-                    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                    break
                 bodies.make_room()
         finally:
             bodies.close(body)
+        if inflater is not None:
+            inflater.check_end()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _inflater(self) -> Inflater | None:
+        try:
+            return inflater_of(self.header("content-encoding"))
+        except RequestError:
+            self.headers_out.append((b"accept-encoding", ACCEPTED.encode()))
+            raise
 
     async def _next_piece(self, bodies: Bodies, body: OpenBody) -> Message:
         patience_s, is_slow = bodies.patience_s(body)

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Callable, Sequence
 
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quintet.frontend.exchange import Exchange
 from quintet.process.seal import run_key
@@ -107,22 +107,26 @@ def _key_of(header: Callable[[str], str | None]) -> bytes | None:
     return None if key is None else key.encode("latin-1", "replace")
 
 
-METHODS = ("GET", "POST", "DELETE", "OPTIONS")
-
-
 def open_to(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     """Return the application with cross-origin access for the configured origins alone (``*`` for all).
 
-    Unless told otherwise pages may send any header: clients of this dialect have many of their own, and keys decide who
-    is served.
+    Unless configured otherwise pages may use any method and send any header: clients of this dialect have many of their
+    own, and keys decide who is served.
     """
     if not config.allowed_origins:
         return app
-    return CORSMiddleware(
+    for_pages = CORSMiddleware(
         app,
         allow_origins=config.allowed_origins,
-        allow_methods=METHODS if config.allowed_methods in ([], ["*"]) else config.allowed_methods,
+        allow_methods=config.allowed_methods or ("*",),
         allow_headers=config.allowed_headers or ("*",),
         allow_credentials=config.allow_credentials,
         expose_headers=("X-Request-Id", "Request-Id", "X-Stream-Id"),
     )
+
+    async def choose(scope: Scope, receive: Receive, send: Send) -> None:
+        """Only browsers send an origin: for others no layer stands between the answer and the socket."""
+        is_page = any(name == b"origin" for name, _ in scope["headers"])
+        await (for_pages if is_page else app)(scope, receive, send)
+
+    return choose

@@ -119,6 +119,8 @@ async def model(service: Service, exchange: Exchange) -> None:
 
 def _served(service: Service, name: str) -> str:
     """Return a name that the model is served under, or raise."""
+    if f"{name}/" in service.config.model.served_names:
+        return f"{name}/"  # a folder; the slash was taken for the end of the path
     if name not in service.config.model.served_names:
         served = ", ".join(f"`{n}`" for n in service.config.model.served_names)
         raise RequestError(

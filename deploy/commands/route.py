@@ -19,6 +19,7 @@ import setproctitle
 import uvloop
 
 from quintet.deploy.resolve.memory import parse_size
+from quintet.deploy.resolve.network import listed
 from quintet.deploy.router.app import OPEN_PATHS, App, Door
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
@@ -78,6 +79,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     _add_servers(parser.add_argument_group("servers"))
     _add_door(parser.add_argument_group("door"))
+    _add_pages(parser.add_argument_group("pages in browsers"))
     _add_picker(parser.add_argument_group("gateway"))
     _add_waiting(parser.add_argument_group("waiting, in seconds"))
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
@@ -157,6 +159,19 @@ def _add_door(door: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_pages(pages: argparse._ArgumentGroup) -> None:
+    """Declare what pages in browsers may do, under vLLM's names; each repeats, or is a JSON list."""
+    for name, metavar, words in (
+        ("allowed-origins", "ORIGIN", "web origin whose pages may ask, * for all, [] for none (default: *)"),
+        ("allowed-methods", "METHOD", "method that they may use (default: all)"),
+        ("allowed-headers", "HEADER", "header that they may send (default: all)"),
+    ):
+        pages.add_argument(f"--{name}", action="append", metavar=metavar, help=words)
+    pages.add_argument(
+        "--allow-credentials", action="store_true", help="let them send cookies (default: off)"
+    )
+
+
 def _add_picker(gateway: argparse._ArgumentGroup) -> None:
     gateway.add_argument(
         "--endpoint-picker",
@@ -227,6 +242,7 @@ def _check(arguments: argparse.Namespace) -> None:
             "or say with --engines-at URL which name stands for all of them"
         )
     _check_picker(arguments)
+    for_pages(arguments)
     for name, value in vars(arguments).items():
         if name == "hedge_after" and value == 0:
             continue
@@ -289,7 +305,7 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
     figures = Figures(servers)
     app, picker = App(servers, figures, patience, door), Picker(servers, figures, door)
     gateways = await _open_to_gateways(picker, arguments) if has_picker else None
-    server = make_server(app, FrontendConfig())
+    server = make_server(app, for_pages(arguments))
     loop = asyncio.get_running_loop()
     watching = loop.create_task(watch.run())
     serving = loop.create_task(server.serve(sockets=[listener]))
@@ -308,6 +324,17 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         await serving
     if gateways is not None:
         await gateways.stop(LOOK_S)
+
+
+def for_pages(arguments: argparse.Namespace) -> FrontendConfig:
+    """Return what pages in browsers may do. Raises `ConfigError`."""
+    origins = ["*"] if arguments.allowed_origins is None else arguments.allowed_origins
+    return FrontendConfig(
+        allowed_origins=listed(origins, "--allowed-origins"),
+        allowed_methods=listed(arguments.allowed_methods or (), "--allowed-methods"),
+        allowed_headers=listed(arguments.allowed_headers or (), "--allowed-headers"),
+        allow_credentials=arguments.allow_credentials,
+    )
 
 
 async def _open_to_gateways(picker: Picker, arguments: argparse.Namespace) -> grpc.aio.Server:

@@ -19,7 +19,6 @@ from quintet.deploy.fastchat.errors import Code, WorkerError, as_worker, error_i
 from quintet.deploy.fastchat.peer import Peer
 from quintet.deploy.fastchat.registration import Registration
 from quintet.deploy.fastchat.told import Data, Saying
-from quintet.deploy.load_client.connection import HttpAnswer
 from quintet.frontend.bodies import Bodies
 from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange
@@ -114,7 +113,7 @@ class App:
         try:
             if not flow.is_stream:
                 whole = await flow.whole
-                raise await self._refusal(whole, params.prompt)
+                raise as_worker(error_in(whole.body, whole.status))
             data, saying = Data(), Saying()
             await exchange.start_stream(KIND)
             while piece := await flow.take():
@@ -131,7 +130,7 @@ class App:
         request = await self._request_of(params, is_streamed=False)
         whole = await self._server.ask("POST", COMPLETIONS, request)
         if whole.status != 200:
-            raise await self._refusal(whole, params.prompt)
+            raise as_worker(error_in(whole.body, whole.status))
         *_, told = Saying().take(whole.body)
         await exchange.respond_json(told)
 
@@ -146,14 +145,6 @@ class App:
         if answer.status != 200:
             raise as_worker(error_in(answer.body, answer.status))
         return msgspec.json.decode(answer.body, type=_Tokens).tokens
-
-    async def _refusal(self, whole: HttpAnswer, prompt: str) -> WorkerError:
-        """Return the error for what the server refused."""
-        error = error_in(whole.body, whole.status)
-        if error.code != 400 or error.param != "prompt":
-            return as_worker(error)
-        is_too_long = len(await self._ids(prompt, None)) >= self._registration.max_len
-        return WorkerError(Code.CONTEXT_OVERFLOW, error.message) if is_too_long else as_worker(error)
 
     # --- what is told -----------------------------------------------------------------------------------------
 

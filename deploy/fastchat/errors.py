@@ -6,6 +6,8 @@ from enum import IntEnum
 
 import msgspec
 
+from quintet.wire.errors import ErrorCode
+
 
 class Code(IntEnum):
     """Those of FastChat's codes that this worker tells."""
@@ -20,7 +22,8 @@ class Code(IntEnum):
     WORKER_TIMEOUT = 50006
 
 
-_OF_STATUS = {
+_OF_CODE: dict[int | str, Code] = {
+    ErrorCode.TOO_LONG.value: Code.CONTEXT_OVERFLOW,
     400: Code.OUT_OF_RANGE,
     401: Code.WRONG_KEY,
     404: Code.INVALID_MODEL,
@@ -48,7 +51,7 @@ class ServerError(msgspec.Struct):
     """An error as the server tells it."""
 
     message: str
-    code: int = 500
+    code: int | str = 500
     param: str | None = None
 
 
@@ -66,7 +69,7 @@ def error_in(body: bytes, status: int) -> ServerError:
 
 def as_worker(error: ServerError) -> WorkerError:
     """Return FastChat's error for the server's."""
-    return WorkerError(_OF_STATUS.get(error.code, Code.INTERNAL), error.message)
+    return WorkerError(_OF_CODE.get(error.code, Code.INTERNAL), error.message)
 
 
 def lost(error: object) -> WorkerError:

@@ -200,11 +200,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         list[str],
         Flag(
             NETWORK,
-            "web origin allowed to call from a browser, * for all; repeat for more, or give a JSON list",
+            "web origin allowed to call from a browser, * for all; repeat for more, or give a JSON list, [] for none",
             "ORIGIN",
-            "none",
+            "*: keys decide who is served",
         ),
-    ] = []
+    ] = msgspec.field(default_factory=lambda: ["*"])
     allowed_methods: Annotated[
         list[str],
         Flag(NETWORK, "method that such origins may use; given as origins are", "METHOD", "all there are"),

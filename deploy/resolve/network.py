@@ -31,7 +31,7 @@ def listed(words: Sequence[str], flag: str) -> list[str]:
 
 
 def check(options: Options) -> str | None:
-    """Reject what could not be served, with advice; return a word of warning for an open door. Raises `ConfigError`."""
+    """Reject what could not be served, with advice; return a warning about access that is wide open. Raises `ConfigError`."""
     _check_certificates(options)
     if len(options.uds.encode()) > MAX_SOCKET_PATH:
         raise ConfigError(
@@ -39,12 +39,13 @@ def check(options: Options) -> str | None:
             "shorter one."
         )
     origins = listed(options.allowed_origins, "--allowed-origins")
+    warnings = [] if options.uds else [rules.advise_open_server(options.host, bool(options.api_key))]
     if options.allow_credentials and "*" in origins:
-        raise ConfigError(
-            "--allow-credentials is given while --allowed-origins is *: any page could then act for whoever visits it. "
-            "Name the origins."
+        warnings.append(
+            "--allow-credentials with --allowed-origins *: any page can act for its visitor where a proxy asks for cookies; "
+            "name the origins"
         )
-    return None if options.uds else rules.advise_open_server(options.host, bool(options.api_key))
+    return "; ".join(filter(None, warnings)) or None
 
 
 def _check_certificates(options: Options) -> None:

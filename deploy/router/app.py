@@ -20,7 +20,7 @@ from quintet.frontend.dialects.anthropic import errors as anthropic_errors
 from quintet.frontend.dialects.openai import errors as openai_errors
 from quintet.frontend.dialects.routing import SESSION_HEADER
 from quintet.frontend.error_shape import ErrorShape
-from quintet.frontend.exchange import ClientGone, Exchange
+from quintet.frontend.exchange import ClientGone, Exchange, tidy_path
 from quintet.frontend.guard import Keys
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError
@@ -53,6 +53,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this router speaks HTTP, not {scope['type']}")
+        scope["path"] = tidy_path(scope["path"])
         exchange = Exchange(scope, receive, send, errors_of(scope["path"]))
         if self.is_draining:
             exchange.headers_out.append((b"connection", b"close"))

@@ -16,14 +16,16 @@ HOP_BY_HOP = frozenset(
 )
 """Headers that are between two neighbours (RFC 9110, section 7.6.1), besides those that a Connection header names."""
 OURS = HOP_BY_HOP | frozenset(
-    b"host content-length expect accept-encoding x-request-id x-quintet-relay".split()
+    b"host content-length content-encoding expect accept-encoding x-request-id x-quintet-relay".split()
 )
-"""Headers of a request that are between a client and the router."""
+"""Headers of a request that are between a client and the router, which also decompresses bodies."""
 
 NOT_THEIRS = HOP_BY_HOP | frozenset(
     b"content-type content-length x-request-id request-id x-quintet-relay".split()
 )
 """Headers of an answer that are between the router and a server, or that its client gets otherwise."""
+FOR_PAGES = b"access-control-"
+"""How headers begin that say which pages may read an answer: the router says that of its own answers."""
 
 RELAY = b"x-quintet-relay"
 TICKET = re.compile(rb"(-?[0-9]{1,19}(?:,-?[0-9]{1,19})*)\.([0-9]{1,19})(?:\.([0-9a-z_]{1,64}))?")
@@ -70,7 +72,7 @@ class Outgoing:
 def passed_on(headers: Sequence[Header]) -> list[Header]:
     """Return what of an answer's headers its client gets, besides type and length of the content."""
     left_out = NOT_THEIRS | _named(headers)
-    return [header for header in headers if header[0] not in left_out]
+    return [header for header in headers if header[0] not in left_out and not header[0].startswith(FOR_PAGES)]
 
 
 def _named(headers: Iterable[Header]) -> set[bytes]:

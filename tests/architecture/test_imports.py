@@ -18,7 +18,7 @@ PROCESSES = ("frontend", "tokenizer_proc", "core", "executor", "detokenizer_proc
 THIRD_PARTY = {
     "wire": {"msgspec"},
     "process": {"msgspec", "zmq", "setproctitle", "llguidance"},
-    "frontend": {"msgspec", "starlette", "uvicorn", "uvloop", "prometheus_client"},
+    "frontend": {"httptools", "msgspec", "starlette", "uvicorn", "uvloop", "prometheus_client"},
     "tokenizer_proc": {"msgspec", "tokenizers", "jinja2", "uvloop", "llguidance"},
     "core": {"msgspec", "numpy"},
     "detokenizer_proc": {"msgspec", "tokenizers"},

@@ -225,7 +225,7 @@ def test_events_are_read_however_they_are_cut() -> None:
     ("status", "error", "code"),
     [
         (400, {"message": "is 3", "param": "temperature", "code": 400}, 40302),
-        (400, {"message": "has 9 tokens", "param": "prompt", "code": 400}, 40303),
+        (400, {"message": "9 tokens", "param": "prompt", "code": "context_length_exceeded"}, 40303),
         (401, {"message": "no key", "code": 401}, 40102),
         (404, {"message": "no model", "code": 404}, 40301),
         (429, {"message": "is full", "code": 429}, 42903),

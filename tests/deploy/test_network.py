@@ -6,6 +6,7 @@ import pytest
 
 from quintet.deploy.resolve import network
 from quintet.deploy.resolve.flag_table import make_options
+from quintet.deploy.resolve.sections import frontend_config
 from quintet.wire.errors import ConfigError
 
 
@@ -16,7 +17,6 @@ from quintet.wire.errors import ConfigError
         ({"ssl_certfile": "/nowhere/c.pem"}, "which is no file"),
         ({"ssl_certfile": __file__}, "cannot be used"),
         ({"uds": "/tmp/" + "x" * 108}, "a socket may have 107"),
-        ({"allow_credentials": True, "allowed_origins": ['["*"]']}, "Name the origins"),
         ({"allowed_origins": ["[1]"]}, "a JSON list of strings"),
     ],
 )
@@ -27,3 +27,15 @@ def test_doors_that_cannot_be_opened_are_refused(flags: dict[str, object], words
 
 def test_lists_are_words_or_json() -> None:
     assert network.listed(["a", '["b", "c"]'], "--allowed-origins") == ["a", "b", "c"]
+
+
+def test_pages_of_all_origins_may_ask_unless_configured_otherwise() -> None:
+    assert frontend_config(make_options({}, "the command line")).allowed_origins == ["*"]
+    assert frontend_config(make_options({"allowed_origins": "[]"}, "the command line")).allowed_origins == []
+
+
+def test_credentials_of_all_origins_are_warned_about() -> None:
+    warning = network.check(make_options({"allow_credentials": True}, "the command line"))
+    assert warning is not None and "name the origins" in warning
+    options = make_options({"allow_credentials": True, "allowed_origins": ["https://a"]}, "the command line")
+    assert network.check(options) is None

@@ -136,7 +136,7 @@ class World:
     ) -> Told:
         """Be a client; one that ``leaves`` does so when the answer has begun, another may wait before it ``reads`` on."""
         sent: list[Any] = []
-        content = json.dumps(body).encode()
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
         incoming: asyncio.Queue[Any] = asyncio.Queue()
         incoming.put_nowait(
             {"type": "http.request", "body": content if method == "POST" else b"", "more_body": False}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import gzip
 from typing import Any
 
 import pytest
 
+from quintet.deploy.commands.route import add_parser, for_pages
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.servers import Servers
 from quintet.wire.errors import RequestError
-from tests.deploy.test_router import C, Upstream, event, head, run, whole, world
+from tests.deploy.test_router import C, Upstream, event, head, run, says, whole, world
 
 
 def test_nothing_of_the_servers_is_told_without_a_key() -> None:
@@ -148,3 +151,42 @@ def test_bodies_of_open_requests_have_one_budget() -> None:
             assert w.app._door.bodies.num_kept_bytes == 0
 
     run(story())
+
+
+def test_what_clients_send_in_odd_ways_reaches_servers_plainly() -> None:
+    """Servers may read neither compressed bodies nor paths with empty segments."""
+
+    async def story() -> None:
+        packed = gzip.compress(b'\xef\xbb\xbf{"prompt": "x"}')
+        async with world(whole) as w:
+            assert (await w.ask("//v1/completions/", packed, content_encoding="gzip")).status == 200
+            [asked] = w.ups[0].asked
+            assert (asked["path"], asked["body"]) == (C, b'{"prompt": "x"}')
+            assert "content-encoding" not in asked["headers"]
+            assert (await w.ask("/livez/", None, "GET")).body == b"ok"
+
+    run(story())
+
+
+def test_the_router_says_which_pages_may_read_its_answers() -> None:
+    async def story() -> None:
+        of_server = head(200, b"access-control-allow-origin: https://a", kind=b"application/json")
+        async with world(says(of_server, b"{}")) as w:
+            told = await w.ask(C, {}, origin="https://b")
+            assert told.status == 200 and "access-control-allow-origin" not in told.headers
+
+    run(story())
+
+
+def test_pages_of_all_origins_may_ask_a_router_unless_configured_otherwise() -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    words = ["route", "--engine", "http://a:1"]
+    open_to_all = for_pages(parser.parse_args(words))
+    assert (open_to_all.allowed_origins, open_to_all.allow_credentials) == (["*"], False)
+    closed = for_pages(parser.parse_args([*words, "--allowed-origins", "[]"]))
+    assert closed.allowed_origins == []
+    named = for_pages(
+        parser.parse_args([*words, "--allowed-origins", "https://a", "--allowed-methods", '["GET"]'])
+    )
+    assert (named.allowed_origins, named.allowed_methods) == (["https://a"], ["GET"])

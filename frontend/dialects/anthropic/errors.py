@@ -5,7 +5,7 @@ from __future__ import annotations
 from quintet.frontend.dialects.anthropic.types import MessagesErrorBody, MessagesErrorDetail
 from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.error_shape import ErrorShape, status_of
-from quintet.wire.errors import RequestError
+from quintet.wire.errors import ErrorCode, RequestError
 
 OVERLOADED = "overloaded_error"
 _TYPES = {
@@ -19,6 +19,8 @@ _TYPES = {
     504: "timeout_error",
 }
 OTHER = "invalid_request_error"
+TOO_LONG = "prompt is too long: "
+"""How Anthropic's own message begins; agents that see it make their conversation shorter and try again."""
 _DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 """By the field that was wrong: packages that hear this send the whole conversation again, without a thread."""
 
@@ -26,7 +28,8 @@ _DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
 def error_body(error: RequestError, request_id: str) -> bytes:
     """Return ``{"type": "error", "error": {type, message}, "request_id": …}``."""
     kind = _TYPES.get(status_of(error), OTHER)
-    detail = MessagesErrorDetail(type=kind, message=error.message, details=_DETAILS.get(error.param or ""))
+    message = TOO_LONG + error.message if error.code is ErrorCode.TOO_LONG else error.message
+    detail = MessagesErrorDetail(type=kind, message=message, details=_DETAILS.get(error.param or ""))
     return encode_json(MessagesErrorBody(type="error", error=detail, request_id=request_id))
 
 

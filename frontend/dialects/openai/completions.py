@@ -166,8 +166,8 @@ def token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) -
     if len(ids) > model.max_model_len and body.truncate_prompt_tokens is None:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"prompt holds {len(ids)} token ids; the model takes at most {model.max_model_len} tokens. Send a shorter "
-            "prompt, or set truncate_prompt_tokens.",
+            f"prompt holds {len(ids)} token ids, and this model's maximum context length is {model.max_model_len} tokens. "
+            "Please reduce the length of the prompt, or set truncate_prompt_tokens.",
             "prompt",
         )
     if not ids:

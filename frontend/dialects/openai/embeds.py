@@ -67,8 +67,9 @@ async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
     if 3 * (len(text) // 4) > most:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"{FIELD} holds {len(text)} characters of base64; the model's {model.max_model_len} tokens of "
-            f"{model.embedding_width} numbers are at most {most} bytes. Send fewer vectors.",
+            f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {len(text)} "
+            f"characters of base64, and so many vectors of {model.embedding_width} numbers are at most {most} bytes. Send "
+            "fewer vectors.",
             FIELD,
         )
     head = _base64(text[: 4 * (8 // 3 + 1)])
@@ -124,8 +125,8 @@ def _check_shape(tensor: Tensor, model: ModelConfig) -> None:
     if shape[0] >= model.max_model_len:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"{FIELD} holds {shape[0]} vectors; the model's context of {model.max_model_len} tokens leaves room for at most "
-            f"{model.max_model_len - 1} and one output. Send fewer.",
+            f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {shape[0]} vectors, "
+            "and one output token needs room too. Send fewer.",
             FIELD,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quintet.frontend.error_shape import ErrorShape, status_of
-from quintet.wire.errors import RequestError
+from quintet.wire.errors import ErrorCode, RequestError
 
 _TYPES = {
     400: "BadRequestError",
@@ -25,7 +25,11 @@ _TYPES = {
 
 
 def error_body(error: RequestError, _request_id: str = "") -> bytes:
-    """Return ``{"error": {message, type, param, code}}``; ``code`` is the status, as vLLM has it."""
+    """Return ``{"error": {message, type, param, code}}``.
+
+    ``code`` is the status, as vLLM has it; but where the context is too short for a request it is OpenAI's word, by which
+    clients know that they have to shorten the conversation.
+    """
     status = status_of(error)
     return msgspec.json.encode(
         {
@@ -33,7 +37,7 @@ def error_body(error: RequestError, _request_id: str = "") -> bytes:
                 "message": error.message,
                 "type": _TYPES[status],
                 "param": error.param,
-                "code": status,
+                "code": error.code.value if error.code is ErrorCode.TOO_LONG else status,
             }
         }
     )

@@ -92,8 +92,8 @@ async def _ids_of(
     if len(ids) + room > limit:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"{field} has {len(ids)} tokens and asks for {room} more; the model takes {limit} in all. Send less, or ask for "
-            "less.",
+            f"This model's maximum context length is {limit} tokens. However, you requested {len(ids) + room} tokens "
+            f"({len(ids)} in the {field}, {room} in the completion). Please reduce the length of the {field} or completion.",
             field,
         )
     return ids

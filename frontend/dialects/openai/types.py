@@ -214,7 +214,8 @@ class ErrorDetail(msgspec.Struct, kw_only=True):
     message: str
     type: str
     param: str | None
-    code: int
+    code: int | str
+    """The status, or ``context_length_exceeded``."""
 
 
 class ErrorBody(msgspec.Struct, kw_only=True):

@@ -286,7 +286,7 @@ def response_json(
 def _error_of(error: RequestError) -> dict[str, str]:
     codes = {
         ErrorCode.INVALID: "invalid_prompt",
-        ErrorCode.TOO_LONG: "invalid_prompt",
+        ErrorCode.TOO_LONG: "context_length_exceeded",
         ErrorCode.OVERLOADED: "rate_limit_exceeded",
     }
     return {"code": codes.get(error.code, "server_error"), "message": error.message}

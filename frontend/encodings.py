@@ -1,0 +1,131 @@
+"""Encodings of request bodies: gzip and deflate (RFC 9110, section 8.4.1), byte order marks, charsets other than UTF-8."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
+
+ACCEPTED = "gzip, deflate"
+"""What a client may send as Content-Encoding, besides ``identity``."""
+PIECE_BYTES = 256 << 10
+"""Most bytes decompressed at once; other requests get their turn in between."""
+BOM = b"\xef\xbb\xbf"
+_GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS
+"""Window sizes of `zlib`: they say which header the data has."""
+_DEFLATED = 8
+"""Low bits of the first byte of a zlib header: clients send deflate with it and without."""
+_CHARSETS = {
+    "iso-8859-1",
+    "iso-8859-15",
+    "latin1",
+    "latin-1",
+    "windows-1252",
+    "cp1252",
+    "utf-16",
+    "utf-16le",
+    "utf-16be",
+    "utf-32",
+}
+"""Those that a declared charset may name; Python knows more, which are no charsets of texts."""
+
+
+class Inflater:
+    """Decompresses one body, piece by piece."""
+
+    def __init__(self, coding: str) -> None:
+        """``coding``: ``gzip`` or ``deflate``."""
+        self._coding = coding
+        self._stream = zlib.decompressobj(_GZIP if coding == "gzip" else _ZLIB)
+        self._is_begun = False
+
+    def feed(self, compressed: bytes) -> Iterator[bytes]:
+        """Yield what these bytes hold, at most `PIECE_BYTES` at once. Raises `RequestError`."""
+        if not self._is_begun and compressed:
+            self._is_begun = True
+            if self._coding == "deflate" and compressed[0] & 0x0F != _DEFLATED:
+                self._stream = zlib.decompressobj(_RAW)
+        while compressed:
+            if self._stream.eof:  # a gzip file may have several members
+                if self._coding != "gzip":
+                    raise self._broken("bytes follow its end")
+                self._stream = zlib.decompressobj(_GZIP)
+            try:
+                piece = self._stream.decompress(compressed, PIECE_BYTES)
+            except zlib.error as error:
+                raise self._broken(str(error)) from None
+            compressed = self._stream.unconsumed_tail or self._stream.unused_data
+            if piece:
+                yield piece
+
+    def check_end(self) -> None:
+        """Check that the data is complete once the body is. Raises `RequestError`."""
+        if self._is_begun and not self._stream.eof:
+            raise self._broken("it ends too early")
+
+    def _broken(self, reason: str) -> RequestError:
+        return RequestError(
+            ErrorCode.INVALID,
+            f"The request body cannot be decompressed: Content-Encoding is {self._coding}, and {reason}. Compress the JSON "
+            "again, or send it as it is and leave the header out.",
+        )
+
+
+def inflater_of(content_encoding: str | None) -> Inflater | None:
+    """Return what decompresses a body with this Content-Encoding; None where it is not compressed. Raises `RequestError`."""
+    if content_encoding is None:
+        return None
+    codings = [word.strip().lower() for word in content_encoding.split(",")]
+    codings = [word.removeprefix("x-") for word in codings if word not in {"", "identity", "utf-8", "utf8"}]
+    if not codings:
+        return None
+    if len(codings) > 1 or codings[0] not in {"gzip", "deflate"}:
+        raise RequestError(
+            ErrorCode.UNSUPPORTED_MEDIA,
+            f"Content-Encoding is {shown(content_encoding)}; this server reads one of {ACCEPTED}. Use one of these, or send "
+            "the JSON as it is and leave the header out.",
+        )
+    return Inflater(codings[0])
+
+
+def as_utf8(body: bytes, content_type: str) -> bytes:
+    """Return a JSON text in UTF-8, without a byte order mark. Raises `RequestError`.
+
+    JSON is UTF-8 (RFC 8259), and UTF-16 or UTF-32 show in its first bytes. A charset in ``content_type`` counts only where
+    the body is not UTF-8: many clients name one that they do not send.
+    """
+    if body.startswith(BOM):
+        return body[len(BOM) :]
+    charset = ""
+    if body[:1] in {b"\xfe", b"\xff"} or b"\0" in body[:4]:
+        charset = json.detect_encoding(body)
+    elif "charset" in content_type.lower():
+        named = _charset_of(content_type)
+        charset = named if named in _CHARSETS and not _is_utf8(body) else ""
+    if not charset:
+        return body
+    try:
+        return body.decode(charset).encode()
+    except UnicodeError as error:
+        raise RequestError(
+            ErrorCode.INVALID, f"The request body is not valid {charset}: {error}. Send JSON in UTF-8."
+        ) from None
+
+
+def _charset_of(content_type: str) -> str:
+    for parameter in content_type.split(";")[1:]:
+        name, _, value = parameter.partition("=")
+        if name.strip().lower() == "charset":
+            return value.strip().strip('"').lower()
+    return ""
+
+
+def _is_utf8(body: bytes) -> bool:
+    try:
+        body.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
