@@ -49,7 +49,7 @@ def check_schema(schema: object) -> None:
         name = waiting.pop()
         if name in parts:
             continue
-        found = None if has_inner_ids else _target(schema, name)
+        found = None if has_inner_ids else target_of(schema, name)
         is_clear = found is not None
         part, visited = _counted(
             found if is_clear else schema, MAX_VISITED - num_visited, with_definitions=not is_clear
@@ -152,7 +152,7 @@ def _inner(value: object, passed_over: frozenset[str]) -> Iterable[object]:
     return [each for each in inner if isinstance(each, dict | list)]
 
 
-def _target(schema: object, reference: str) -> object:
+def target_of(schema: object, reference: str) -> object:
     """Return what a reference names; None where that is not clear: an anchor, an address."""
     found: Any = schema
     for step in reference.removeprefix("#").split("/")[1:]:

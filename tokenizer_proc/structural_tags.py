@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from quintet.tokenizer_proc.depth import check_schema
+from quintet.tokenizer_proc.schemas import plain_schema
 from quintet.wire.errors import ErrorCode, RequestError
 
 Node = Mapping[str, Any]
@@ -100,6 +101,7 @@ class _Writer:
         schema = node.get("json_schema", {})
         if not isinstance(schema, Mapping | bool):
             raise _bad(f"{where}.json_schema", "is no schema: it must be an object")
+        schema = plain_schema(schema)
         check_schema(schema)
         if schema is not False:  # which nothing matches, and the library says so
             schema = {**({} if schema is True else schema), "x-guidance": self._json_options}

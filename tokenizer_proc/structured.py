@@ -19,6 +19,7 @@ import msgspec
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
 from quintet.tokenizer_proc.behind_reasoning import behind_reasoning
 from quintet.tokenizer_proc.depth import check_grammar, check_schema, schemas_in
+from quintet.tokenizer_proc.schemas import plain_schema, schemas_of
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -43,15 +44,12 @@ WHITESPACE = r"[ \t]|\r?\n[ \t]{0,80}"
 are not sure how to go on write line breaks until their tokens are spent."""
 COMBINED = {"anyOf", "oneOf", "$ref"}
 """Keys whose schemas have a say in the same object."""
-INNER = ("items", "prefixItems", "additionalProperties", "additionalItems", "anyOf", "oneOf", "allOf")
-"""Keys whose values are schemas, or lists of some."""
 LOOSENING = {"lenient", "coerce_one_of"}
 """Options of the library's that leave out what it cannot enforce."""
-NAMED_INNER = ("properties", "patternProperties", "$defs", "definitions")
-"""Keys whose values are schemas by name."""
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 _QUOTED = re.compile(r'"([^"\\]+)"')
-_FORMAT = re.compile(r"[Ff]ormat:? '?([^'\s]+)")
+_LISTING = re.compile(r"\n\s*1 \| ")
+"""Behind it the library repeats a whole grammar."""
 
 
 class Forms:
@@ -124,7 +122,7 @@ class Forms:
         grammar = _grammar(wanted, kind, self._named)
         failed, words = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary, limits=bounds())
         if failed:
-            schema = wanted.json if kind == "json" else None
+            schema = getattr(wanted, kind) if kind in {"json", "structural_tag"} else None
             raise refused(kind, words[0], schema if isinstance(schema, str) else None)
         if (size := len(grammar.encode())) > MAX_COMPILED_BYTES:
             raise refused(
@@ -191,8 +189,6 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
     from llguidance import LLMatcher, grammar_from
 
     given = getattr(wanted, kind)
-    if isinstance(given, str) and kind == "json":
-        check_schema(msgspec.json.decode(given))
     if kind in {"json", "json_object"}:
         return LLMatcher.grammar_from_json_schema(_schema(given, wanted), overrides=_json_options(wanted))
     if kind == "regex":
@@ -219,22 +215,28 @@ def _keys(value: object) -> set[str]:
 
 
 def _schema(given: str | bool, wanted: StructuredOutputsParams) -> str:
+    """Return the schema that the library enforces. Raises `RequestError`."""
     if not isinstance(given, str):
         return '{"type":"object"}'
-    if given == "true":
+    schema = plain_schema(msgspec.json.decode(given))
+    check_schema(schema)
+    if schema is True:
         return "{}"
-    if given == "false":
+    if schema is False:
         raise refused("json", "the schema is false, which nothing is")
-    if not wanted.disable_additional_properties:
-        return given
-    schema = msgspec.json.decode(given)
-    objects = list(_schemas(schema))
+    if wanted.disable_additional_properties:
+        _close(schema)
+    return msgspec.json.encode(schema).decode()
+
+
+def _close(schema: dict[str, Any]) -> None:
+    """Have objects that name properties no others, unless the schema says otherwise."""
+    objects = list(schemas_of(schema))
     if any("allOf" in each or ("properties" in each and each.keys() & COMBINED) for each in objects):
-        return given  # the properties of one are additional ones of the other
+        return  # the properties of one are additional ones of the other
     for each in objects:
         if "properties" in each:
             each.setdefault("additionalProperties", False)
-    return msgspec.json.encode(schema).decode()
 
 
 def _json_options(wanted: StructuredOutputsParams) -> JsonCompileOptions:
@@ -265,7 +267,7 @@ def _escaped(text: str) -> str:
 
 def refused(kind: str, reason: str, schema: str | None = None) -> RequestError:
     """Make the error for what the library does not take: its reason, and where in a schema that is."""
-    reason = " ".join(reason.split())
+    reason = " ".join(_LISTING.split(reason)[0].split())
     if len(reason) > MAX_REASON_CHARS:
         reason = reason[: MAX_REASON_CHARS - 1] + "…"
     where = "" if schema is None else _place(msgspec.json.decode(schema), reason)
@@ -280,12 +282,11 @@ def refused(kind: str, reason: str, schema: str | None = None) -> RequestError:
 def _place(schema: Any, reason: str) -> str:
     """Return where in a schema stands what a reason names, as a JSON pointer; nothing where that is not clear."""
     named = set(_QUOTED.findall(reason))
-    formats = set(_FORMAT.findall(reason))
     for path, each in _objects(schema):
         if key := next((key for key in each if key in named), None):
             return f"{path}/{key}"
-        if str(each.get("format")) in formats:
-            return f"{path}/format"
+        if isinstance(pattern := each.get("pattern"), str) and pattern in reason:
+            return f"{path}/pattern"
     return ""
 
 
@@ -299,18 +300,3 @@ def _objects(schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             waiting += [(f"{path}/{key}", value) for key, value in each.items()]
         elif isinstance(each, list):
             waiting += [(f"{path}/{i}", value) for i, value in enumerate(each)]
-
-
-def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield every schema within a schema: not the values and names that it speaks of."""
-    waiting = [schema]
-    while waiting:
-        each = waiting.pop()
-        if isinstance(each, list):
-            waiting += each
-        elif isinstance(each, dict):
-            yield each
-            waiting += [each[key] for key in INNER if key in each]
-            for key in NAMED_INNER:
-                named = each.get(key)
-                waiting += named.values() if isinstance(named, dict) else ()

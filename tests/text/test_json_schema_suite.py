@@ -27,12 +27,14 @@ SUITE = Path(__file__).parent / "json_schema_test_suite"
 MAX_ORDERS = 24
 """Of an object's keys, which are written in the schema's order."""
 
-NUM_ACCEPTED = 167
+NUM_ACCEPTED = 232
 STRICTER = {
     # An integer is written as one: without a fraction.
     "const": {"float zero is valid", "float one is valid", "float -2.0 is valid", "float is valid"},
     "enum": {"float zero is valid", "[0.0] is valid", "float one is valid", "[1.0] is valid"},
     "type": {"a float with zero fractional part is an integer"},
+    # A dialect of a schema's own is not fetched: its keywords are those of the draft.
+    "vocabulary": {"no validation: invalid number, but it still validates"},
     # Formats are enforced; to the draft they are annotations.
     "format": {
         f"invalid {name} string is only an annotation by default"

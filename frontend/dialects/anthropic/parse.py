@@ -25,7 +25,7 @@ from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.dialects.openai.chat import Translation, decode_part
 from quintet.frontend.dialects.openai.offered_tools import OfferedTool, SentTool, offered_tools
-from quintet.frontend.dialects.openai.types import ChatBody, RawField, ResponseFormat
+from quintet.frontend.dialects.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
 from quintet.wire.billing_header import without_billing_header
 from quintet.wire.params import shown
 
@@ -92,6 +92,8 @@ def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
     if body.tool_choice is not None and (shown_tools or not body.tools):
         chat.tool_choice = choice
         chat.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
+    for name in FORM_FIELDS:
+        setattr(chat, name, getattr(body, name))
     chat.response_format = _format(body.output_format, "output_format")
     if body.output_config is not None:
         chat.reasoning_effort = body.output_config.effort
@@ -341,6 +343,10 @@ def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
 
 
 def _refuse_unsupported(body: ConversationBody) -> None:
+    if body.response_format is not None and body.response_format.type != "text":
+        raise parse.invalid(
+            "response_format is of chat completions; send output_config.format here.", "response_format"
+        )
     if parse.json_of(body.thread):  # without it, the next request would hold nothing but its last turn
         raise parse.invalid(
             "thread was sent, but this server keeps no conversations; send the whole conversation each time, without "

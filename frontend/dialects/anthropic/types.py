@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from quintet.frontend.dialects.openai.offered_tools import SentTool
-from quintet.frontend.dialects.openai.types import RawField
+from quintet.frontend.dialects.openai.types import FormFields, RawField
 
 
 class ReferencedTool(msgspec.Struct, kw_only=True):
@@ -74,7 +74,7 @@ class OutputConfig(msgspec.Struct, kw_only=True):
     format: RawField = msgspec.UNSET
 
 
-class ConversationBody(msgspec.Struct, kw_only=True):
+class ConversationBody(FormFields, kw_only=True):
     """Fields that POST /v1/messages and /v1/messages/count_tokens share."""
 
     model: str | None = None

@@ -17,6 +17,7 @@ from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
 from quintet.frontend.dialects.answer import Output, Submissions, stream_answer, whole_answer
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import AnswerOptions, ChunkWriter
+from quintet.frontend.dialects.openai.structured import form_field
 from quintet.frontend.dialects.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
@@ -255,11 +256,8 @@ def _check_beams(body: GenerationBody) -> None:
             raise _not_with_beams(name)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto"):
         raise _not_with_beams("tool_choice")
-    for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
-        if parse.json_of(getattr(body, name)):
-            raise _not_with_beams(name)
-    if body.response_format is not None and body.response_format.type != "text":
-        raise _not_with_beams("response_format")
+    if (field := form_field(body)) is not None:
+        raise _not_with_beams(field)
 
 
 def _not_with_beams(name: str) -> Exception:

@@ -33,7 +33,16 @@ class ResponseFormat(msgspec.Struct, kw_only=True):
     """The form the output must take."""
 
     type: str
+    """text, json_object, json_schema, structural_tag, regex or grammar."""
     json_schema: RawField = msgspec.UNSET
+    schema: RawField = msgspec.UNSET
+    """A schema without a name around it, as llama.cpp and Together have it; also with the type json_object."""
+    value: RawField = msgspec.UNSET
+    """Schema, expression or grammar, as TGI has it."""
+    regex: RawField = msgspec.UNSET
+    pattern: RawField = msgspec.UNSET
+    """As ``regex``."""
+    grammar: RawField = msgspec.UNSET
     structures: RawField = msgspec.UNSET
     triggers: RawField = msgspec.UNSET
     format: RawField = msgspec.UNSET
@@ -49,7 +58,32 @@ class RepetitionDetection(msgspec.Struct, kw_only=True):
     """How often the pattern must come, at least 2."""
 
 
-class GenerationBody(msgspec.Struct, kw_only=True):
+class FormFields(msgspec.Struct, kw_only=True):
+    """The form that the output must take, under the names that servers of this dialect have for it: at most one of them."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: RawField = msgspec.UNSET
+    guided_json: RawField = msgspec.UNSET
+    guided_regex: RawField = msgspec.UNSET
+    guided_choice: RawField = msgspec.UNSET
+    guided_grammar: RawField = msgspec.UNSET
+    guided_whitespace_pattern: str | None = None
+    json_schema: RawField = msgspec.UNSET
+    """A schema, as an object or as text (llama.cpp, SGLang)."""
+    regex: RawField = msgspec.UNSET
+    ebnf: RawField = msgspec.UNSET
+    """A grammar (SGLang)."""
+    grammar: RawField = msgspec.UNSET
+    """A grammar (llama.cpp), or an object with ``type`` and ``value`` (TGI)."""
+    regex_pattern: RawField = msgspec.UNSET
+    """As ``regex`` (TabbyAPI)."""
+    grammar_string: RawField = msgspec.UNSET
+    """As ``grammar`` (TabbyAPI, text-generation-webui)."""
+    grammar_lazy: bool | None = None
+    """Not implemented: a grammar that begins to count at a trigger."""
+
+
+class GenerationBody(FormFields, kw_only=True):
     """Fields that completions and chat completions share."""
 
     model: str | None = None
@@ -85,13 +119,6 @@ class GenerationBody(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: ResponseFormat | None = None
-    structured_outputs: RawField = msgspec.UNSET
-    guided_json: RawField = msgspec.UNSET
-    guided_regex: RawField = msgspec.UNSET
-    guided_choice: RawField = msgspec.UNSET
-    guided_grammar: RawField = msgspec.UNSET
-    guided_whitespace_pattern: str | None = None
     use_beam_search: bool | None = None
     best_of: int | None = None
     detokenize: bool | None = None
@@ -224,6 +251,7 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     error: ErrorDetail
 
 
+FORM_FIELDS = tuple(name for name in FormFields.__struct_fields__ if name != "response_format")
 SHARED_SAMPLING_FIELDS = tuple(
     name
     for name in SamplingParams.__struct_fields__

@@ -19,7 +19,7 @@ from quintet.frontend.dialects.openai.offered_tools import (
     offered_tools,
     sent_tools,
 )
-from quintet.frontend.dialects.openai.types import ChatBody, ResponseFormat
+from quintet.frontend.dialects.openai.types import FORM_FIELDS, ChatBody, ResponseFormat
 from quintet.frontend.dialects.responses.items import found_tools, messages_of
 from quintet.frontend.dialects.responses.output import CallForm
 from quintet.frontend.dialects.responses.types import (
@@ -76,7 +76,7 @@ SAME = (
     "ignore_eos",
     "skip_special_tokens",
     "logit_bias",
-    "structured_outputs",
+    *FORM_FIELDS,
     "parallel_tool_calls",
     "include_reasoning",
     "cache_salt",
@@ -204,7 +204,7 @@ def _format(asked: TextFormat | None) -> ResponseFormat | None:
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
-        return ResponseFormat(type=asked.type)
+        return ResponseFormat(type=asked.type, schema=asked.schema)
     if asked.type != "json_schema":
         raise parse.invalid(
             f"text.format.type is {shown(asked.type)}; it must be one of text, json_object, json_schema.",
@@ -265,6 +265,10 @@ def conversation_of(body: ResponsesBody) -> str:
 
 
 def _refuse_unsupported(body: ResponsesBody) -> None:
+    if body.response_format is not None and body.response_format.type != "text":
+        raise parse.invalid(
+            "response_format is of chat completions; send text.format here.", "response_format"
+        )
     for name, what, advice in (
         ("prompt", "prompts kept by name", "Send instructions and input."),
         ("context_management", "a compaction of contexts", "Send fewer items."),

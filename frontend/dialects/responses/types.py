@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.dialects.openai.types import RawField
+from quintet.frontend.dialects.openai.types import FormFields, RawField
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -120,7 +120,7 @@ class EventOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
+class ResponsesBody(FormFields, kw_only=True):
     """POST /v1/responses."""
 
     model: str | None = None
@@ -155,7 +155,6 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
-    structured_outputs: RawField = msgspec.UNSET
     text: TextOptions | None = None
     tools: RawField = msgspec.UNSET
     """A list of `quintet.frontend.dialects.openai.offered_tools.SentTool`."""

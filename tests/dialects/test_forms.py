@@ -1,0 +1,110 @@
+"""Every name that servers of the field have for an answer's form is enforced or refused; none is dropped."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from quintet.wire.messages import Submit
+from quintet.wire.structured import StructuredOutputsParams
+
+C, H, R, M = "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+AS_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
+CLOSED = StructuredOutputsParams(json=AS_TEXT, disable_additional_properties=True)
+ANY_OBJECT = StructuredOutputsParams(json_object=True)
+REGEX, GBNF = StructuredOutputsParams(regex="a+"), StructuredOutputsParams(grammar='root ::= "a"')
+BODIES: dict[str, dict[str, Any]] = {
+    C: {"prompt": "x"},
+    H: {"messages": [{"role": "user", "content": "x"}]},
+    R: {"input": "x"},
+    M: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+}
+FORMATS: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
+    ({"type": "text"}, None),
+    ({"type": "text", "json_schema": None}, None),
+    ({"type": "json_object"}, ANY_OBJECT),
+    ({"type": "json_object", "schema": SCHEMA}, CLOSED),
+    ({"type": "json_object", "schema": {}}, ANY_OBJECT),
+    ({"type": "json_object", "json_schema": {"name": "x", "schema": SCHEMA}}, CLOSED),
+    ({"type": "json", "value": SCHEMA}, CLOSED),
+    ({"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}, CLOSED),
+    ({"type": "json_schema", "json_schema": SCHEMA}, CLOSED),
+    ({"type": "json_schema", "schema": SCHEMA}, CLOSED),
+    ({"type": "json_schema", "value": {"name": "x", "schema": SCHEMA}}, CLOSED),
+    ({"type": "regex", "value": "a+"}, REGEX),
+    ({"type": "regex", "pattern": "a+"}, REGEX),
+    ({"type": "grammar", "grammar": 'root ::= "a"'}, GBNF),
+]
+AT_THE_TOP: list[tuple[dict[str, Any], StructuredOutputsParams | None]] = [
+    ({"grammar": 'root ::= "a"'}, GBNF),
+    ({"grammar": ""}, None),
+    ({"grammar": None, "json_schema": None, "grammar_lazy": False}, None),
+    ({"grammar": {"type": "json", "value": SCHEMA}}, CLOSED),
+    ({"grammar": {"type": "regex", "value": "a+"}}, REGEX),
+    ({"json_schema": SCHEMA}, CLOSED),
+    ({"json_schema": AS_TEXT}, CLOSED),
+    ({"json_schema": {"name": "x", "schema": SCHEMA}}, CLOSED),
+    ({"regex": "a+"}, REGEX),
+    ({"regex_pattern": "a+"}, REGEX),
+    ({"ebnf": 'root ::= "a"'}, GBNF),
+    ({"grammar_string": 'root ::= "a"'}, GBNF),
+    ({"guided_json": SCHEMA}, StructuredOutputsParams(json=AS_TEXT)),
+]
+
+
+def form_sent(server: Any, path: str, body: dict[str, Any]) -> StructuredOutputsParams | None:
+    """Return the form with which a request is submitted."""
+    answer = server.ask("POST", path, {**BODIES[path], **body})
+    assert answer.status == 200, answer.body
+    submits = [message for _, _, message in server.engine.sent if isinstance(message, Submit)]
+    form = submits[-1].spec.params.structured_outputs
+    assert form is None or isinstance(form, StructuredOutputsParams)
+    return form
+
+
+@pytest.mark.parametrize(("asked", "form"), FORMATS, ids=str)
+def test_response_format_is_read_as_clients_of_other_servers_write_it(
+    shared: Any, asked: dict[str, Any], form: StructuredOutputsParams | None
+) -> None:
+    for path in (C, H):
+        assert form_sent(shared, path, {"response_format": asked}) == form
+
+
+@pytest.mark.parametrize(("asked", "form"), AT_THE_TOP, ids=str)
+def test_forms_beside_response_format_are_enforced_in_every_dialect(
+    shared: Any, asked: dict[str, Any], form: StructuredOutputsParams | None
+) -> None:
+    for path in (C, H, R, M):
+        assert form_sent(shared, path, asked) == form
+
+
+def test_the_format_of_a_response_may_be_an_object_with_a_schema(shared: Any) -> None:
+    text = {"format": {"type": "json_object", "schema": SCHEMA}}
+    assert form_sent(shared, R, {"text": text}) == CLOSED
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "words"),
+    [
+        (H, {"response_format": {"type": "text", "schema": SCHEMA}}, "takes nothing besides it"),
+        (H, {"response_format": {"type": "json_object", "grammar": "a"}}, "response_format has grammar"),
+        (H, {"response_format": {"type": "json_schema", "schema": SCHEMA, "value": SCHEMA}}, "schema and value"),
+        (H, {"response_format": {"type": "regex"}}, "response_format.regex is missing"),
+        (H, {"response_format": {"type": "json_schema", "schema": "{"}}, "not valid JSON"),
+        (H, {"response_format": {"type": "xml"}}, "must be one of text, json_object"),
+        (H, {"grammar": {"type": "poem", "value": 1}}, "grammar.type is 'poem'"),
+        (H, {"grammar": 5}, "grammar is not as it must be"),
+        (H, {"grammar": "a", "json_schema": SCHEMA}, "json_schema and grammar were sent"),
+        (H, {"grammar": 'root ::= "a"', "grammar_lazy": True}, "grammar_lazy is true"),
+        (C, {"json_schema": [1]}, "json_schema is not as it must be"),
+        (H, {"regex": "a", "use_beam_search": True}, "regex was sent with use_beam_search"),
+        (R, {"response_format": {"type": "json_object"}}, "send text.format"),
+        (M, {"response_format": {"type": "json_object"}}, "send output_config.format"),
+    ],
+)  # fmt: skip
+def test_forms_that_cannot_be_are_refused(shared: Any, path: str, asked: dict[str, Any], words: str) -> None:
+    refused = shared.ask("POST", path, {**BODIES[path], **asked})
+    assert refused.status == 400 and words in refused.json["error"]["message"], refused.body

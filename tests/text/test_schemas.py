@@ -1,0 +1,266 @@
+"""Schemas as clients' libraries write them: what constrains nothing is left out, the rest is enforced or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.text.test_structured import grammar_of, takes
+from tokenizers import Tokenizer
+
+from quintet.process.grammars import open_vocabulary
+from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, APPLICATORS
+from quintet.tokenizer_proc.schemas import INNER, NAMED_INNER, plain_schema
+from quintet.tokenizer_proc.structured import Forms
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import RequestError
+
+STRING, INTEGER = {"type": "string"}, {"type": "integer"}
+NOTHING: list[dict[str, Any]] = [
+    {"type": "object", "propertyNames": STRING},
+    {"type": "object", "propertyNames": {"type": ["string", "null"], "description": "a name"}},
+    {"type": "object", "propertyNames": {}},
+    {"type": "object", "propertyNames": {"format": "slug"}},
+    {"type": "string", "format": "password"},
+    {"type": ["string", "null"], "format": "json-pointer"},
+    {"format": "int32"},
+    {"type": "array", "uniqueItems": False},
+    {"type": "array", "items": STRING, "uniqueItems": True, "maxItems": 1},
+    {"type": "array", "contains": INTEGER, "minContains": 0},
+    {"type": "array", "minContains": 2},
+    {"type": "array", "contains": {}},
+    {"type": "object", "if": {"properties": {"a": {"const": 1}}}},
+    {"type": "object", "then": {"required": ["a"]}, "else": False},
+    {"type": "object", "if": {"minProperties": 1}, "then": {"title": "T"}},
+    {"type": "object", "dependentRequired": {}},
+    {"type": "object", "dependentRequired": {"a": []}, "dependentSchemas": {"a": True}, "dependencies": {}},
+    {"type": "object", "unevaluatedProperties": True},
+    {"type": "array", "unevaluatedItems": {}},
+    {"type": "object", "not": False},
+    {"type": "object", "$dynamicAnchor": "node", "$recursiveAnchor": True},
+    {"type": "object", "$schema": "https://spec.openapis.org/oas/3.1/dialect/base"},
+    {"type": "object", "required": None, "properties": None, "enum": None, "additionalProperties": None},
+    {"type": "object", "nullable": True, "x-order": 1, "xml": {}, "discriminator": {"propertyName": "a"}},
+    {"type": ["string", "null"], "not": {"type": "integer"}},
+]
+"""Schemas with keywords that say nothing."""
+
+CAT = {"type": "object", "properties": {"kind": {"const": "cat", "default": "cat"}, "n": INTEGER}}
+DOG = {"type": "object", "properties": {"kind": {"const": "dog"}, "n": INTEGER}}
+PET = {
+    "$defs": {"Cat": CAT, "Dog": DOG},
+    "oneOf": [{"$ref": "#/$defs/Cat"}, {"$ref": "#/$defs/Dog"}],
+    "discriminator": {"propertyName": "kind", "mapping": {"cat": "#/$defs/Cat"}},
+}
+SET = {"type": "array", "items": {"enum": ["a", "b"], "type": "string"}, "uniqueItems": True}
+ENFORCED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "names of an enum": (
+        {"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": INTEGER, "required": ["a"]},
+        [{"a": 1}, {"a": 1, "b": 2}],
+        [{}, {"b": 1}, {"a": 1, "c": 2}, {"a": "1"}],
+    ),
+    "names of an enum, beside properties": (
+        {"propertyNames": {"enum": ["a", "b"]}, "properties": {"a": STRING, "c": {}}, "additionalProperties": INTEGER,
+         "type": "object"},
+        [{"a": "1", "b": 2}],
+        [{"a": 1}, {"c": 1}],
+    ),
+    "names of a pattern": (
+        {"type": "object", "propertyNames": {"type": "string", "pattern": "^[a-c]$"}, "additionalProperties": INTEGER},
+        [{}, {"a": 1, "b": 2}],
+        [{"d": 1}, {"a": "1"}],
+    ),
+    "names of a length": (
+        {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 2}},
+        [{"a": 1}, {"ab": None}],
+        [{"": 1}, {"abc": 1}],
+    ),
+    "a set": (SET, [[], ["a"], ["b", "a"], ["a", "b"]], [["a", "a"], ["c"], ["a", "b", "a"]]),
+    "a set of some length": ({**SET, "minItems": 1, "maxItems": 5}, [["a"], ["b", "a"]], [[], ["b", "b"]]),
+    "a set of seven": (
+        {"type": "array", "items": {"enum": list("abcdefg")}, "uniqueItems": True},
+        [list("abcdefg"), ["b", "g"]],
+        [["a", "a"], ["b", "a"]],
+    ),
+    "a set by reference": (
+        {"$defs": {"E": {"enum": [1, 2], "title": "E"}}, "type": "array", "items": {"$ref": "#/$defs/E"}, "uniqueItems": True},
+        [[2, 1]],
+        [[1, 1], [3]],
+    ),
+    "a set of truth values": (
+        {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True},
+        [[True, False]],
+        [[True, True]],
+    ),
+    "a tagged union": (PET, [{"kind": "cat"}, {"kind": "dog", "n": 1}], [{"n": 1}, {"kind": "cow"}]),
+    "oneOf by constants": ({"oneOf": [{"const": 1}, {"const": "1"}]}, [1, "1"], [2]),
+    "oneOf by types": ({"oneOf": [{"type": "integer"}, {"type": ["null", "string"]}]}, [1, None], [True]),
+    "oneOf by a required property": (
+        {"oneOf": [{**CAT, "required": ["kind"]}, {**DOG, "required": ["kind"]}]},
+        [{"kind": "dog"}],
+        [{}],
+    ),
+    "unevaluated properties": (
+        {"type": "object", "properties": {"a": INTEGER}, "unevaluatedProperties": False},
+        [{"a": 1}],
+        [{"b": 1}],
+    ),
+    "unevaluated items": (
+        {"type": "array", "prefixItems": [INTEGER], "unevaluatedItems": STRING}, [[1], [1, "a"]], [[1, 1]],
+    ),
+    "any element": ({"type": "array", "contains": True, "minContains": 2, "maxContains": 3}, [[1, 2]], [[1], [1, 2, 3, 4]]),
+    "other types": ({"type": ["string", "null"], "not": {"type": "null"}}, ["a"], [None]),
+    "a decimal of Pydantic's": (
+        {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]},
+        [1, 1.5],
+        ["+"],
+    ),
+    "never": (
+        {"type": "object", "properties": {"a": {"not": {}}}, "additionalProperties": {"not": {}}},
+        [{}],
+        [{"a": 1}, {"b": 1}],
+    ),
+}  # fmt: skip
+"""Schemas, JSON that they allow, and JSON that they do not."""
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"type": "array", "items": STRING, "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "items": {"enum": list("abcdefgh")}, "uniqueItems": True}, "uniqueItems"),
+    ({"type": "array", "items": {"enum": ["a", 1], "type": "string"}, "uniqueItems": True}, "uniqueItems"),
+    ({**SET, "prefixItems": [{"const": "a"}]}, "uniqueItems"),
+    ({"type": "object", "propertyNames": {"format": "email"}}, "propertyNames"),
+    ({"type": "object", "propertyNames": False}, "propertyNames"),
+    ({"type": "object", "propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames"),
+    ({"type": "array", "contains": INTEGER}, "contains"),
+    ({"if": {"type": "object"}, "then": {"required": ["a"]}}, "if"),
+    ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+    ({"type": "number", "not": {"type": "integer"}}, "not"),
+    ({"not": {"required": ["a"]}}, "not"),
+    ({"allOf": [{"properties": {"a": {}}}], "unevaluatedProperties": False}, "unevaluatedProperties"),
+    ({"$dynamicAnchor": "a", "items": {"$dynamicRef": "#a"}}, "$dynamic"),
+    ({"oneOf": [INTEGER, {"type": "number"}]}, "oneOf"),
+    ({"oneOf": [CAT, DOG]}, "oneOf"),
+    ({"oneOf": [{"const": 1}, {"const": 1.0}]}, "oneOf"),
+    ({"type": "string", "pattern": "^(?!a)b"}, "/pattern"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def forms(
+    model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, Tokenizer]
+) -> tuple[Forms, Callable[[str, Any], bool]]:
+    model = model_of(tokenizers_by_style["byte_level"], eos_token_ids=[1])
+    vocabulary = open_vocabulary(model)
+    return Forms(model, is_mock=False), lambda grammar, value: takes(vocabulary, grammar, json.dumps(value))
+
+
+@pytest.mark.parametrize("schema", NOTHING, ids=str)
+def test_what_constrains_nothing_is_accepted(schema: dict[str, Any], forms: tuple[Forms, Any]) -> None:
+    grammar_of(forms[0], json={"type": "object", "properties": {"v": schema}})
+    grammar_of(forms[0], structural_tag={"format": {"type": "json_schema", "json_schema": schema}})
+
+
+@pytest.mark.parametrize("name", ENFORCED)
+def test_what_the_library_lacks_is_enforced_in_its_words(
+    name: str, forms: tuple[Forms, Callable[[str, Any], bool]]
+) -> None:
+    schema, allowed, wrong = ENFORCED[name]
+    made, is_answer = forms
+    grammar = grammar_of(made, json=schema)
+    assert [value for value in allowed if not is_answer(grammar, value)] == []
+    assert [value for value in wrong if is_answer(grammar, value)] == []
+
+
+@pytest.mark.parametrize(("schema", "word"), REFUSED, ids=str)
+def test_what_constrains_and_cannot_be_enforced_is_refused_by_name(
+    schema: dict[str, Any], word: str, forms: tuple[Forms, Any]
+) -> None:
+    tag = {"format": {"type": "json_schema", "json_schema": {"type": "object", "properties": {"v": schema}}}}
+    for form in ({"json": {"type": "object", "properties": {"v": schema}}}, {"structural_tag": tag}):
+        with pytest.raises(RequestError) as caught:
+            grammar_of(forms[0], **form)
+        assert word in caught.value.message
+        assert "rule_0" not in caught.value.message
+
+
+def test_the_place_of_what_a_tool_asks_for_is_told(forms: tuple[Forms, Any]) -> None:
+    schema = {"type": "object", "properties": {"tags": {"type": "array", "uniqueItems": True}}}
+    tag = {"format": {"type": "json_schema", "json_schema": schema}}
+    with pytest.raises(RequestError, match=r"at .*/properties/tags/uniqueItems"):
+        grammar_of(forms[0], structural_tag=tag)
+
+
+def test_names_and_values_like_keywords_stay() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"uniqueItems": {"const": None}, "format": {"enum": [{"not": {}, "if": None}]}},
+        "default": {"propertyNames": None},
+    }
+    assert plain_schema(schema) == schema
+
+
+def test_schemas_that_would_grow_without_bound_are_refused(forms: tuple[Forms, Any]) -> None:
+    many = {
+        "type": "object",
+        "properties": {f"p{i}": {**SET, "items": {"enum": [1, 2, 3, 4]}} for i in range(40)},
+    }
+    with pytest.raises(RequestError, match="uniqueItems"):
+        grammar_of(forms[0], json=many)
+
+
+JSON_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 9)
+    | st.floats(0, 2)
+    | st.sampled_from(["", "a", "string", "^a$", "#/$defs/a"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["a", "type", "$ref"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+SCHEMAS = st.recursive(
+    st.dictionaries(
+        st.sampled_from(sorted(INNER | NAMED_INNER | APPLICATORS | ANNOTATIONS))
+        | st.sampled_from(
+            [
+                "type",
+                "enum",
+                "const",
+                "required",
+                "pattern",
+                "format",
+                "minItems",
+                "maxItems",
+                "uniqueItems",
+                "minLength",
+                "maxLength",
+                "minContains",
+                "maxContains",
+                "discriminator",
+                "dependentRequired",
+                "$schema",
+            ]
+        ),
+        JSON_VALUES,
+        max_size=4,
+    ),
+    lambda inner: st.dictionaries(
+        st.sampled_from(sorted(INNER)), inner | st.lists(inner, max_size=3), max_size=3
+    ),
+    max_leaves=6,
+)
+
+
+@given(SCHEMAS)
+@settings(max_examples=300, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+def test_what_is_no_schema_is_left_to_the_library(schema: dict[str, Any]) -> None:
+    before = json.dumps(schema)
+    plain_schema(schema)
+    assert json.dumps(schema) == before

@@ -1,0 +1,204 @@
+"""Keywords of one JSON schema: those that constrain nothing are left out, others are said with those that the library has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+
+FORMATS = frozenset(
+    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "unknown", "uri", "uuid"}
+)
+"""Formats that the library enforces."""
+ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "$comment",
+    }
+)
+APPLICATORS = frozenset(
+    {
+        "allOf",
+        "anyOf",
+        "oneOf",
+        "not",
+        "if",
+        "then",
+        "else",
+        "$ref",
+        "$dynamicRef",
+        "$recursiveRef",
+        "dependentSchemas",
+    }
+)
+"""Keys whose schemas apply to the same value."""
+MAX_NAME_LENGTH = 1000
+TYPES = {"null", "boolean", "string", "integer", "number", "array", "object"}
+
+
+def is_anything(schema: Any) -> bool:
+    """Return whether a schema allows every value."""
+    return schema is True or (isinstance(schema, dict) and schema.keys() <= ANNOTATIONS)
+
+
+def _drop_annotations(schema: Schema) -> None:
+    given = schema.get("format")
+    if isinstance(given, str) and given not in FORMATS:
+        del schema["format"]
+    dialect = schema.get("$schema")
+    if isinstance(dialect, str) and "json-schema.org/" not in dialect:  # OpenAPI's, which cannot be fetched
+        del schema["$schema"]
+    if schema.get("uniqueItems") is False or _at_most_one(schema):
+        schema.pop("uniqueItems", None)
+    if schema.get("not") is False:
+        del schema["not"]
+    for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+        named = schema.get(key)
+        if isinstance(named, dict) and all(each == [] or is_anything(each) for each in named.values()):
+            del schema[key]
+
+
+def _at_most_one(schema: Schema) -> bool:
+    most = schema.get("maxItems")
+    return isinstance(most, int) and most <= 1
+
+
+def _drop_conditions(schema: Schema) -> None:
+    if "if" not in schema:
+        schema.pop("then", None)
+        schema.pop("else", None)
+    for key in ("then", "else"):
+        if is_anything(schema.get(key)):
+            del schema[key]
+    if not {"then", "else"} & schema.keys():
+        schema.pop("if", None)
+
+
+def _plain_contains(schema: Schema) -> None:
+    """Drop bounds of what is not asked for; where any element will do, these are bounds of the array's length."""
+    if "contains" not in schema or (schema.get("minContains") == 0 and "maxContains" not in schema):
+        for key in ("contains", "minContains", "maxContains"):
+            schema.pop(key, None)
+        return
+    least, most = schema.get("minContains", 1), schema.get("maxContains")
+    lengths = [schema.get(key, 0) for key in ("minItems", "maxItems")]
+    if not is_anything(schema["contains"]) or not all(
+        type(each) is int for each in (least, most or 0, *lengths)
+    ):
+        return
+    schema["minItems"] = max(least, lengths[0])
+    if most is not None:
+        schema["maxItems"] = min(most, schema.get("maxItems", most))
+    for key in ("contains", "minContains", "maxContains"):
+        schema.pop(key, None)
+
+
+def _plain_unevaluated(schema: Schema) -> None:
+    """Say with ``additionalProperties`` and ``items`` what is not evaluated, where no other schema evaluates anything."""
+    for key, plainer in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
+        if key not in schema:
+            continue
+        if is_anything(schema[key]) or (plainer in schema and not isinstance(schema[plainer], list)):
+            del schema[key]
+        elif not APPLICATORS & schema.keys() and plainer not in schema and "contains" not in schema:
+            schema[plainer] = schema.pop(key)
+
+
+def _plain_names(schema: Schema) -> None:
+    """Say with ``properties`` or ``patternProperties`` which names an object may have."""
+    names = schema.get("propertyNames")
+    if names is None:
+        return
+    if is_anything(names) or _allows_names(names):
+        del schema["propertyNames"]
+        return
+    if not isinstance(names, dict) or "patternProperties" in schema or not _has_type(names, "string"):
+        return
+    rest = schema.get("additionalProperties", True)
+    given = schema.get("properties", {})
+    said = names.keys() - ANNOTATIONS - {"type"}
+    allowed = as_list(names.get("enum", names.get("const")))
+    if said in ({"enum"}, {"const"}) and isinstance(given, dict):
+        strings = [name for name in allowed if isinstance(name, str)]
+        schema["properties"] = {name: given.get(name, rest) for name in dict.fromkeys(strings)}
+    elif not given and (pattern := _pattern_of(names, said)) is not None:
+        schema["patternProperties"] = {pattern: rest}
+    else:
+        return
+    schema["additionalProperties"] = False
+    del schema["propertyNames"]
+
+
+def _pattern_of(names: Schema, said: set[str]) -> str | None:
+    """Return the expression of the names that a schema allows; None where it says something else."""
+    if said == {"pattern"} and isinstance(names["pattern"], str):
+        return str(names["pattern"])
+    least, most = names.get("minLength", 0), names.get("maxLength", MAX_NAME_LENGTH)
+    is_length = said <= {"minLength", "maxLength"} and type(least) is type(most) is int
+    if not is_length or not 0 <= least <= most <= MAX_NAME_LENGTH:
+        return None
+    return rf"^[\s\S]{{{least},{most if 'maxLength' in names else ''}}}$"
+
+
+def _allows_names(schema: Any) -> bool:
+    """Return whether every name of a property is allowed: each is a string."""
+    return (
+        isinstance(schema, dict) and schema.keys() <= ANNOTATIONS | {"type"} and _has_type(schema, "string")
+    )
+
+
+def _has_type(schema: Schema, name: str) -> bool:
+    given = schema.get("type", name)
+    return given == name or (isinstance(given, list) and name in given)
+
+
+def _plain_not(schema: Schema) -> None:
+    """Take types that are not allowed from those that are."""
+    refused, given = schema.get("not"), schema.get("type")
+    if not isinstance(refused, dict) or refused.keys() - ANNOTATIONS != {"type"} or given is None:
+        return
+    allowed, taken = as_list(given), as_list(refused["type"])
+    if not all(isinstance(each, str) and each in TYPES for each in taken):
+        return
+    if "integer" in taken and "number" in allowed:
+        return
+    left = [each for each in allowed if each not in taken and not (each == "integer" and "number" in taken)]
+    if left:
+        del schema["not"]
+        schema["type"] = left[0] if len(left) == 1 else left
+
+
+def _drop_branches(schema: Schema) -> None:
+    """Drop branches of ``anyOf`` whose patterns look around, if others are left: Pydantic writes decimals so, beside numbers."""
+    branches = schema.get("anyOf")
+    if isinstance(branches, list):
+        left = [each for each in branches if not _looks_around(each)]
+        schema["anyOf"] = left or branches
+
+
+def _looks_around(schema: Any) -> bool:
+    pattern = schema.get("pattern") if isinstance(schema, dict) else None
+    return isinstance(pattern, str) and any(mark in pattern for mark in ("(?=", "(?!", "(?<=", "(?<!"))
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+RULES: tuple[Callable[[Schema], None], ...] = (
+    _plain_unevaluated,  # first: also conditions that ask for nothing say what is evaluated
+    _drop_annotations,
+    _drop_conditions,
+    _plain_contains,
+    _plain_names,
+    _plain_not,
+    _drop_branches,
+)

@@ -1,0 +1,199 @@
+"""Parts of a JSON schema that depend on each other: unions whose branches exclude each other, and sets of a few values."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from quintet.tokenizer_proc.depth import target_of
+from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, TYPES, Schema, as_list
+
+MAX_ORDERS = 100
+"""Orders of a set's elements that are written out: those of four values."""
+MAX_SUBSETS = 128
+"""Subsets that are, where there are more orders: those of seven values, each in the order of the schema."""
+MAX_BRANCHES = 64
+"""Of a ``oneOf`` that is looked through."""
+
+
+def _resolved(schema: Any, root: Schema) -> Any:
+    """Return the schema that a reference names, where there is nothing beside it but annotations."""
+    for _ in range(8):
+        if not isinstance(schema, dict) or "$ref" not in schema or schema.keys() - ANNOTATIONS != {"$ref"}:
+            return schema
+        reference = schema["$ref"]
+        schema = target_of(root, reference) if isinstance(reference, str) else None
+    return None
+
+
+def require_discriminator(schema: Schema, root: Schema) -> None:
+    """Require the property by which the branches of a union differ (OpenAPI's ``discriminator``).
+
+    Pydantic leaves it out of ``required`` where it has a default. A value without it fits several branches or none.
+    """
+    discriminator, branches = schema.get("discriminator"), schema.get("oneOf", schema.get("anyOf"))
+    name = discriminator.get("propertyName") if isinstance(discriminator, dict) else None
+    if not isinstance(name, str) or not isinstance(branches, list):
+        return
+    for each in branches:
+        branch = _resolved(each, root)
+        properties = branch.get("properties") if isinstance(branch, dict) else None
+        if not isinstance(properties, dict) or _values(properties.get(name), root) is None:
+            continue
+        required = branch.setdefault("required", [])
+        if isinstance(required, list) and name not in required:
+            required.append(name)
+
+
+def write_out_set(schema: Schema, root: Schema, most: int) -> int:
+    """Replace an array of different elements of a few values by all there are; return how many that were.
+
+    Of four values all orders are written out, of up to seven only the schema's own: answers are stricter there.
+    """
+    if schema.get("uniqueItems") is not True or schema.get("type") not in ("array", ["array"]):
+        return 0
+    if {"prefixItems", "anyOf", "additionalItems"} & schema.keys():
+        return 0
+    values = _values(schema.get("items"), root, is_exact=True)
+    if values is None:
+        return 0
+    least, longest = schema.get("minItems", 0), schema.get("maxItems", len(values))
+    if type(least) is not int or type(longest) is not int:
+        return 0
+    chosen = _arrangements(values, range(max(least, 0), min(longest, len(values)) + 1))
+    if not chosen or len(chosen) > most:
+        return 0
+    for key in ("uniqueItems", "items", "minItems", "maxItems", "type"):
+        schema.pop(key, None)
+    schema["anyOf"] = [
+        {
+            "type": "array",
+            "prefixItems": [{"const": value} for value in one],
+            "items": False,
+            "minItems": len(one),
+            "maxItems": len(one),
+        }
+        for one in chosen
+    ]
+    return len(chosen)
+
+
+def _arrangements(values: Sequence[Any], lengths: Iterable[int]) -> list[tuple[Any, ...]]:
+    """Return the sequences of different values; none where they are too many."""
+    for arranged, most in ((itertools.permutations, MAX_ORDERS), (itertools.combinations, MAX_SUBSETS)):
+        everything = itertools.chain.from_iterable(arranged(values, length) for length in lengths)
+        found = list(itertools.islice(everything, most + 1))
+        if len(found) <= most:
+            return found
+    return []
+
+
+def disjoin(schema: Schema, root: Schema) -> None:
+    """Write ``oneOf`` as ``anyOf`` where no value fits two of its branches."""
+    branches = schema.get("oneOf")
+    if "anyOf" in schema or not isinstance(branches, list) or not 0 < len(branches) <= MAX_BRANCHES:
+        return
+    facts = [_facts_of(each, root) for each in branches]
+    if all(one.excludes(other) for one, other in itertools.combinations(facts, 2)):
+        schema["anyOf"] = schema.pop("oneOf")
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What is known of the values that a schema allows."""
+
+    types: frozenset[str]
+    values: frozenset[bytes] | None
+    """As JSON; None where they are not few."""
+    tags: dict[str, frozenset[bytes]]
+    """Values of properties that every object has."""
+
+    def excludes(self, other: _Facts) -> bool:
+        """Return whether no value can be allowed by both."""
+        if not self.types & other.types:
+            return True
+        if self.values is not None and other.values is not None and not self.values & other.values:
+            return True
+        is_object = self.types & other.types == {"object"}
+        return is_object and any(
+            not values & other.tags[name] for name, values in self.tags.items() if name in other.tags
+        )
+
+
+def _facts_of(branch: Any, root: Schema) -> _Facts:
+    schema = _resolved(branch, root)
+    everything = frozenset(TYPES)
+    if not isinstance(schema, dict):
+        return _Facts(everything, None, {})
+    given = schema.get("type")
+    types = (
+        everything if given is None else frozenset(each for each in as_list(given) if isinstance(each, str))
+    )
+    if "number" in types:
+        types |= {"integer"}
+    values = _values(schema, root)
+    required, properties = schema.get("required"), schema.get("properties")
+    tags = {}
+    if isinstance(required, list) and isinstance(properties, dict):
+        found = {name: _values(properties.get(name), root) for name in required if isinstance(name, str)}
+        tags = {name: _as_json(of_name) for name, of_name in found.items() if of_name is not None}
+    return _Facts(types, None if values is None else _as_json(values), tags)
+
+
+def _as_json(values: Iterable[Any]) -> frozenset[bytes]:
+    return frozenset(map(_json_of, values))
+
+
+def _json_of(value: Any) -> bytes:
+    """Return what equal values have in common: to JSON Schema 1.0 is 1."""
+    text = msgspec.json.encode(value, order="deterministic")
+    return re.sub(rb"(?<=\d)\.0\b", b"", text) if isinstance(value, float) else text
+
+
+def _values(schema: Any, root: Schema, *, is_exact: bool = False) -> list[Any] | None:
+    """Return the few values that a schema allows, or some more unless ``is_exact``; None where they are not known."""
+    schema = _resolved(schema, root)
+    if not isinstance(schema, dict):
+        return None
+    said = schema.keys() - ANNOTATIONS
+    if is_exact and (len(said - {"type"}) > 1 or not said <= {"type", "const", "enum", "anyOf"}):
+        return None
+    if "const" in schema:
+        found = [schema["const"]]
+    elif isinstance(schema.get("enum"), list):
+        found = schema["enum"]
+    elif isinstance(schema.get("anyOf"), list) and "type" not in schema:
+        each = [_values(branch, root, is_exact=is_exact) for branch in schema["anyOf"]]
+        if any(values is None for values in each):
+            return None
+        found = [value for values in each if values is not None for value in values]
+    elif schema.get("type") in ("null", "boolean"):
+        found = [None] if schema["type"] == "null" else [False, True]
+    else:
+        return None
+    if is_exact and "type" in schema and not all(_is_of(value, as_list(schema["type"])) for value in found):
+        return None
+    return list({_json_of(value): value for value in found}.values())
+
+
+def _is_of(value: Any, types: list[Any]) -> bool:
+    """Return whether a value that is written as JSON has one of these types for certain."""
+    match value:
+        case None:
+            return "null" in types
+        case bool():
+            return "boolean" in types
+        case str():
+            return "string" in types
+        case int():
+            return "integer" in types or "number" in types
+        case float():
+            return "number" in types
+        case list():
+            return "array" in types
+    return "object" in types

@@ -1,0 +1,96 @@
+"""JSON schemas in words that the grammar library knows, where these say the same (JSON Schema, draft 2020-12).
+
+Keywords that constrain nothing are left out, such as ``propertyNames: {"type": "string"}`` and formats that the library does
+not know, which are annotations. Some keywords that it lacks have an equal among those that it has. What is left is the library's
+to enforce, or to refuse by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from quintet.tokenizer_proc.schema_keywords import RULES, Schema, is_anything
+from quintet.tokenizer_proc.schema_unions import disjoin, require_discriminator, write_out_set
+
+INNER = frozenset(
+    {
+        "items",
+        "prefixItems",
+        "additionalProperties",
+        "additionalItems",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "then",
+        "else",
+    }
+    | {"contains", "propertyNames", "unevaluatedItems", "unevaluatedProperties"}
+)
+"""Keys whose values are schemas, or lists of some."""
+NAMED_INNER = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+"""Keys whose values are schemas by name."""
+MAX_WRITTEN_OUT = 2000
+"""Arrangements of the elements of sets that are written out in one schema."""
+_NULLABLE = frozenset({"const", "default", "examples", "example"})
+"""Keys that may be null; others are null where a serializer writes what was not given."""
+
+
+def plain_schema(schema: Any) -> Any:
+    """Return a schema without what constrains nothing, and with other words for some of what the library lacks."""
+    plain = _plain(schema)
+    if not isinstance(plain, dict):
+        return plain
+    anchors = {"$dynamicAnchor": "$dynamicRef", "$recursiveAnchor": "$recursiveRef"}
+    found = list(schemas_of(plain))
+    used = set[str]().union(*found)
+    num_written_out = 0
+    for each in found:
+        for anchor, reference in anchors.items():
+            if reference not in used:
+                each.pop(anchor, None)
+        require_discriminator(each, plain)
+        num_written_out += write_out_set(each, plain, MAX_WRITTEN_OUT - num_written_out)
+    for each in found:
+        disjoin(each, plain)
+    return plain
+
+
+def schemas_of(schema: Any) -> Iterator[Schema]:
+    """Yield every schema within a schema: not the values and names in it."""
+    waiting = [schema]
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each, list):
+            waiting += each
+        elif isinstance(each, dict):
+            yield each
+            waiting += [each[key] for key in INNER if key in each]
+            for key in NAMED_INNER:
+                named = each.get(key)
+                waiting += named.values() if isinstance(named, dict) else ()
+
+
+def _plain(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_plain(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    plain = {
+        key: _plain_value(key, value)
+        for key, value in schema.items()
+        if value is not None or key in _NULLABLE
+    }
+    for rule in RULES:
+        rule(plain)
+    return False if is_anything(plain.get("not")) else plain
+
+
+def _plain_value(key: str, value: Any) -> Any:
+    if key in INNER:
+        return _plain(value)
+    if key in NAMED_INNER and isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return value
