@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     )  # what is half written is taken away
     begun = time.monotonic()
     if arguments.format in MIXES:
-        _write_gguf(source, out, arguments.format)
+        _write_gguf(facts, out, arguments.format)
     else:
         _write_folder(facts, out, arguments.format, known)
     size, former = _size(out), _size(source)
@@ -134,7 +134,7 @@ def _check_model(source: Path, out: Path) -> ModelFacts:
     if is_gguf(source):
         raise ConfigError(f"MODEL {str(source)!r} is a GGUF file: name the folder of the original checkpoint")
     check_apart(out, source)
-    facts = read_facts(source)
+    facts = read_facts(source, with_weights=True)
     if facts.stored is not None:
         raise ConfigError(
             f"MODEL {str(source)!r} is quantized already ({facts.stored.words}): take the checkpoint that it was made from"
@@ -158,12 +158,13 @@ def _read_text(path: Path | None, flag: str) -> str | None:
     return text
 
 
-def _write_gguf(source: Path, out: Path, mix: str) -> None:
+def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
     from quintet.deploy.quantize.windows import tokenizer_of
     from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
     from quintet.executor.gguf.writing.model import plan_of, write_gguf  # brings torch
 
-    plan = plan_of(source, MIXES[mix])
+    source = facts.path
+    plan = plan_of(source, MIXES[mix], json.loads(facts.card))
     vocabulary = vocabulary_of(source, tokenizer_of(source))
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     with (

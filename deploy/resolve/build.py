@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from quintet.deploy.resolve import network, ranks, rules
 from quintet.deploy.resolve.card import ModelFacts, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
+from quintet.deploy.resolve.endings import end_token_ids
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.implementation import check_transformers_flags, note_of
 from quintet.deploy.resolve.kv_disk import kv_disk_config
@@ -95,7 +97,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     check_packed_cache(options, device)
     ranks.check_flags(options, device)
     folder = locate_model(options.model, reads_weights, with_code=options.trust_remote_code)
-    facts = read_facts(folder, options.generation_config, options.model_impl)
+    facts = read_facts(folder, options.generation_config, options.model_impl, with_weights=reads_weights)
+    notes.extend(facts.notes)
     facts = ranks.of_one_rank(options, facts, device)
     sum_leaves = ranks.sum_leaves(options, facts)
     quantization = choose_quantization(options, device, facts)
@@ -138,13 +141,11 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     shared_here = shared_bytes // (hosts if stages > 1 else 1)
     held_bytes = weight_bytes // hosts + shared_here // num_ranks
     cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, held_bytes, notes)
-    facts, more_notes = rules.fit_facts(facts, fitted)
-    notes.extend(more_notes)
     warning = network.check(options) if http else None
     if warning is not None:
         notes.append(warning)
-    model, parsers_note = _model_config(options, facts, dtype, kv, fitted)
-    notes.extend(filter(None, (parsers_note,)))
+    model, more_notes = _model_config(options, facts, dtype, kv, fitted)
+    notes.extend(more_notes)
     config = EngineConfig(
         run_dir=str(run_dir),
         model=model,
@@ -226,8 +227,8 @@ def _cache_config(
 
 def _model_config(
     options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int
-) -> tuple[ModelConfig, str | None]:
-    """Return the section of the model, and a line for the log."""
+) -> tuple[ModelConfig, list[str]]:
+    """Return the section of the model, and lines for the log."""
     tokenizer = facts.path
     if options.tokenizer is not None:
         tokenizer = locate_model(options.tokenizer, with_weights=False, flag="--tokenizer")
@@ -235,9 +236,13 @@ def _model_config(
         tokenizer = tokenizer_folder(tokenizer)
     templates = read_chat_templates(tokenizer, options.chat_template)
     parsers, note = choose_parsers(options.reasoning_parser, options.tool_call_parser, templates)
+    folder = tokenizer_folder(tokenizer)
+    endings = end_token_ids(facts.eos_token_ids, folder, templates)
+    facts, notes = rules.fit_facts(dataclasses.replace(facts, eos_token_ids=endings), max_model_len)
+    notes += filter(None, (note,))
     model = ModelConfig(
         path=str(facts.path),
-        tokenizer_path=str(tokenizer_folder(tokenizer)),
+        tokenizer_path=str(folder),
         served_names=options.served_model_name or [options.model or embedded.NAME],
         architecture=facts.architecture,
         card=facts.card,
@@ -254,7 +259,7 @@ def _model_config(
         chat_template_content_format=options.chat_template_content_format,
         parsers=parsers,
     )
-    return model, note
+    return model, notes
 
 
 def _kv_memory(

@@ -10,11 +10,13 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from quintet.deploy.resolve.endings import configured_ids
 from quintet.deploy.resolve.implementation import check_transformers_card, choose_implementation
+from quintet.deploy.resolve.own_head import has_own_head, untied
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.families.unknown import unknown
-from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.cards.registry import FAMILIES, architecture_of
 from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
 from quintet.executor.cards.state_specs import StateNeed
 from quintet.executor.quant.formats.kv_cache import KvWish, wish_of
@@ -73,16 +75,22 @@ class ModelFacts:
     fixed_rope_len: int | None
     """See `quintet.executor.cards.rope.RopeSpec.fixed_len`."""
     eos_token_ids: list[int]
+    """That the configurations name; see `quintet.deploy.resolve.endings` for the others."""
     generation_defaults: dict[str, float | int]
     stages: tuple[tuple[int, int], ...] = ()
     """Which layers each stage has (`quintet.executor.cards.share.stage_layers`); empty where they are not cut."""
+    notes: tuple[str, ...] = ()
+    """What was taken otherwise than the card says it: one line each, for the boot story."""
 
 
-def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = "auto") -> ModelFacts:
+def read_facts(
+    folder: Path, generation_config: str = "auto", model_impl: str = "auto", *, with_weights: bool = False
+) -> ModelFacts:
     """Read what serving needs of a local folder's JSON files, or of a GGUF file.
 
     ``generation_config`` is the flag: ``auto`` for the folder's own file, ``none`` for no sampling defaults, or
-    another folder; so is ``model_impl``. Raises `ConfigError` naming the file and the missing or senseless key.
+    another folder; so is ``model_impl``. with_weights: whether what the folder's weights hold goes before what the card says of
+    them. Raises `ConfigError` naming the file and the missing or senseless key.
     """
     path = card_path(folder)
     text = _card_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
@@ -91,8 +99,10 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
     defaults = (
         generation if generation_config == "auto" else _read_generation_config(folder, generation_config)
     )
-    card = ModelCard(config, str(path))
     architecture = _architecture(config, path)
+    if not config.get("architectures"):
+        config, text = _changed(config | {"architectures": [architecture]})
+    card = ModelCard(config, str(path))
     implementation = choose_implementation(model_impl, architecture)
     family = FAMILIES.get(architecture) if implementation == "quintet" else None
     if implementation == "transformers" and is_gguf(folder):
@@ -101,6 +111,12 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
         check_transformers_card(card, architecture)
     stored = recognise(card)
     spec: ModelSpec = unknown(card) if family is None else family.read(card)
+    notes = []
+    if family is not None and with_weights and _brings_head(folder, spec):
+        config, text = _changed(untied(config))
+        card = ModelCard(config, str(path))
+        spec = family.read(card)
+        notes.append(_OWN_HEAD)
     return ModelFacts(
         path=folder,
         card=text,
@@ -117,8 +133,9 @@ def read_facts(folder: Path, generation_config: str = "auto", model_impl: str = 
         expert_depths=_expert_depths(spec),
         max_model_len=spec.reach,
         fixed_rope_len=spec.fixed_rope_len,
-        eos_token_ids=_eos_token_ids(folder, generation, config),
+        eos_token_ids=configured_ids(generation, config),
         generation_defaults=_sampling_defaults(defaults),
+        notes=tuple(notes),
     )
 
 
@@ -144,16 +161,31 @@ def _expert_depths(spec: ModelSpec) -> frozenset[int]:
     return frozenset(widths | {spec.hidden_size} if widths else ())
 
 
+_OWN_HEAD = "config.json says that the output layer is the embedding, but the checkpoint has another one (lm_head): that is used"
 _MOST_CHARS = 100
 """Of an architecture's name, which errors repeat."""
 
 
 def _architecture(config: Json, path: Path) -> str:
-    names = config.get("architectures")
+    """Return the name of the architecture; where the card has none, the one that its ``model_type`` says."""
+    names, kind = config.get("architectures"), config.get("model_type")
     name = names[0] if isinstance(names, list) and names else None
+    if name is None and isinstance(kind, str):
+        name = architecture_of(kind, is_part="text_config" in config)
     if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MOST_CHARS:
         return name
-    raise ConfigError(f"{path} names no `architectures`; this is needed to know how to run the model")
+    raise ConfigError(
+        f"{path} names neither `architectures` nor `model_type`; one of them is needed to know how to run the model"
+    )
+
+
+def _brings_head(folder: Path, spec: ModelSpec) -> bool:
+    return isinstance(spec, DecoderSpec) and spec.tied and has_own_head(folder, spec.names)
+
+
+def _changed(config: Json) -> tuple[Json, str]:
+    """Return a card and its text."""
+    return config, json.dumps(config)
 
 
 def _dtype(config: Json, path: Path) -> Dtype:
@@ -165,29 +197,6 @@ def _dtype(config: Json, path: Path) -> Dtype:
     if name == "float32":
         return "float32"
     raise ConfigError(f"{path}: dtype is {shown(name)}; choose --dtype bfloat16, float16 or float32")
-
-
-def _eos_token_ids(folder: Path, generation: Json, config: Json) -> list[int]:
-    for source in (generation, config):
-        ids = source.get("eos_token_id")
-        if type(ids) is int:
-            return [ids]
-        if isinstance(ids, list) and ids and all(type(token_id) is int for token_id in ids):
-            return list(ids)
-    return _eos_of_tokenizer(folder)
-
-
-def _eos_of_tokenizer(folder: Path) -> list[int]:
-    """Look the tokenizer's ``eos_token`` up among its added tokens; an empty list when there is none."""
-    if not (folder / "tokenizer_config.json").is_file() or not (folder / "tokenizer.json").is_file():
-        return []
-    named = read_json(folder / "tokenizer_config.json").get("eos_token")
-    content = named.get("content") if isinstance(named, dict) else named
-    added = read_json(folder / "tokenizer.json").get("added_tokens")
-    if not isinstance(added, list):
-        return []
-    ids = [token.get("id") for token in added if isinstance(token, dict) and token.get("content") == content]
-    return [token_id for token_id in ids if type(token_id) is int][:1]
 
 
 def _card_of_gguf(path: Path) -> str:

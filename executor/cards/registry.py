@@ -69,6 +69,34 @@ _VERSION = re.compile(r"[0-9]{1,3}(_[0-9]{1,2})?")
 _ENDINGS = ("LMHeadModel", "Model")
 
 
+_KINDS = {
+    "refinedweb": "RWForCausalLM",
+    "refinedwebmodel": "RWForCausalLM",
+    "hunyuanv1dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuanv1moe": "HunYuanMoEV1ForCausalLM",
+    "baichuan": "BaichuanForCausalLM",
+    "chatglm": "ChatGLMModel",
+}
+"""Values of ``model_type`` that are not the architecture's name in other letters."""
+
+
+def architecture_of(model_type: str, *, is_part: bool) -> str:
+    """Return the architecture of a card that has a ``model_type`` alone; one of ours, or what transformers would call it.
+
+    is_part: whether the text model is a part of one that also sees or hears.
+    """
+    kind = re.sub(r"[-_ .]", "", model_type.lower()[:200])
+    if kind in _KINDS:
+        return _KINDS[kind]
+    ending = "ForConditionalGeneration" if is_part else "ForCausalLM"
+    names = sorted(FAMILIES, key=lambda name: not name.endswith(ending))
+    for wanted in (kind, kind.removesuffix("text")):
+        for name in names:
+            if _lineage(name).replace("_", "") == wanted:
+                return name
+    return "".join(part.capitalize() for part in re.split(r"[-_ .]", model_type)) + ending
+
+
 def nearest(architecture: str) -> str | None:
     """Return the known architecture whose name is most like this one, what it is for left aside; None where none is.
 

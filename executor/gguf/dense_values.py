@@ -21,7 +21,7 @@ def _gemma_cap(said: Said) -> Values:
 
 def gemma2(said: Said) -> Values:
     """Gemma 2."""
-    return {**_gemma_cap(said), "tie_word_embeddings": True}
+    return _gemma_cap(said)
 
 
 def gemma3(said: Said) -> Values:

@@ -32,7 +32,6 @@ from quintet.executor.weights.header import Entry
 from quintet.executor.weights.load import open_files
 from quintet.executor.weights.mapped import DTYPES
 from quintet.wire.errors import ConfigError
-from quintet.wire.json_files import read_json
 from quintet.wire.number_formats import ITEM_BYTES
 
 Told = Callable[[int], object]
@@ -56,6 +55,8 @@ class Plan:
     """Layers that are rounded already, by the names of their weights."""
     divided: Mapping[str, Division] = field(default_factory=dict)
     """What becomes of other tensors."""
+    card: Mapping[str, object] = field(default_factory=dict)
+    """The folder's, as it was read."""
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +97,8 @@ def plan_of(folder: Path, architecture: str, card: ModelCard, target: Target) ->
                     f"{folder}: {name!r:.80} has {shape[1]} inputs, no whole groups of {target.group}: take --format int8, or a"
                     " GGUF file in q4_0 or q8_0, whose groups have 32"
                 )
-    return Plan(folder, target, files, layers, _scale_dtype_of(files, layers), {})
+    scale_dtype = _scale_dtype_of(files, layers)
+    return Plan(folder, target, files, layers, scale_dtype, {}, card=card.values)
 
 
 class _Output:
@@ -240,7 +242,7 @@ def write_compressed(plan: Plan, out: Path, told: Told) -> None:
             shutil.copyfile(path, out / path.name)
     if (plan.folder / "additional_chat_templates").is_dir():
         shutil.copytree(plan.folder / "additional_chat_templates", out / "additional_chat_templates")
-    config = read_json(plan.folder / "config.json") | {"quantization_config": section_of(plan)}
+    config = {**plan.card, "quantization_config": section_of(plan)}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     count, weight_map, total = len(plan.files), {}, 0
     for number, output in enumerate(plan.outputs(told), 1):

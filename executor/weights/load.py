@@ -23,6 +23,7 @@ from quintet.executor.weights.packed_cache import PackedCache
 from quintet.executor.weights.pickled import PickledFile
 from quintet.executor.weights.plan import Codes, Expected, WeightPlan
 from quintet.executor.weights.store import reserve
+from quintet.wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ def load_checkpoint(
     line, for a tensor that is missing, superfluous or of another shape; no tensor is read before all were compared.
     """
     names = expected_names(plan, files)
+    _check_tied(plan, files)
     if cache is not None and plan.stores and cache.open(files, plan.stores):
         _deliver(plan, files, names, packed=True)
         return
@@ -51,6 +53,24 @@ def load_checkpoint(
         return
     if cache.write(files, plan.stores, plan.reservation.memory) and cache.open(files, plan.stores):
         plan.reservation = None  # instead of it the file: other servers share these pages
+
+
+def _check_tied(plan: WeightPlan, files: Sequence[WeightFile]) -> None:
+    """Reject a pickled checkpoint with two tensors, one of which would not be read, where the card says that they are one.
+
+    Of safetensors files this was seen before: `deploy` corrects the card (`quintet.deploy.resolve.own_head`).
+    """
+    pickled = {name: file for file in files if isinstance(file, PickledFile) for name in file}
+    for name, other in plan.aliases.items():
+        first = next((each for each in (name, name.removeprefix(plan.prefix)) if each in pickled), None)
+        if first is None or other not in pickled:
+            continue
+        one, two = pickled[first].tensor(first), pickled[other].tensor(other)
+        if one.shape == two.shape and one.data_ptr() != two.data_ptr() and not torch.equal(one, two):
+            raise ConfigError(
+                f"{pickled[other].path}: tensor {other!r} is not {first!r}, though config.json says that they are one: write"
+                ' "tie_word_embeddings": false into config.json'
+            )
 
 
 def fill_randomly(plan: WeightPlan, seed: int) -> None:

@@ -66,7 +66,7 @@ INNER = {
     "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
     | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
     | {"executor.quant.formats", "executor.gguf.card", "executor.gguf.header", "executor.gguf.parts"}
-    | {"executor.platforms.cores", "executor.store.connector"},
+    | {"executor.platforms.cores", "executor.store.connector", "tokenizer_proc.chat_template"},
     "deploy/router": {"deploy.router", "deploy.load_client", "frontend", "wire"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.resolve.memory", "process", "wire"},
     "executor/cards": {"executor.cards", "wire"},

@@ -56,7 +56,7 @@ def test_a_local_folder_becomes_a_configuration(tmp_path: Path) -> None:
     config = resolved(folder, api_key=["k"], port=0, seed=5).config
     assert config.model.kv == full_layers(2, 2, 16, 2, 16)
     assert config.model.served_names == [str(folder)]
-    assert config.model.eos_token_ids == [3, 4]
+    assert config.model.eos_token_ids == [3, 4, 2]
     assert config.model.generation_defaults == {"temperature": 0.6, "max_tokens": 9}
     assert (config.model.dtype, config.model.max_model_len) == ("bfloat16", 512)
     assert config.model.path == config.model.tokenizer_path == str(folder)
@@ -85,7 +85,7 @@ def test_generation_defaults_can_be_switched_off_without_losing_the_end_of_seque
     folder = write_model(tmp_path)
     (folder / "generation_config.json").write_text('{"eos_token_id": 7, "top_p": 0.5}')
     model = resolved(folder, generation_config="none").config.model
-    assert (model.generation_defaults, model.eos_token_ids) == ({}, [7])
+    assert (model.generation_defaults, model.eos_token_ids) == ({}, [7, 2])
 
 
 @pytest.mark.parametrize(
@@ -388,19 +388,12 @@ def test_absent_numbers_follow_from_the_others(tmp_path: Path) -> None:
     assert {need and (need.num_kv_heads, need.key_dim) for need in card.kv_needs} == {(4, 16)}
 
 
-def test_the_end_of_sequence_is_looked_up_in_the_tokenizer_when_no_config_names_it(tmp_path: Path) -> None:
-    folder = write_model(tmp_path, eos_token_id=None)
-    assert read_facts(folder).eos_token_ids == []
-    (folder / "tokenizer_config.json").write_text('{"eos_token": {"content": "<end>"}}')
-    assert read_facts(folder).eos_token_ids == [9]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
-        ({"architectures": []}, "names no `architectures`"),
+        ({"architectures": []}, "names neither `architectures` nor `model_type`"),
         ({"partial_rotary_factor": 8}, "partial_rotary_factor is 8; it must be a number from 0 to 1"),
         ({"partial_rotary_factor": -1}, "partial_rotary_factor is -1; it must be a number from 0 to 1"),
         (

@@ -165,6 +165,40 @@ def test_a_tied_checkpoint_may_have_the_embedding_under_either_name_or_both(
     assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
 
 
+def with_other_head(served: Any) -> Callable[[dict[str, torch.Tensor]], object]:
+    """Give the reference an output layer of its own; return what writes it into a checkpoint."""
+    head = torch.randn_like(served.reference.lm_head.weight)
+    served.reference.lm_head.weight = torch.nn.Parameter(head)
+    return lambda tensors: tensors.update({"lm_head.weight": head})
+
+
+def test_an_output_layer_beside_a_tied_card_is_used_where_it_differs(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = tiny()
+    config.tie_word_embeddings = True
+    served = serve(config)
+    rewrite(tmp_path, with_other_head(served))
+    card = read_facts(tmp_path, with_weights=True).card
+    model = msgspec.structs.replace(served.config.model, card=card)
+    served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
+    request = served.core.add([1, 2, 3], max_tokens=8)
+    served.core.run()
+    assert request.outputs == served.greedy([[1, 2, 3]], 8)[0]
+
+
+def test_pickled_weights_that_contradict_a_tied_card_are_refused(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
+    config = tiny()
+    config.tie_word_embeddings = True
+    served = serve(config)
+    rewrite(tmp_path, with_other_head(served))
+    pickled(tmp_path)
+    with pytest.raises(ConfigError, match=r"'lm_head\.weight' is not 'model\.embed_tokens\.weight'"):
+        make_torch_worker(served.config)
+
+
 def pickled(folder: Path, num_files: int = 1, **options: Any) -> None:
     """Replace the folder's safetensors by what torch pickles of them."""
     tensors = list(load_file(folder / "model.safetensors").items())

@@ -109,9 +109,12 @@ class GgufPlan:
         return sum(math.prod(each.shape) for each in self.tensors)
 
 
-def plan_of(folder: Path, mix: Mix) -> GgufPlan:
-    """Return what the file of a folder's model would have. Raises `ConfigError` for what GGUF, or we, have no place for."""
-    config = usual(read_json(folder / "config.json"))
+def plan_of(folder: Path, mix: Mix, card: Config | None = None) -> GgufPlan:
+    """Return what the file of a folder's model would have. card: the folder's, unless it is read here.
+
+    Raises `ConfigError` for what GGUF, or we, have no place for.
+    """
+    config = usual(read_json(folder / "config.json") if card is None else card)
     arch = architecture_of(config)
     if arch is None:
         raise ConfigError(

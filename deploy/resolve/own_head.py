@@ -1,0 +1,84 @@
+"""Whether a checkpoint brings an output layer of its own although its card says that it is the embedding.
+
+Fine-tunes do: the card is the base model's, the weights are not. transformers uses the output layer then; so do we. Reads the
+headers of safetensors files, and as much of the two tensors as it takes to find a difference.
+"""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+
+from quintet.executor.cards.names import Names
+from quintet.executor.weights.files import PICKLED, checkpoint_files
+from quintet.executor.weights.header import Entry, read_header
+from quintet.wire.errors import ConfigError
+from quintet.wire.json_files import Json
+from quintet.wire.model_files import is_gguf
+
+_PIECE_BYTES = 1 << 20
+_TIES = ("tie_word_embeddings", "tie_embedding")
+"""How cards spell that the output layer is the embedding."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """A tensor in a file."""
+
+    path: Path
+    entry: Entry
+
+
+def has_own_head(folder: Path, names: Names) -> bool:
+    """Return whether the weights of a folder have an output layer whose bytes are not the embedding's. Raises `ConfigError`.
+
+    False of GGUF files, whose card is made of what they hold, and of pickled ones, which have no header.
+    """
+    if is_gguf(folder):
+        return False
+    heads = _spellings(names.head, names.prefix)
+    embeddings = _spellings(names.embedding, names.prefix)
+    head = embedding = None
+    for path in checkpoint_files(folder):
+        if path.suffix in PICKLED:
+            return False
+        for name, entry in _entries(path).items():
+            head = _Place(path, entry) if name in heads else head
+            embedding = _Place(path, entry) if name in embeddings else embedding
+    if head is None or embedding is None or head.entry.shape != embedding.entry.shape:
+        return False
+    return head.entry.dtype != embedding.entry.dtype or _differ(head, embedding)
+
+
+def untied(config: Json) -> Json:
+    """Return a card that says that the output layer is not the embedding."""
+    changed = {**config, **{key: False for key in _TIES if key in config or key == _TIES[0]}}
+    text = config.get("text_config")
+    return changed if not isinstance(text, dict) else {**changed, "text_config": untied(text)}
+
+
+def _spellings(name: str, prefix: str) -> set[str]:
+    return {f"{each}.weight" for each in (name, prefix + name, name.removeprefix(prefix))}
+
+
+def _entries(path: Path) -> dict[str, Entry]:
+    try:
+        with path.open("rb") as file:
+            return read_header(path, file, path.stat().st_size).entries
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+
+def _differ(one: _Place, other: _Place) -> bool:
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        a = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
+        b = mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ)
+        with a, b:
+            return any(
+                a[one.entry.begin + at : one.entry.begin + min(at + _PIECE_BYTES, one.entry.num_bytes)]
+                != b[
+                    other.entry.begin + at : other.entry.begin + min(at + _PIECE_BYTES, other.entry.num_bytes)
+                ]
+                for at in range(0, one.entry.num_bytes, _PIECE_BYTES)
+            )
