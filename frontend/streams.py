@@ -193,6 +193,8 @@ class Stream:
         self.submit = submit
         self.mailbox = mailbox
         self._final_only = final_only
+        self.tells_start = False
+        """Whether a reader of its end alone is woken for its beginning as well."""
         self._interval = interval
         self.choices = [Choice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
         self.num_open = submit.spec.params.n
@@ -242,7 +244,7 @@ class Stream:
         if self.num_open == 0:
             return True
         if self._final_only:
-            return False
+            return self.tells_start and self._untold_start
         return self._interval == 1 or any(choice.is_due(self._interval) for choice in self._dirty)
 
     @property

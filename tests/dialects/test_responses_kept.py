@@ -46,15 +46,20 @@ def told(events: list[Any]) -> str:
     return "".join(event.delta for event in events if event.type == "response.output_text.delta")
 
 
-def ended(client: OpenAI, response_id: str) -> Any:
-    """Return a response once it has ended."""
-    until = time.monotonic() + 10
+def until(client: OpenAI, response_id: str, *statuses: str) -> Any:
+    """Return a response once it has one of these statuses."""
+    give_up_s = time.monotonic() + 10
     while True:
         response = client.responses.retrieve(response_id)
-        if response.status not in ("queued", "in_progress"):
+        if response.status in statuses:
             return response
-        assert time.monotonic() < until, response
+        assert time.monotonic() < give_up_s, response
         time.sleep(0.01)
+
+
+def ended(client: OpenAI, response_id: str) -> Any:
+    """Return a response once it has ended."""
+    return until(client, response_id, "completed", "incomplete", "failed", "cancelled")
 
 
 def test_a_conversation_goes_on_at_any_frontend(serve: Callable[..., Any], client: OpenAI) -> None:
@@ -178,6 +183,18 @@ def test_the_background_is_read_later_or_as_it_comes(client: OpenAI) -> None:
         rest = list(client.responses.retrieve(kept, stream=True, starting_after=after))
         assert rest == events[after + 1 :]
     assert list(client.responses.retrieve(kept, stream=True)) == events
+
+
+def test_what_has_begun_in_the_background_is_in_progress(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.held, server.engine.silent_after = True, 2
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        made = client.responses.create(model="toy", input="x", background=True)
+        assert client.responses.retrieve(made.id).status == "queued"
+        server.call(server.engine.release)
+        begun = until(client, made.id, "in_progress")
+        assert begun.output == [] and begun.completed_at is None
+        assert client.responses.cancel(made.id).status == "cancelled"
 
 
 def test_the_background_is_cancelled_or_deleted(serve: Callable[..., Any]) -> None:

@@ -55,6 +55,8 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
     store, owner = service.responses, service.responses.owner(service.me)
     untold = True
     try:
+        if submissions.streams[0].started is not None and not submissions.streams[0].is_posted:
+            submissions.mailbox.nudge()  # what was adopted has begun
         while not writer.response:
             frames: list[bytes] = []
             for stream in await submissions.mailbox.wait():
@@ -74,6 +76,13 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
                 untold = False
     finally:
         submissions.close()
+
+
+def tell_start(submissions: Submissions) -> Submissions:
+    """Have a run hear when its request begins, so that a response is in progress before it has ended."""
+    for stream in submissions.streams:
+        stream.tells_start = True
+    return submissions
 
 
 def _tell(
@@ -123,7 +132,7 @@ async def _go_on(service: Service, record: Record) -> None:
         await _end(service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{why}; ask again."))
         return
     await _until_open(service)
-    submissions = await _adopted(service, record) or _sent_again(service, record, answer)
+    submissions = await _adopted(service, record) or tell_start(_sent_again(service, record, answer))
     try:
         await note_request(service, record, submissions)
         told = await service.responses.do(lambda file: file.last_position(record.id))

@@ -19,7 +19,7 @@ from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.dialects.openai.chat import Translation, channels_of, checked_chat
 from quintet.frontend.dialects.openai.render import respond_rendered
 from quintet.frontend.dialects.relay import behind, relaying
-from quintet.frontend.dialects.responses.background import note_request, run, start
+from quintet.frontend.dialects.responses.background import note_request, run, start, tell_start
 from quintet.frontend.dialects.responses.conversations import items_so_far
 from quintet.frontend.dialects.responses.events import ResponsesWriter, response_of_output
 from quintet.frontend.dialects.responses.kept import (
@@ -272,7 +272,7 @@ async def _answer(service: Service, exchange: Exchange, asked: Asked) -> bool:
 async def _answer_later(service: Service, exchange: Exchange, asked: Asked, record: Record) -> bool:
     """Have a response answered in the background; return True: it will be."""
     claim = claim_for(asked.answer, service.config)
-    submissions = _submit(service, asked, exchange, claim)
+    submissions = tell_start(_submit(service, asked, exchange, claim))
     try:
         await note_request(service, record, submissions)
     except BaseException:
