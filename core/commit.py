@@ -54,11 +54,13 @@ def _apply_tokens(
     ended: list[Request] = []
     detokenizer: int | None = None
     tokens = unpack_i32(token_column)
+    num_computed = 0
     for request, generation, end, token in zip(
         flight.rows, flight.generations, flight.ends, _spread(tokens, flight.samples), strict=True
     ):
         if request.generation != generation:
             continue
+        num_computed += end - request.computed
         request.computed = end
         if end >= request.register_at:
             state.publish(request, end)  # their tokens are known: the step after drew from them
@@ -84,6 +86,7 @@ def _apply_tokens(
             if ending is not None:
                 builder.finishes[len(builder.request_ids) - 1] = ending
                 ended.append(request)
+    state.counters.computed_tokens += num_computed
     state.counters.generation_tokens += sum(len(builder.token_ids) for builder in outbox.builders.values())
     return ended
 

@@ -14,6 +14,8 @@ class Counters:
     prefix_hits: int = 0
     prompt_tokens: int = 0
     prompt_tokens_cached: int = 0
+    computed_tokens: int = 0
+    """By steps, for requests that had their slot when the result came."""
     generation_tokens: int = 0
     first_tokens: int = 0
     """Of these, a choice's first: a prompt's last token was computed for it."""

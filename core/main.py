@@ -211,10 +211,11 @@ class Core:
         state = self.engine.state
         if state is None or not state.in_flight or state.in_flight[0].step != result.step:
             return self.engine.commit(result, now)
-        num_computed, num_before = state.in_flight[0].num_tokens, state.counters.first_tokens
+        counters = state.counters
+        num_before = counters.computed_tokens + counters.first_tokens
         effects = self.engine.commit(result, now)
         # A later token is drawn where its predecessor is computed: that counts once.
-        self.metrics.step_tokens.observe(num_computed + state.counters.first_tokens - num_before)
+        self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
         return effects
 
     def _ask_again(self) -> None:

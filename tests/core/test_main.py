@@ -157,8 +157,8 @@ def serve(
     raise AssertionError(heard)
 
 
-def admit(request_id: int, prompt: list[int], max_tokens: int) -> Admit:
-    params = SamplingParams(seed=3, max_tokens=max_tokens, ignore_eos=True)
+def admit(request_id: int, prompt: list[int], max_tokens: int, stops: tuple[int, ...] = ()) -> Admit:
+    params = SamplingParams(seed=3, max_tokens=max_tokens, ignore_eos=True, stop_token_ids=list(stops))
     now = time.monotonic_ns()
     return Admit(request_id, codec.pack_i32(prompt), RequestSpec(params, now, 0), now)
 
@@ -534,7 +534,12 @@ def test_waiting_for_kv_of_another_server_is_no_stall(config: EngineConfig) -> N
         assert core.process.pending == 1
 
 
-def test_its_figures(driven: Driven) -> None:
+@pytest.mark.parametrize("num_outputs", [3, 6])
+def test_its_figures(driven: Driven, num_outputs: int) -> None:
+    """A step that was planned before an early end was known computes nothing that counts."""
+    outputs = expected(PROMPT, 3, 6, stops=())
+    stops = () if num_outputs == 6 else (outputs[num_outputs - 1],)
+    assert not stops or outputs.index(stops[0]) == num_outputs - 1
     neighbours = driven.neighbours
     for worker, accepts in ((EXECUTOR, StepPlan), (DETOKENIZER, Tokens)):
         neighbours.bind(worker, accepts)
@@ -547,10 +552,10 @@ def test_its_figures(driven: Driven) -> None:
         for beat in neighbours.receive_all(SUPERVISOR):
             if isinstance(beat, Heartbeat) and beat.metrics:
                 told = {series.name for series in decode_snapshot(beat.metrics).gauges}
-    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6))
+    neighbours.send(admit(RequestIds(0, 1).take(), PROMPT, 6, stops))
     driven.deliver(1)
     device = FakeExecutor(capacity, KV)
-    while driven.core.engine.num_live:
+    while driven.core.engine.num_live or (driven.core.engine.state and driven.core.engine.state.in_flight):
         for plan in neighbours.receive_all(EXECUTOR):
             assert isinstance(plan, StepPlan)
             device.execute(plan)
@@ -558,4 +563,5 @@ def test_its_figures(driven: Driven) -> None:
             driven.deliver(1)
     figures = decode_snapshot(driven.core.process.metrics.encoded())
     (steps,) = [series for series in figures.histograms if series.name == "iteration_tokens_total"]
-    assert (sum(steps.counts), steps.total) == (6, len(PROMPT) + 6)
+    num_steps = num_outputs + bool(stops)
+    assert (sum(steps.counts), steps.total) == (num_steps, len(PROMPT) + num_outputs)
