@@ -40,6 +40,7 @@ from quintet.frontend.error_shape import ErrorShape
 from quintet.frontend.exchange import ClientGone, Exchange, tidy_path
 from quintet.frontend.guard import Keys, operator_keys
 from quintet.frontend.leftovers import leave_behind
+from quintet.frontend.load_report import FORMAT_HEADER, LoadReport
 from quintet.frontend.metrics import metrics
 from quintet.frontend.openapi import openapi
 from quintet.frontend.service import Handler, Service
@@ -144,6 +145,7 @@ class App:
         """Known before a request is routed: also who has no key is refused in the dialect of the path."""
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
+        self._load = LoadReport(service)
         service.when_topology(lambda: look_for_lost(service))
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
@@ -162,6 +164,8 @@ class App:
         exchange = Exchange(scope, receive, send, openai_errors.ERRORS)
         exchange.errors = self._errors_of(exchange.path)
         scope["exchange"] = exchange
+        if (asked := exchange.header(FORMAT_HEADER)) is not None and exchange.method == "POST":
+            exchange.before_start = partial(self._load.headers, asked)
         service.num_exchanges += 1
         try:
             await self._answer(exchange, scope, receive, send)

@@ -10,7 +10,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from urllib.parse import parse_qs
 
 import msgspec
@@ -73,6 +73,8 @@ class Exchange:
         self.num_bytes = 0
         """Of the body, and of an answer that is sent whole."""
         self.headers_out: list[Header] = []
+        self.before_start: Callable[[], Awaitable[list[Header]]] | None = None
+        """Returns headers that are known only when the response begins."""
         self.begun: Begun | None = None
         """The beginning of the answer, where another server told it."""
         self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
@@ -269,6 +271,8 @@ class Exchange:
     async def _start(self, status: int, headers: list[Header]) -> None:
         self.status = status
         headers += self.headers_out
+        if self.before_start is not None:
+            headers += await self.before_start()
         request_id = self.request_id.encode()
         headers.append((b"x-request-id", request_id))
         if self.errors.id_header:

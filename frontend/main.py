@@ -8,16 +8,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import importlib
+import inspect
 import os
 import resource
 import socket
 import ssl
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 import uvicorn
 import uvloop
+from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp
 
 from quintet.frontend.app import App
@@ -41,6 +44,26 @@ LOOK_S = 0.1
 LAG_EVERY_S = 1.0
 
 
+def within_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
+    """Return the application within ASGI middleware, the last of the dotted ``names`` outermost, as vLLM has it.
+
+    A class takes the application; a coroutine function takes a request and what answers it. Raises `ConfigError`.
+    """
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"--middleware {name!r} cannot be imported: {error}") from None
+        if inspect.isclass(found):
+            app = cast(Callable[[ASGIApp], ASGIApp], found)(app)
+        elif inspect.iscoroutinefunction(found):
+            app = BaseHTTPMiddleware(app, dispatch=found)
+        else:
+            raise ConfigError(f"--middleware {name!r} is neither a class nor a coroutine function")
+    return app
+
+
 class HttpServer(uvicorn.Server):
     """Uvicorn without its signal handlers: the supervisor decides when a child ends."""
 
@@ -60,7 +83,7 @@ def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
     )
     return HttpServer(
         uvicorn.Config(
-            open_to(app, config),
+            within_middleware(open_to(app, config), config.middleware),
             loop="none",
             http=cast(type[asyncio.Protocol], protocol),
             ws="none",

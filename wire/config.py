@@ -344,6 +344,12 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_headers: list[str] = []
     """Empty for all."""
     allow_credentials: bool = False
+    force_include_usage: bool = False
+    """Whether every stream ends with its usage."""
+    tokens_as_ids: bool = False
+    """Whether log-probabilities spell tokens as ``token_id:7`` where a request does not say."""
+    middleware: list[str] = []
+    """Dotted names of ASGI middleware around the application, the outermost last."""
     ssl_keyfile: str = ""
     ssl_certfile: str = ""
     """PEM files; without a certificate the server speaks plain HTTP."""

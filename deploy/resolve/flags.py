@@ -215,6 +215,23 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     allow_credentials: Annotated[
         bool, Flag(NETWORK, "let such origins send cookies and the like: a proxy in front may ask for them")
     ] = False
+    enable_force_include_usage: Annotated[
+        bool, Flag(NETWORK, "end every stream with its usage, whether stream_options asks for it or not")
+    ] = False
+    return_tokens_as_token_ids: Annotated[
+        bool,
+        Flag(NETWORK, "spell tokens of log-probabilities as token_id:7 unless a request says otherwise"),
+    ] = False
+    middleware: Annotated[
+        list[str],
+        Flag(
+            NETWORK,
+            "dotted name of ASGI middleware: a class, or a coroutine function of request and call_next; repeat for more, the last"
+            " is the outermost",
+            "NAME",
+            "none",
+        ),
+    ] = []
     root_path: Annotated[
         str, Flag(NETWORK, "path prefix of a proxy in front, whether it takes it off or not", "PATH", "none")
     ] = ""

@@ -382,7 +382,7 @@ def test_settings_reach_the_engine(shared: Any) -> None:
         ({"conversation": 7}, "conversation", "7"),
         ({"conversation": "conv_1", "store": False}, "conversation", "store"),
         ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "conversation", "one of them"),
-        ({"vllm_xargs": {"a": 1}}, "vllm_xargs", "vllm_xargs"),
+        ({"vllm_xargs": {"a": {}}}, "vllm_xargs", "vllm_xargs"),
         ({"model": "nobody"}, "model", "nobody"),
     ],
 )

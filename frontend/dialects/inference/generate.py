@@ -26,7 +26,6 @@ from quintet.frontend.dialects.routing import session_of
 from quintet.frontend.exchange import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import RequestError
 from quintet.wire.params import SamplingParams
 
 _decoder = msgspec.json.Decoder(GenerateBody)
@@ -45,13 +44,10 @@ async def generate(service: Service, exchange: Exchange) -> None:
     body = await parse.read_body(service, exchange, _decoder)
     fields = sampling_fields(body)
     parse.check_combinations(fields, config)
-    try:
-        prompt = token_prompt(body.token_ids, fields, config.model)
-    except RequestError as error:
-        raise parse.renamed(error, {"prompt": "token_ids"}) from None
+    prompt = token_prompt(body.token_ids, fields.truncate_prompt_tokens, config.model, "token_ids")
     params = _params(fields, config)
     options = msgspec.structs.replace(
-        options_of("", fields, params, exchange, config.model),
+        options_of("", fields, params, exchange, config),
         response_id=parse.request_id(fields, exchange),
         return_token_ids=True,
     )

@@ -19,7 +19,7 @@ from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.relay import ids_comment
 from quintet.frontend.exchange import Exchange, Header
 from quintet.frontend.streams import Batch, Delta, Stream
-from quintet.wire.config import ModelConfig
+from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.params import SamplingParams
@@ -73,21 +73,21 @@ class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
 
 
 def options_of(
-    id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: Exchange, model: ModelConfig
+    id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: Exchange, config: EngineConfig
 ) -> AnswerOptions:
-    """Return what the client asked for besides text; its id begins with ``id_prefix``."""
-    wanted = body.stream_options
-    include_usage = wanted is not None and bool(wanted.include_usage)
+    """Return what the client asked for besides text, or the server adds; its id begins with ``id_prefix``."""
+    wanted, as_ids = body.stream_options, body.return_tokens_as_token_ids
+    include_usage = config.frontend.force_include_usage or (wanted is not None and bool(wanted.include_usage))
     return AnswerOptions(
         response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
         created=int(time.time()) if exchange.begun is None else exchange.begun.created,
-        model=model.served_names[0],
+        model=config.model.served_names[0],
         num_choices=params.n,
         include_usage=include_usage,
         continuous_usage=include_usage and wanted is not None and bool(wanted.continuous_usage_stats),
         logprobs=params.logprobs,
         max_alternatives=parse.max_alternatives(params),
-        tokens_as_ids=bool(body.return_tokens_as_token_ids),
+        tokens_as_ids=config.frontend.tokens_as_ids if as_ids is None else as_ids,
         return_token_ids=bool(body.return_token_ids),
         echo=bool(body.echo),
         echo_only=isinstance(body, CompletionBody) and bool(body.echo) and body.max_tokens == 0,

@@ -36,9 +36,13 @@ async def batch(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     check_chat(body, config)
+    if body.prompt_token_ids is not None:
+        raise parse.invalid(
+            "prompt_token_ids is one prompt, and a batch has several; leave it out.", "prompt_token_ids"
+        )
     conversations = _conversations(body, config)
     params = chat_params(body, config)
-    options = options_of("chatcmpl", body, params, exchange, config.model)
+    options = options_of("chatcmpl", body, params, exchange, config)
     reading = reading_of(body, conversations[0].prompt.tools, config.model.parsers)
     deadline_ns = parse.deadline_ns(body, exchange)
     refuse_missing(body)

@@ -24,6 +24,7 @@ from quintet.frontend.dialects.openai.answer import (
     usage_of,
 )
 from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.dialects.openai.completions import token_prompt
 from quintet.frontend.dialects.openai.handover import take_handover, with_params
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.offered_tools import OfferedTool, shown_tools, with_deferred
@@ -45,7 +46,7 @@ from quintet.frontend.streams import Delta
 from quintet.wire.channels import Span
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
-from quintet.wire.messages import ChatPrompt, Started
+from quintet.wire.messages import ChatPrompt, Started, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import Reading
 
@@ -102,7 +103,8 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     conversation, params, reading = checked_chat(body, config)
-    options = options_of("chatcmpl", body, params, exchange, config.model)
+    prompt = prompt_of(body, conversation, config)
+    options = options_of("chatcmpl", body, params, exchange, config)
     prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
     channels = None if reading is None else channels_of(body, conversation, options.response_id, config)
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
@@ -112,7 +114,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     refuse_missing(body)
     session = session_of(exchange, body.user)
     if body.use_beam_search:
-        prompts, gives_way = [conversation.prompt], parse.chat_max_tokens(body) is None
+        prompts, gives_way = [prompt], parse.chat_max_tokens(body) is None
         request = BeamRequest(
             prompts, body, params, "messages", gives_way, options, deadline_ns, session, reading
         )
@@ -127,7 +129,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     submissions = submit_all(
         service,
         body,
-        [conversation.prompt],
+        [prompt],
         ranked(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
@@ -161,6 +163,14 @@ def checked_chat(
     body.tools = msgspec.Raw(conversation.tools) if conversation.tools else msgspec.UNSET
     params = chat_params(body, config)
     return conversation, params, reading_of(body, conversation.tools, config.model.parsers)
+
+
+def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
+    """Return what is sent to the tokenizer: the conversation, or the ids that the client made of it. Raises `RequestError`."""
+    ids = body.prompt_token_ids
+    if ids is None:
+        return conversation.prompt
+    return token_prompt(ids, body.truncate_prompt_tokens, config.model, "prompt_token_ids")
 
 
 def parse_conversation(
@@ -273,6 +283,7 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
             "reasoning_effort",
         )
     check_tool_choice(body)
+    parse.check_logprob_token_ids(body, has_logprobs=bool(body.logprobs))
     if body.top_logprobs and not body.logprobs:
         raise parse.invalid(
             f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",
@@ -330,7 +341,9 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
 
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
-        first += b',"content":""},"logprobs":null,"finish_reason":null,"token_ids":null}'
+        first += (
+            b',"content":""},"logprobs":null,"finish_reason":null}'  # no ids: clients extend a list by them
+        )
         asked = writer.options.return_token_ids
         ids = encode_json(list(unpack_i32(started.prompt_ids)) if asked else None)
         usage = writer.usage_at_start(started)

@@ -58,9 +58,10 @@ async def completions(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     parse.check_combinations(body, config)
+    parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     prompts = await _prompts(body, config)
     params = completion_params(body, config)
-    options = options_of("cmpl", body, params, exchange, config.model)
+    options = options_of("cmpl", body, params, exchange, config)
     interval = body.stream_interval or 1
     answer = CompletionAnswer(len(prompts), params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
@@ -147,7 +148,7 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
         raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
     ids = [item for item in given if isinstance(item, int)]
     if len(ids) == len(given):
-        return [token_prompt(ids, body, model)]
+        return [token_prompt(ids, body.truncate_prompt_tokens, model)]
     if ids:
         raise parse.invalid(
             "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
@@ -155,24 +156,28 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
             "prompt",
         )
     return [
-        TextPrompt(item, special, suffix) if isinstance(item, str) else token_prompt(item, body, model)
+        TextPrompt(item, special, suffix)
+        if isinstance(item, str)
+        else token_prompt(item, body.truncate_prompt_tokens, model)
         for item in given
         if not isinstance(item, int)
     ]
 
 
-def token_prompt(ids: Sequence[int], body: CompletionBody, model: ModelConfig) -> TokenPrompt:
-    """Return checked ids as a prompt. Raises `RequestError`."""
-    if len(ids) > model.max_model_len and body.truncate_prompt_tokens is None:
+def token_prompt(
+    ids: Sequence[int], truncate_prompt_tokens: int | None, model: ModelConfig, field: str = "prompt"
+) -> TokenPrompt:
+    """Return checked ids as a prompt. Raises `RequestError` naming the ``field``."""
+    if len(ids) > model.max_model_len and truncate_prompt_tokens is None:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"prompt holds {len(ids)} token ids, and this model's maximum context length is {model.max_model_len} tokens. "
+            f"{field} holds {len(ids)} token ids, and this model's maximum context length is {model.max_model_len} tokens. "
             "Please reduce the length of the prompt, or set truncate_prompt_tokens.",
-            "prompt",
+            field,
         )
     if not ids:
-        raise parse.invalid("prompt holds an empty list of token ids; send at least one.", "prompt")
-    check_token_ids(ids, model.vocab_size, "prompt")
+        raise parse.invalid(f"{field} holds an empty list of token ids; send at least one token.", field)
+    check_token_ids(ids, model.vocab_size, field)
     return TokenPrompt(pack_i32(ids))
 
 

@@ -35,7 +35,7 @@ _MILLISECONDS = re.compile(r"[0-9]{1,12}")
 _STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
 _SHARED = frozenset(SHARED_SAMPLING_FIELDS)
 _shared_of = attrgetter(*SHARED_SAMPLING_FIELDS)
-_MISSING_FIELDS = ("kv_transfer_params", "ec_transfer_params", "vllm_xargs", "watermarking")
+_MISSING_FIELDS = ("kv_transfer_params", "ec_transfer_params", "watermarking")
 _MISSING_FLAGS = ("return_token_offsets", "return_prompt_text", "return_weight_versions")
 _missing_of = attrgetter(*_MISSING_FIELDS, *_MISSING_FLAGS, "detokenize")
 _NOTHING_MISSING = (*[msgspec.UNSET] * len(_MISSING_FIELDS), *[None] * len(_MISSING_FLAGS), None)
@@ -188,6 +188,12 @@ def refuse_missing(body: GenerationBody) -> None:
         )
 
 
+def check_logprob_token_ids(body: GenerationBody, *, has_logprobs: bool) -> None:
+    """Refuse tokens to show where no log-probabilities are shown."""
+    if body.logprob_token_ids is not None and not has_logprobs:
+        raise invalid("logprob_token_ids was sent without logprobs; send both.", "logprob_token_ids")
+
+
 def refuse_search(body: GenerationBody) -> None:
     """Refuse a search for the best outputs, where what was found could not be told."""
     for name in ("use_beam_search", "suffix"):
@@ -213,6 +219,10 @@ def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
         raise invalid(
             "prompt_logprobs cannot be streamed; set stream to false, or leave prompt_logprobs out.",
             "prompt_logprobs",
+        )
+    if body.logprob_token_ids == []:
+        raise invalid(
+            "logprob_token_ids is []; name at least one token, or leave it out.", "logprob_token_ids"
         )
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT:
         raise invalid(

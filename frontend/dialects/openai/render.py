@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.dialects.openai import parse
-from quintet.frontend.dialects.openai.chat import chat_params, check_chat, parse_conversation
+from quintet.frontend.dialects.openai.chat import chat_params, check_chat, parse_conversation, prompt_of
 from quintet.frontend.dialects.openai.chat import refuse_missing as refuse_missing_in_chat
 from quintet.frontend.dialects.openai.completions import completion_params, parse_prompts
 from quintet.frontend.dialects.openai.types import ChatBody, CompletionBody, GenerationBody
@@ -33,7 +33,7 @@ async def render_chat(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
     check_chat(body, config)
-    prompt = parse_conversation(body, config).prompt
+    prompt = prompt_of(body, parse_conversation(body, config), config)
     params = chat_params(body, config)
     refuse_missing_in_chat(body)
     parse.refuse_search(body)
@@ -65,6 +65,7 @@ async def render_completions(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await parse.read_body(service, exchange, _completion_decoder)
     parse.check_combinations(body, config)
+    parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     if body.prompt_embeds:
         raise parse.invalid("prompt_embeds was sent, and vectors have no ids; leave it out.", "prompt_embeds")
     prompts = parse_prompts(body, config.model)

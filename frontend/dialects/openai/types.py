@@ -14,6 +14,7 @@ from quintet.wire.params import SamplingParams
 
 RawField = msgspec.Raw | msgspec.UnsetType
 """JSON that is kept as it came, or was not sent."""
+ExtraArgument = str | int | float | bool | list[str | int | float]
 
 
 MAX_ROLE = 256
@@ -130,7 +131,8 @@ class GenerationBody(FormFields, kw_only=True):
     return_weight_versions: bool | None = None
     kv_transfer_params: RawField = msgspec.UNSET
     ec_transfer_params: RawField = msgspec.UNSET
-    vllm_xargs: RawField = msgspec.UNSET
+    vllm_xargs: dict[str, ExtraArgument] | None = None
+    """Arguments of a server's plugins; there are none here that take any."""
     repetition_detection: RepetitionDetection | None = None
     watermarking: RawField = msgspec.UNSET
     thinking_token_budget: int | None = None
@@ -191,6 +193,8 @@ class ChatBody(GenerationBody, kw_only=True):
 
     messages: msgspec.Raw
     """A list of `ChatMessage`; passed on to the chat template as it is."""
+    prompt_token_ids: list[int] | None = None
+    """The conversation as ids, for clients that rendered it: what ``messages`` says else counts as ever."""
     logprobs: bool | None = None
     top_logprobs: int | None = None
     max_completion_tokens: int | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.dialects.openai.types import FormFields, RawField
+from quintet.frontend.dialects.openai.types import ExtraArgument, FormFields, RawField
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -179,4 +179,4 @@ class ResponsesBody(FormFields, kw_only=True):
     previous_input_messages: RawField = msgspec.UNSET
     kv_transfer_params: RawField = msgspec.UNSET
     ec_transfer_params: RawField = msgspec.UNSET
-    vllm_xargs: RawField = msgspec.UNSET
+    vllm_xargs: dict[str, ExtraArgument] | None = None

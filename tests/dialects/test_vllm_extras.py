@@ -1,0 +1,149 @@
+"""Settings of the server, fields and headers that clients of vLLM's servers use beside the API's own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from quintet.frontend.main import within_middleware
+from quintet.wire.codec import unpack_i32
+from quintet.wire.errors import ConfigError
+from quintet.wire.messages import Submit, TokenPrompt
+
+C, H = "/v1/completions", "/v1/chat/completions"
+BODIES: dict[str, dict[str, Any]] = {
+    C: {"prompt": "x", "max_tokens": 2},
+    H: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", [C, H])
+def test_a_server_may_end_every_stream_with_its_usage(serve: Callable[..., Any], path: str) -> None:
+    server = serve(force_include_usage=True)
+    for options in (None, {"include_usage": False}):
+        events = server.ask("POST", path, {**BODIES[path], "stream": True, "stream_options": options}).events
+        assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 2
+        assert all(event["usage"] is None for event in events[:-1])
+
+
+@pytest.mark.parametrize("path", [C, H])
+def test_a_server_may_spell_tokens_as_ids(serve: Callable[..., Any], path: str) -> None:
+    server = serve(tokens_as_ids=True)
+
+    def tokens(asked: bool | None) -> list[str]:
+        body = {**BODIES[path], "logprobs": 1 if path == C else True, "return_tokens_as_token_ids": asked}
+        found = server.ask("POST", path, body).json["choices"][0]["logprobs"]
+        return found["tokens"] if path == C else [each["token"] for each in found["content"]]
+
+    assert tokens(None) == tokens(True) == ["token_id:10", "token_id:11"]
+    assert tokens(False) == [" t0", " t1"]
+
+
+def test_arguments_of_plugins_are_taken(shared: Any) -> None:
+    for path, body in BODIES.items():
+        extra = {"vllm_xargs": {"a": 1, "b": "c", "d": 0.5, "e": [1, 2], "f": True}}
+        assert shared.ask("POST", path, {**body, **extra}).status == 200
+
+
+# --- prompts in ids ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_may_come_as_ids(serve: Callable[..., Any], stream: bool) -> None:
+    server = serve()
+    body = {**BODIES[H], "prompt_token_ids": [5, 6, 7], "return_token_ids": True, "stream": stream}
+    answer = server.ask("POST", H, body)
+    [submit] = server.engine.wait_for(Submit)
+    assert isinstance(submit.prompt, TokenPrompt)
+    assert list(unpack_i32(submit.prompt.token_ids)) == [5, 6, 7]
+    told = answer.events[0] if stream else answer.json
+    assert told["object"].startswith("chat.completion") and told["prompt_token_ids"] == [5, 6, 7]
+
+
+def test_ids_of_a_conversation_are_rendered_as_they_are(shared: Any) -> None:
+    rendered = shared.ask("POST", f"{H}/render", {**BODIES[H], "prompt_token_ids": [5, 6]})
+    assert rendered.json["token_ids"] == [5, 6]
+
+
+def test_a_batch_takes_no_ids(shared: Any) -> None:
+    body = {"messages": [[{"role": "user", "content": "x"}]], "prompt_token_ids": [5]}
+    refused = shared.ask("POST", f"{H}/batch", body)
+    assert (refused.status, refused.json["error"]["param"]) == (400, "prompt_token_ids")
+
+
+def test_the_chunk_of_the_role_says_nothing_of_ids(shared: Any) -> None:
+    for asked in (None, True):
+        first, *rest = shared.ask("POST", H, {**BODIES[H], "stream": True, "return_token_ids": asked}).events
+        assert "token_ids" not in first["choices"][0]
+        ids = [event["choices"][0]["token_ids"] for event in rest]
+        assert ids == ([[10], [11]] if asked else [None, None])
+
+
+# --- load in headers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asked", ["TEXT", "json"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_load_is_told_to_balancers_that_ask(shared: Any, asked: str, stream: bool) -> None:
+    headers = {"endpoint-load-metrics-format": asked}
+    told = shared.ask("POST", H, {**BODIES[H], "stream": stream}, headers).headers["endpoint-load-metrics"]
+    if asked == "TEXT":
+        assert told == "TEXT named_metrics.kv_cache_usage_perc=0.0, named_metrics.num_requests_waiting=0.0"
+    else:
+        kind, _, report = told.partition(" ")
+        assert (kind, json.loads(report)["named_metrics"]["num_requests_waiting"]) == ("JSON", 0.0)
+
+
+def test_load_is_not_told_unasked_nor_in_other_formats(shared: Any) -> None:
+    for headers in ({}, {"endpoint-load-metrics-format": "BIN"}):
+        assert "endpoint-load-metrics" not in shared.ask("POST", H, BODIES[H], headers).headers
+
+
+def test_an_answer_does_not_wait_for_figures_that_nobody_has(serve: Callable[..., Any]) -> None:
+    server = serve()
+    server.engine.is_supervisor_silent = True
+    answer = server.ask("POST", H, BODIES[H], {"endpoint-load-metrics-format": "TEXT"})
+    assert answer.status == 200 and "endpoint-load-metrics" not in answer.headers
+
+
+# --- middleware -------------------------------------------------------------------------------------------------------
+
+
+class Refusing:
+    """Answers a path of its own, and lets the others through."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        app = Response("closed", 403) if scope["path"] == "/closed" else self.app
+        await app(scope, receive, send)
+
+
+async def marking(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+    response = await call_next(request)
+    response.headers["x-marked"] = request.method
+    return response
+
+
+NOT_CALLABLE = 5
+
+
+def test_middleware_stands_around_the_application(serve: Callable[..., Any]) -> None:
+    server = serve(middleware=[f"{__name__}.Refusing", f"{__name__}.marking"])
+    closed = server.ask("POST", "/closed", {})
+    assert (closed.status, closed.headers["x-marked"]) == (403, "POST")
+    answer = server.ask("POST", H, {**BODIES[H], "stream": True})
+    assert answer.headers["x-marked"] == "POST" and answer.body.endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("name", ["nowhere.Thing", "json.Nothing", "plain", f"{__name__}.NOT_CALLABLE"])
+def test_middleware_that_cannot_be_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=name):
+        within_middleware(Refusing, [name])  # type: ignore[arg-type]
