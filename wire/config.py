@@ -7,7 +7,7 @@ Each process is handed only the section it needs. Nothing here parses flags or r
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -344,6 +344,8 @@ class FrontendConfig(msgspec.Struct, frozen=True, kw_only=True):
     allowed_headers: list[str] = []
     """Empty for all."""
     allow_credentials: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+    """Arguments of chat templates where a request does not give them."""
     force_include_usage: bool = False
     """Whether every stream ends with its usage."""
     tokens_as_ids: bool = False

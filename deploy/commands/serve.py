@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import setproctitle
 
+from quintet.deploy.resolve import vllm_flags
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.config_file import merged_options
 from quintet.deploy.resolve.flag_table import add_flags, flag_table
@@ -84,13 +85,28 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, metavar="FILE", help="YAML file of flags; flags given here win"
     )
     add_flags(parser)
+    vllm_flags.add_vllm_flags(parser)
 
 
 def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
     """Return the options of a parsed command line, over those of its ``--config`` file, and notes on the derived ones."""
-    keys = {spec.key for spec in flag_table()}
+    keys = {spec.key for spec in flag_table()} | vllm_flags.keys()
     flags = {key: value for key, value in vars(arguments).items() if key in keys}
+    for spec in flag_table():
+        words = flags.get(spec.key)
+        if (
+            spec.flag.takes_several
+            and "model" not in flags
+            and isinstance(words, list)
+            and _ends_with_model(words)
+        ):
+            flags |= {"model": words[-1], spec.key: words[:-1]}
     return merged_options(arguments.config, flags)
+
+
+def _ends_with_model(words: list[str]) -> bool:
+    """Return whether the last of several words behind a flag is MODEL: a path, or a hub name."""
+    return len(words) > 1 and ("/" in words[-1] or os.path.exists(words[-1]))
 
 
 def run(arguments: argparse.Namespace) -> int:

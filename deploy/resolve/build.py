@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quintet.deploy import embedded
 from quintet.deploy.resolve import network, ranks, rules
-from quintet.deploy.resolve.card import ModelFacts, read_facts
+from quintet.deploy.resolve.card import ModelFacts, Overrides, read_facts
 from quintet.deploy.resolve.chat_templates import read_chat_templates
 from quintet.deploy.resolve.device import default_device
 from quintet.deploy.resolve.endings import end_token_ids
@@ -96,8 +96,13 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     rules.check_gpu_only_flags(options, device)
     check_packed_cache(options, device)
     ranks.check_flags(options, device)
-    folder = locate_model(options.model, reads_weights, with_code=options.trust_remote_code)
-    facts = read_facts(folder, options.generation_config, options.model_impl, with_weights=reads_weights)
+    folder = locate_model(
+        options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
+    )
+    overrides = Overrides(options.hf_overrides, options.override_generation_config)
+    facts = read_facts(
+        folder, options.generation_config, options.model_impl, overrides, with_weights=reads_weights
+    )
     notes.extend(facts.notes)
     facts = ranks.of_one_rank(options, facts, device)
     sum_leaves = ranks.sum_leaves(options, facts)
@@ -231,7 +236,12 @@ def _model_config(
     """Return the section of the model, and lines for the log."""
     tokenizer = facts.path
     if options.tokenizer is not None:
-        tokenizer = locate_model(options.tokenizer, with_weights=False, flag="--tokenizer")
+        tokenizer = locate_model(
+            options.tokenizer,
+            with_weights=False,
+            flag="--tokenizer",
+            revision=options.tokenizer_revision,
+        )
     if is_gguf(tokenizer):
         tokenizer = tokenizer_folder(tokenizer)
     templates = read_chat_templates(tokenizer, options.chat_template)

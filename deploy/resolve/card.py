@@ -7,7 +7,7 @@ weights (see `weights`) nor where the folder comes from (see `source`).
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from quintet.deploy.resolve.endings import configured_ids
@@ -83,8 +83,23 @@ class ModelFacts:
     """What was taken otherwise than the card says it: one line each, for the boot story."""
 
 
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Values that go before those of a model's files."""
+
+    card: Json = field(default_factory=dict)
+    """Of ``config.json``, also within objects."""
+    generation: Json = field(default_factory=dict)
+    """Of sampling defaults."""
+
+
 def read_facts(
-    folder: Path, generation_config: str = "auto", model_impl: str = "auto", *, with_weights: bool = False
+    folder: Path,
+    generation_config: str = "auto",
+    model_impl: str = "auto",
+    overrides: Overrides | None = None,
+    *,
+    with_weights: bool = False,
 ) -> ModelFacts:
     """Read what serving needs of a local folder's JSON files, or of a GGUF file.
 
@@ -92,16 +107,13 @@ def read_facts(
     another folder; so is ``model_impl``. with_weights: whether what the folder's weights hold goes before what the card says of
     them. Raises `ConfigError` naming the file and the missing or senseless key.
     """
-    path = card_path(folder)
-    text = _card_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
-    config = parse_json(text, path)
+    path, overrides = card_path(folder), overrides or Overrides()
+    config, text = _read_card(folder, overrides.card)
     generation = _read_generation_config(folder, "auto")
     defaults = (
         generation if generation_config == "auto" else _read_generation_config(folder, generation_config)
     )
     architecture = _architecture(config, path)
-    if not config.get("architectures"):
-        config, text = _changed(config | {"architectures": [architecture]})
     card = ModelCard(config, str(path))
     implementation = choose_implementation(model_impl, architecture)
     family = FAMILIES.get(architecture) if implementation == "quintet" else None
@@ -134,9 +146,21 @@ def read_facts(
         max_model_len=spec.reach,
         fixed_rope_len=spec.fixed_rope_len,
         eos_token_ids=configured_ids(generation, config),
-        generation_defaults=_sampling_defaults(defaults),
+        generation_defaults=_sampling_defaults(defaults | overrides.generation),
         notes=tuple(notes),
     )
+
+
+def _read_card(folder: Path, changes: Json) -> tuple[Json, str]:
+    """Return a model's card, as values and as text, with what other files and the command line say of it."""
+    path = card_path(folder)
+    text = _card_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
+    config = parse_json(text, path)
+    if changes:
+        config, text = _changed(_overridden(config, changes))
+    if not config.get("architectures"):
+        config, text = _changed(config | {"architectures": [_architecture(config, path)]})
+    return config, text
 
 
 def with_quantization(folder: Path, text: str) -> str:
@@ -181,6 +205,22 @@ def _architecture(config: Json, path: Path) -> str:
 
 def _brings_head(folder: Path, spec: ModelSpec) -> bool:
     return isinstance(spec, DecoderSpec) and spec.tied and has_own_head(folder, spec.names)
+
+
+def _overridden(config: Json, changes: Json) -> Json:
+    """Return a card with other values. The older keys of rotations change ``rope_parameters`` where a card has these."""
+    changed = dict(config)
+    for key, value in changes.items():
+        held, rope = changed.get(key), changed.get("rope_parameters")
+        if key == "rope_scaling" and isinstance(rope, dict) and isinstance(value, dict):
+            changed["rope_parameters"] = {**rope, **value}
+        elif key == "rope_theta" and isinstance(rope, dict):
+            changed["rope_parameters"] = {**rope, key: value}
+        elif isinstance(held, dict) and isinstance(value, dict):
+            changed[key] = _overridden(held, value)
+        else:
+            changed[key] = value
+    return changed
 
 
 def _changed(config: Json) -> tuple[Json, str]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from quintet.deploy.resolve.flag_table import make_options
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import derive_max_num_seqs
+from quintet.deploy.resolve.vllm_flags import translated
 from quintet.wire.errors import ConfigError
 
 
@@ -39,5 +40,6 @@ def merged_options(
 ) -> tuple[Options, list[str]]:
     """Return the options of a file overridden by flags, and notes on those that were derived."""
     in_file = {} if config_file is None else read_config_file(config_file)
-    settings, notes = derive_max_num_seqs({**in_file, **flags})
-    return make_options(settings, source), notes
+    told, notes = translated({**in_file, **flags}, source)
+    settings, more_notes = derive_max_num_seqs(told)
+    return make_options(settings, source), [*notes, *more_notes]

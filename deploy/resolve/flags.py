@@ -7,11 +7,13 @@ The command line, the YAML file and ``LLM(**kwargs)`` are three spellings of `Op
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from quintet.deploy.resolve.flag_values import count, json_object
 from quintet.wire.config import ActivationDtype, ChatContentFormat, KvCacheDtype, Quantization, Routing
 
 MODEL, NETWORK, SCHEDULING, MEMORY, PROCESSES, DEVICE = (
@@ -37,6 +39,12 @@ class Flag:
     metavar: str | None = None
     default_text: str | None = None
     """What the default is in words, when the field's own default (None) says nothing."""
+    read: Callable[[object, str], object] | None = None
+    """From what was given, and the flag's name, to a value of the field."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of choices."""
+    takes_several: bool = False
+    """Of a list: whether several words may follow the flag once."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,25 +62,58 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = None
     served_model_name: Annotated[
         list[str],
-        Flag(MODEL, "name clients ask for; repeat for more, the first is echoed", "NAME", "MODEL as given"),
+        Flag(
+            MODEL,
+            "names clients ask for, behind MODEL; the first is echoed",
+            "NAME",
+            "MODEL as given",
+            takes_several=True,
+        ),
     ] = []
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"],
-        Flag(MODEL, "number format of weights and KV; auto keeps the checkpoint's"),
+        Flag(
+            MODEL,
+            "number format of weights and KV; auto keeps the checkpoint's",
+            aliases={"half": "float16", "float": "float32"},
+        ),
     ] = "auto"
     max_model_len: Annotated[
         int | None,
         Flag(
             MODEL,
-            "longest prompt plus output, in tokens",
+            "longest prompt plus output, in tokens: 8192, 8K, or auto",
             "TOKENS",
             "the model's own, or less if memory is short",
+            read=count,
         ),
     ] = None
     load_format: Annotated[
         Literal["auto", "dummy"],
-        Flag(MODEL, "dummy fills the weights with seeded random numbers instead of reading them"),
+        Flag(
+            MODEL,
+            "dummy fills the weights with seeded random numbers instead of reading them",
+            aliases=dict.fromkeys(
+                ("safetensors", "hf", "pt", "gguf", "npcache", "mistral", "fastsafetensors", "bitsandbytes"),
+                "auto",
+            ),
+        ),
     ] = "auto"
+    revision: Annotated[
+        str | None,
+        Flag(MODEL, "branch, tag or commit of a model of the hub", "NAME", "main"),
+    ] = None
+    tokenizer_revision: Annotated[str | None, Flag(MODEL, "the same, of --tokenizer", "NAME", "main")] = None
+    hf_overrides: Annotated[
+        dict[str, Any],
+        Flag(
+            MODEL,
+            "JSON object whose values go before those of config.json, also within objects",
+            "JSON",
+            "none",
+            read=json_object,
+        ),
+    ] = {}
     model_impl: Annotated[
         Literal["auto", "quintet", "transformers"],
         Flag(
@@ -157,6 +198,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "WHERE",
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, Any],
+        Flag(
+            MODEL,
+            'JSON object of sampling defaults that go before these, e.g. {"temperature": 0.5}',
+            "JSON",
+            "none",
+            read=json_object,
+        ),
+    ] = {}
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any],
+        Flag(
+            MODEL,
+            'JSON object of arguments of the chat template that a request does not give, e.g. {"enable_thinking": false}',
+            "JSON",
+            "none",
+            read=json_object,
+        ),
+    ] = {}
     seed: Annotated[int, Flag(MODEL, "seed of the random weights of --load-format dummy")] = 0
 
     # --- network ---
@@ -167,7 +228,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     port: Annotated[int, Flag(NETWORK, "port to listen on; 0 picks a free one and prints it")] = 8000
     api_key: Annotated[
         list[str],
-        Flag(NETWORK, "key that clients must present; repeat for more", "KEY", "none: open to localhost"),
+        Flag(
+            NETWORK,
+            "keys that clients may present; several, or repeat",
+            "KEY",
+            "none: open to localhost",
+            takes_several=True,
+        ),
     ] = []
     admin_key: Annotated[
         str,
@@ -372,6 +439,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "number format of KV: int8 (on a CPU) and fp8 hold about twice the tokens of bf16, a little less exactly; int4 (on a"
             " CPU) three times as many, at a loss one can measure; model: the model's own; auto: fp8 or int8 where the"
             " checkpoint says so, else the model's own",
+            aliases={"fp8_e4m3": "fp8"},
         ),
     ] = "auto"
     swap_space: Annotated[

@@ -72,6 +72,7 @@ def check_transformers_flags(options: Options) -> None:
         ("--activation-dtype", options.activation_dtype, "auto"),
         ("--packed-cache", options.packed_cache, None),
         ("--kv-cache-dtype", options.kv_cache_dtype, "auto"),
+        ("--hf-overrides", options.hf_overrides, {}),
     ):
         if given not in (usual, "model"):
             raise ConfigError(

@@ -127,6 +127,7 @@ def frontend_config(options: Options) -> FrontendConfig:
         allowed_methods=network.listed(options.allowed_methods, "--allowed-methods"),
         allowed_headers=network.listed(options.allowed_headers, "--allowed-headers"),
         allow_credentials=options.allow_credentials,
+        chat_template_kwargs=options.default_chat_template_kwargs,
         force_include_usage=options.enable_force_include_usage,
         tokens_as_ids=options.return_tokens_as_token_ids,
         middleware=network.listed(options.middleware, "--middleware"),

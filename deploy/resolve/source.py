@@ -21,12 +21,18 @@ _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
 """What is wanted of subfolders after all."""
 
 
-def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with_code: bool = False) -> Path:
+def locate_model(
+    name: str | None,
+    with_weights: bool,
+    flag: str = "MODEL",
+    with_code: bool = False,
+    revision: str | None = None,
+) -> Path:
     """Return the local folder of a model, or its GGUF file, fetching it from the hub when ``name`` is a hub name.
 
-    ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
-    Quintet; a name of `PACKAGED_MODELS` is a file that another package carries. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1``
-    keeps to what was fetched before. Raises `ConfigError` of one line.
+        ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
+    Quintet; a name of `PACKAGED_MODELS` is a file that another package carries. revision: a branch, tag or commit of a hub
+    name. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
     """
     if name is None:
         from quintet.deploy.embedded import default_model_path
@@ -46,25 +52,37 @@ def locate_model(name: str | None, with_weights: bool, flag: str = "MODEL", with
     repository, _, file = name.partition(":")
     if repository.count("/") == 1 and not name.startswith(("/", ".", "~")) and is_gguf(Path(file)):
         parts = [part.as_posix() for part in part_paths(Path(file))]
-        return _fetch(repository, parts if with_weights else parts[:1], flag, unwanted=()) / parts[0]
+        return (
+            _fetch(repository, parts if with_weights else parts[:1], flag, revision, unwanted=()) / parts[0]
+        )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
         raise ConfigError(f"{flag} {name!r}: there is no such {'file' if is_gguf(folder) else 'folder'}")
     patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
-    return _fetch(name, patterns, flag)
+    return _fetch(name, patterns, flag, revision)
 
 
 def _fetch(
-    name: str, patterns: list[str], flag: str, unwanted: Sequence[str] = tuple(_UNWANTED_FILES)
+    name: str,
+    patterns: list[str],
+    flag: str,
+    revision: str | None = None,
+    unwanted: Sequence[str] = tuple(_UNWANTED_FILES),
 ) -> Path:
     """Download a hub repository, or find it in the cache."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        snapshot_download(name, allow_patterns=_NAMED_TEMPLATES)
-        folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=list(unwanted)))
+        snapshot_download(name, revision=revision, allow_patterns=_NAMED_TEMPLATES)
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=list(unwanted)
+            )
+        )
         if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
-            snapshot_download(name, allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES)
+            snapshot_download(
+                name, revision=revision, allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES
+            )
         return folder
     except LocalEntryNotFoundError:
         reason = (

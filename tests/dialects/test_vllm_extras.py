@@ -45,6 +45,14 @@ def test_a_server_may_spell_tokens_as_ids(serve: Callable[..., Any], path: str) 
     assert tokens(False) == [" t0", " t1"]
 
 
+def test_arguments_of_templates_have_defaults(serve: Callable[..., Any]) -> None:
+    server = serve(chat_template_kwargs={"enable_thinking": False, "tone": "dry"})
+    for asked, used in ((None, {}), ({"tone": "kind"}, {"tone": "kind"})):
+        assert server.ask("POST", H, {**BODIES[H], "chat_template_kwargs": asked}).status == 200
+        prompt = server.engine.wait_for(Submit)[-1].prompt
+        assert json.loads(prompt.template_kwargs) == {"enable_thinking": False, "tone": "dry", **used}
+
+
 def test_arguments_of_plugins_are_taken(shared: Any) -> None:
     for path, body in BODIES.items():
         extra = {"vllm_xargs": {"a": 1, "b": "c", "d": 0.5, "e": [1, 2], "f": True}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -194,7 +194,7 @@ def parse_conversation(
         ChatPrompt(
             messages=parse.json_of(body.messages),
             tools=tools,
-            template_kwargs=_template_kwargs(body),
+            template_kwargs=_template_kwargs(body, config.frontend.chat_template_kwargs),
             chat_template=body.chat_template,
             add_generation_prompt=generates,
             continue_final_message=continues,
@@ -259,8 +259,8 @@ def _text_of(message: ChatMessage) -> str:
     return "".join(part.text or "" if isinstance(part, TextPart) else part for part in content)
 
 
-def _template_kwargs(body: ChatBody | TokenizeBody) -> bytes:
-    """Return the arguments of the chat template as a JSON object; empty when there are none."""
+def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, object]) -> bytes:
+    """Return the arguments of the chat template as a JSON object; empty when there are none. defaults: where none are given."""
     kwargs: dict[str, msgspec.Raw] = {}
     if parse.json_of(body.chat_template_kwargs):
         kwargs = decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
@@ -270,6 +270,8 @@ def _template_kwargs(body: ChatBody | TokenizeBody) -> bytes:
         if parse.json_of(body.documents):
             decode_part(body.documents, _any_decoder, "documents")
             kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
+    for name, value in defaults.items():
+        kwargs.setdefault(name, msgspec.Raw(encode_json(value)))
     return encode_json(kwargs) if kwargs else b""
 
 

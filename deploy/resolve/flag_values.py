@@ -1,0 +1,41 @@
+"""Values of flags that may be written in several ways: counts with a unit, JSON objects, other servers' names."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from quintet.wire.errors import ConfigError
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
+_UNITS = {
+    "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
+}  # fmt: skip
+"""As vLLM has them: small letters count by thousands, capitals by 1024."""
+
+
+def count(value: object, flag: str) -> object:
+    """Return a number of tokens: ``8k`` is 8000, ``8K`` is 8192; None for ``auto`` and -1. Raises `ConfigError`."""
+    if value == -1 or (isinstance(value, str) and value.strip() in {"auto", "-1"}):
+        return None
+    if not isinstance(value, str):
+        return value
+    found = _COUNT.fullmatch(value.strip())
+    number = float(found[1]) * _UNITS[found[2]] if found is not None else 0.5
+    if not number.is_integer():
+        raise ConfigError(f"{flag} is {value!r}; give a whole number, one like 8k or 8K, or auto")
+    return int(number)
+
+
+def json_object(value: object, flag: str) -> dict[str, Any]:
+    """Return a JSON object that is given as text, or as what it is. Raises `ConfigError`."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{flag} is {value!r:.100}, which is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{flag} is {value!r:.100}; give a JSON object")
+    return {str(key): each for key, each in found.items()}
