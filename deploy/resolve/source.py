@@ -30,7 +30,7 @@ def locate_model(
 ) -> Path:
     """Return the local folder of a model, or its GGUF file, fetching it from the hub when ``name`` is a hub name.
 
-        ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
+    ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
     Quintet; a name of `PACKAGED_MODELS` is a file that another package carries. revision: a branch, tag or commit of a hub
     name. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
     """
