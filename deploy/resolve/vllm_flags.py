@@ -136,7 +136,6 @@ ACCEPTED_SWITCHES: dict[str, str] = {
 ACCEPTED_VALUES: dict[str, str] = {
     "tokenizer_mode": "tokenizer.json is read, and made where there is none",
     "config_format": "config.json is read",
-    "chat_template_content_format": "messages have the form that the template reads",
     "response_role": "the answer's role is assistant",
     "uvicorn_log_level": "--log-level is for all processes",
     "log_config_file": "--log-level is for all processes",

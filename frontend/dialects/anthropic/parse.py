@@ -23,8 +23,9 @@ from quintet.frontend.dialects.anthropic.types import (
 )
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import encode_json
-from quintet.frontend.dialects.openai.chat import Translation, decode_part
+from quintet.frontend.dialects.openai.chat import decode_part
 from quintet.frontend.dialects.openai.offered_tools import OfferedTool, SentTool, offered_tools
+from quintet.frontend.dialects.openai.translation import Translation
 from quintet.frontend.dialects.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
 from quintet.wire.billing_header import without_billing_header
 from quintet.wire.params import shown

@@ -27,9 +27,10 @@ from quintet.frontend.dialects.openai.best import BeamRequest, beam_answer, best
 from quintet.frontend.dialects.openai.completions import token_prompt
 from quintet.frontend.dialects.openai.handover import take_handover, with_params
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
-from quintet.frontend.dialects.openai.offered_tools import OfferedTool, shown_tools, with_deferred
+from quintet.frontend.dialects.openai.offered_tools import shown_tools, with_deferred
 from quintet.frontend.dialects.openai.recall import recall
 from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, reading_of
+from quintet.frontend.dialects.openai.translation import AS_SENT, Translation
 from quintet.frontend.dialects.openai.types import (
     ChatBody,
     ChatMessage,
@@ -83,19 +84,6 @@ class Conversation:
     """Calls of tools in its messages."""
     tools: bytes
     """All tools that the model may call, as JSON; the prompt has those that the template shows."""
-
-
-@dataclass(frozen=True, slots=True)
-class Translation:
-    """What a conversation of another dialect loses where it becomes a `ChatBody`."""
-
-    message_names: Sequence[str] = ()
-    """Of each message: where it stands in the client's body."""
-    deferred: Sequence[OfferedTool] = ()
-    """Tools that the model may call, and that the template does not show: a search has found them, or will."""
-
-
-AS_SENT = Translation()
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:

@@ -16,8 +16,9 @@ from quintet.frontend.dialects.answer import Submissions, stream_answer, submit_
 from quintet.frontend.dialects.claims import claim_for
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import AnswerOptions, encode_json
-from quintet.frontend.dialects.openai.chat import Translation, channels_of, checked_chat
+from quintet.frontend.dialects.openai.chat import channels_of, checked_chat
 from quintet.frontend.dialects.openai.render import respond_rendered
+from quintet.frontend.dialects.openai.translation import Translation
 from quintet.frontend.dialects.relay import behind, relaying
 from quintet.frontend.dialects.responses.background import note_request, run, start, tell_start
 from quintet.frontend.dialects.responses.conversations import items_so_far

@@ -12,13 +12,14 @@ import msgspec
 
 from quintet.frontend.dialects.openai import parse
 from quintet.frontend.dialects.openai.answer import encode_json
-from quintet.frontend.dialects.openai.chat import Translation, decode_part
+from quintet.frontend.dialects.openai.chat import decode_part
 from quintet.frontend.dialects.openai.offered_tools import (
     SERVER_TOOLS,
     OfferedTool,
     offered_tools,
     sent_tools,
 )
+from quintet.frontend.dialects.openai.translation import Translation
 from quintet.frontend.dialects.openai.types import FORM_FIELDS, ChatBody, ResponseFormat
 from quintet.frontend.dialects.responses.items import found_tools, messages_of
 from quintet.frontend.dialects.responses.output import CallForm
