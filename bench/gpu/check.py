@@ -93,8 +93,8 @@ class Told:
         self.figures, self.remarks = figures, remarks
 
 
-def run_row(row: Row, place: Place, limit_s: float) -> Entry | None:
-    """Run one row; return None when ``limit_s`` ended it before its own time limit did."""
+def run_row(row: Row, place: Place, limit_s: float, is_last_call: bool = False) -> Entry | None:
+    """Run one row; return None when ``limit_s`` ended it before its own time limit did, unless there is no other call."""
     if lacking := machine.lacking(
         module for module in row.needs if place.device != "cpu" or module != "cupy"
     ):
@@ -112,7 +112,7 @@ def run_row(row: Row, place: Place, limit_s: float) -> Entry | None:
     command += ["--figures", str(place.logs / f"{row.name}.figures")]
     ended = run(command, ROOT, machine.environment(), log, min(row.limit_s, limit_s), told.print_news)
     outcome = outcome_of(ended, told.figures, place.device)
-    if outcome is Outcome.TIMED_OUT and limit_s < row.limit_s:
+    if outcome is Outcome.TIMED_OUT and limit_s < row.limit_s and not is_last_call:
         return None
     tail = [] if outcome is Outcome.PASSED else log.read_text(errors="replace").splitlines()[-NUM_TAIL_LINES:]
     if outcome in (Outcome.FAILED, Outcome.TIMED_OUT):
@@ -130,8 +130,18 @@ def outcome_of(ended: Ended, figures: Sequence[Figure], device: str) -> Outcome:
     return Outcome.MISSED if missed else Outcome.PASSED
 
 
-def run_rows(rows: Sequence[Row], journal: Journal, place: Place, again: bool, budget_s: float) -> None:
-    """Run those of ``rows`` that have no outcome yet, or all of them, until the budget is spent."""
+def run_rows(
+    rows: Sequence[Row],
+    journal: Journal,
+    place: Place,
+    again: bool,
+    budget_s: float,
+    is_last_call: bool = False,
+) -> None:
+    """Run those of ``rows`` that have no outcome yet, or all of them, until the budget is spent.
+
+    is_last_call: begin rows whatever they take, and record one that the budget ends as timed out.
+    """
     deadline = time.monotonic() + budget_s
     for number, row in enumerate(rows, 1):
         known = journal.entries.get(row.name)
@@ -141,11 +151,11 @@ def run_rows(rows: Sequence[Row], journal: Journal, place: Place, again: bool, b
             continue
         left_s = deadline - time.monotonic()
         takes_s = max(known.seconds, 5) if known and known.outcome.was_run else row.takes_s
-        if left_s < takes_s:
+        if left_s < (0 if is_last_call else takes_s):
             print(f"{head}: not begun, {left_s:.0f} s are left and it takes about {takes_s:.0f}", flush=True)
             continue
         print(f"{head}: {row.shows}", flush=True)
-        entry = run_row(row, place, left_s)
+        entry = run_row(row, place, left_s, is_last_call)
         if entry is None:
             print("      broken off: the budget is spent", flush=True)
             continue
@@ -183,6 +193,9 @@ def main() -> int:
         "--budget-minutes", type=float, default=float("inf"), help="begin no row that takes longer"
     )
     parser.add_argument(
+        "--seconds", type=float, help="end after so long; a row that is running then counts as timed out"
+    )
+    parser.add_argument(
         "--results", type=Path, metavar="FILE", help="file to go on with (default: of today and this GPU)"
     )
     parser.add_argument(
@@ -216,7 +229,8 @@ def main() -> int:
         arguments.device, arguments.logs, facts, machine.versions(), arguments.commit or machine.commit()
     )
     print(f"{gpu}, {len(rows)} of {len(ROWS)} rows; results: {journal.path}", flush=True)
-    run_rows(rows, journal, place, arguments.again, arguments.budget_minutes * 60)
+    budget_s = arguments.budget_minutes * 60 if arguments.seconds is None else arguments.seconds
+    run_rows(rows, journal, place, arguments.again, budget_s, arguments.seconds is not None)
     outcomes = [journal.entries[row.name].outcome if row.name in journal.entries else None for row in rows]
     counts = {str(each or "not run"): outcomes.count(each) for each in dict.fromkeys(outcomes)}
     print(", ".join(f"{count} {words}" for words, count in counts.items()))

@@ -51,17 +51,22 @@ def run(
             start_new_session=True,
         )
         status: int | None = None
+        left: set[int] = set()
         try:
             while status is None and time.monotonic() - begun < limit_s:
                 with suppress(subprocess.TimeoutExpired):
                     status = process.wait(TICK_S)
                 on_tick()
             if status is None:
+                left = descendants(process.pid)  # those in sessions of their own lose their parent now
                 process.send_signal(signal.SIGABRT)
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(LAST_WORDS_S)
         finally:
             end_session(process)
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
     on_tick()
     return Ended(status, time.monotonic() - begun)
 
@@ -83,6 +88,19 @@ def end_session(leader: subprocess.Popen[bytes]) -> None:
         if time.monotonic() > deadline:
             raise RuntimeError(f"processes {left} were killed and are still there after {GONE_S:g} s")
         time.sleep(TICK_S / 10)
+
+
+def descendants(pid: int) -> set[int]:
+    """Return all processes that a process started, and those that they started."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with suppress(OSError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {pid}
 
 
 def members(session: int) -> list[int]:

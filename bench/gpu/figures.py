@@ -64,6 +64,11 @@ class Report:
         print(words, flush=True)
         self._append({"remark": words})
 
+    def note_current(self, words: str) -> None:
+        """Keep what is being done now in a file beside the figures, in place of what was done before."""
+        if self._path is not None:
+            self._path.with_suffix(".current").write_text(words)
+
     def _append(self, line: dict[str, object]) -> None:
         if self._path is None:
             return

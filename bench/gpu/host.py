@@ -148,7 +148,7 @@ def open_worker(shape: Shape, device: str, folder: Path) -> tuple[StepWorker, Ho
 def mixed_steps(plans: Plans, count: int) -> tuple[list[StepPlan], list[StepPlan]]:
     """Return admissions, and steps of ``NUM_DECODES`` rows with one token and one row that computes ``PROMPT`` again."""
     batch = Batch(plans, NUM_DECODES, CONTEXT, count)
-    blocks = [int(block) for block in plans.order[: CONTEXT // BLOCK_SIZE]]
+    blocks = [int(block) for block in plans.order[-(CONTEXT // BLOCK_SIZE) :]]
     admissions = [*batch.admissions, plans.admission(NUM_DECODES, blocks, CONTEXT)]
     steps = [
         plans.plan(

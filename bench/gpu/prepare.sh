@@ -10,7 +10,7 @@ sm=${2:-90}
 abi=cp${python_version/./}
 out=build/gpu
 
-make install
+make kernels  # all instruction sets: the other machine has another processor
 make cubins COMPILERS=nvrtc ARGS="--only nvrtc --targets $sm"
 rm -rf "$out"
 mkdir -p "$out/wheels" "$out/cubins"

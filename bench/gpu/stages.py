@@ -11,6 +11,7 @@ leaves what was found. The summary is printed last.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shutil
 import signal
@@ -32,6 +33,12 @@ RESERVE_S = 15.0
 """Kept for packing and the summary."""
 LEAST_S = 5.0
 """A job is not begun with less."""
+ROW_END_S = 6.0
+"""Before a job's limit the checklist ends its row, and records what it found."""
+MOST_OF_PLANNED = 1.6
+"""A group on a GPU may take so many times what is planned, where others have left it."""
+MAX_CORE_BYTES = 8 << 20
+"""A larger core dump is not packed: an archive above 16 MiB would not come back."""
 SMALL_LOG_BYTES = 2 << 20
 """Of a longer log, beginning and end are packed."""
 
@@ -67,13 +74,16 @@ def _rows(*names: str) -> Job:
         (
             *("bench/gpu/check.py", "--only", *names, "--again", "--commit", "{commit}"),
             *("--results", f"{{logs}}/{label}.json", "--logs", f"{{logs}}/{label}"),
+            *("--seconds", "{seconds}"),
         ),
     )
 
 
 def _module(name: str, module: str, *arguments: str, fallback: tuple[str, ...] = ()) -> Job:
-    command = ("-m", module, "--figures", f"{{logs}}/{name}.figures", *arguments)
-    return Job(name, command, (*command, *fallback) if fallback else ())
+    def command(label: str, *more: str) -> tuple[str, ...]:
+        return ("-m", module, "--figures", f"{{logs}}/{label}.figures", *arguments, *more)
+
+    return Job(name, command(name), command(f"{name}-fallback", *fallback) if fallback else ())
 
 
 STAGES: dict[str, tuple[Group, ...]] = {
@@ -100,22 +110,22 @@ STAGES: dict[str, tuple[Group, ...]] = {
             85,
             25,
         ),
-        Group((Job("autopsy", ("-m", "bench.gpu.autopsy", "{logs}")),), 50, 5, only_after_failure=True),
+        Group((Job("diagnosis", ("-m", "bench.gpu.diagnosis", "{logs}")),), 50, 5, only_after_failure=True),
     ),
     "b": (
         Group((_module("steps", "bench.gpu.steps"),), 75, 25),
         Group((_module("kernel-rates", "bench.gpu.kernels", "--only", "attention", "linear"),), 45, 20),
-        Group((_module("http", "bench.gpu.serving", "--requests", "300"),), 130, 60),
-        Group((_rows("processes"), _rows("memory")), 50, 60),
-        Group((_rows("kill"),), 45, 45),
-        Group((_module("graphs-off", "bench.gpu.modes", "--mode", "graphs off"),), 25, 20),
+        Group((_rows("processes"), _rows("memory")), 55, 60),
+        Group((_rows("kill"),), 40, 45),
+        Group((_module("http", "bench.gpu.serving", "--requests", "300"),), 115, 60),
+        Group((_module("graphs-off", "bench.gpu.modes", "--mode", "graphs off"),), 20, 20),
     ),
 }
 
 
 @dataclass(slots=True)
 class Session:
-    """Where a stage runs, until when, and what became of its jobs."""
+    """Folders, deadline and results of a stage."""
 
     device: str
     commit: str
@@ -138,30 +148,48 @@ class Session:
         return self.deadline - time.monotonic() - RESERVE_S
 
 
-def job_environment(logs: Path) -> dict[str, str]:
-    """Return the environment of jobs: stacks of crashes, core dumps of kernels without the memory's content."""
-    return environment() | {
-        "PYTHONFAULTHANDLER": "1",
-        "TORCH_SHOW_CPP_STACKTRACES": "1",
+def job_environment(logs: Path, num_parallel: int, dumps_core: bool) -> dict[str, str]:
+    """Return the environment of a job: stacks of crashes, threads for its share of the cores, core dumps of kernels.
+
+    dumps_core: without the memory's content, and without ending the process.
+    """
+    found = environment() | {"PYTHONFAULTHANDLER": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+    if num_parallel > 1:
+        found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // num_parallel))
+    if not dumps_core:
+        return found
+    return found | {
         "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": "1",
-        "CUDA_COREDUMP_GENERATION_FLAGS": "skip_global_memory,skip_shared_memory,skip_local_memory",
+        "CUDA_COREDUMP_GENERATION_FLAGS": "skip_global_memory,skip_shared_memory,skip_local_memory,skip_abort",
         "CUDA_COREDUMP_FILE": str(logs / "core.%p.cudacore"),
         "CUDA_COREDUMP_SHOW_PROGRESS": "0",
     }
 
 
-def run_job(job: Job, session: Session, limit_s: float) -> JobResult:
-    """Run a job, and its fallback if it failed."""
+def run_job(job: Job, session: Session, limit_s: float, num_parallel: int) -> JobResult:
+    """Run a job, and its fallback if it failed. A killed process that does not vanish counts as out of time."""
     begun = time.monotonic()
     log = session.logs / f"{job.name}.log"
-    names = {"logs": str(session.logs), "out": str(session.out), "commit": session.commit}
+    names = {
+        "logs": str(session.logs),
+        "out": str(session.out),
+        "commit": session.commit,
+        "seconds": f"{max(LEAST_S, limit_s - ROW_END_S):.0f}",
+    }
+    variables = job_environment(
+        session.logs, num_parallel, job.name == "smoke" or job.name.startswith("rows-")
+    )
 
     def attempt(command: tuple[str, ...], target: Path) -> int | None:
         words = [part.format(**names) for part in command]
         if words[-1] != str(session.logs):
             words += ["--device", session.device]
         remaining = limit_s - (time.monotonic() - begun)
-        return run([sys.executable, *words], ROOT, job_environment(session.logs), target, remaining).status
+        try:
+            return run([sys.executable, *words], ROOT, variables, target, remaining).status
+        except RuntimeError as error:
+            print(f"  {job.name}: {error}", flush=True)
+            return None
 
     status = attempt(job.command, log)
     used_fallback = bool(status != 0 and job.fallback and limit_s - (time.monotonic() - begun) > LEAST_S)
@@ -173,6 +201,8 @@ def run_job(job: Job, session: Session, limit_s: float) -> JobResult:
 def run_group(group: Group, session: Session, kept_s: float) -> None:
     """Run the jobs of a group in parallel within what is left but ``kept_s``."""
     limit_s = session.left_s() - kept_s
+    if session.device == "cuda":  # a job that hangs takes no more of what others left
+        limit_s = min(limit_s, MOST_OF_PLANNED * group.seconds)
     names = ", ".join(job.name for job in group.jobs)
     if limit_s < LEAST_S:
         print(f"{names}: not begun, {limit_s:.0f} s are left", flush=True)
@@ -180,7 +210,7 @@ def run_group(group: Group, session: Session, kept_s: float) -> None:
         return
     print(f"{names}: at most {limit_s:.0f} s", flush=True)
     with ThreadPoolExecutor(len(group.jobs)) as threads:
-        done = list(threads.map(lambda job: run_job(job, session, limit_s), group.jobs))
+        done = list(threads.map(lambda job: run_job(job, session, limit_s, len(group.jobs)), group.jobs))
     session.results += done
     for result in done:
         print(f"  {result.text()}", flush=True)
@@ -192,7 +222,7 @@ def run_stage(groups: Sequence[Group], session: Session) -> None:
     for at, group in enumerate(groups):
         if group.only_after_failure and not session.has_failures:
             continue
-        later = [each for each in groups[at + 1 :] if not each.only_after_failure]
+        later = [each for each in groups[at + 1 :] if session.has_failures or not each.only_after_failure]
         run_group(group, session, sum(each.toy_seconds if is_toy else each.seconds for each in later))
         pack(session)
 
@@ -204,26 +234,31 @@ def pack(session: Session) -> None:
     part = target.with_suffix(".part")
     with tarfile.open(part, "w:gz") as archive:
         for path in sorted(session.logs.rglob("*")):
-            if path.is_file() and (path.suffix == ".cudacore" or path.stat().st_size <= SMALL_LOG_BYTES):
-                archive.add(path, path.relative_to(session.logs))
-            elif path.is_file():
-                archive.add(shortened(path), path.relative_to(session.logs))
+            if path.is_file():
+                pack_file(archive, path, str(path.relative_to(session.logs)))
     part.replace(target)
     write_results(session.logs, session.results, session.out / "results.json")
     (session.out / "summary.txt").write_text(summarise(session.logs, session.results))
 
 
-def shortened(path: Path) -> Path:
-    """Return a copy of a long log without its middle."""
+def pack_file(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    """Add a file; of a long log beginning and end, of core dumps those that are small."""
+    size = path.stat().st_size
+    if path.suffix == ".cudacore":
+        if size <= MAX_CORE_BYTES:
+            archive.add(path, name)
+        return
     content = path.read_bytes()
-    half = SMALL_LOG_BYTES // 2
-    copy = path.with_suffix(path.suffix + ".short")
-    copy.write_bytes(content[:half] + b"\n... cut ...\n" + content[-half:])
-    return copy
+    if size > SMALL_LOG_BYTES:
+        half = SMALL_LOG_BYTES // 2
+        content = content[:half] + b"\n... cut ...\n" + content[-half:]
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    archive.addfile(entry, io.BytesIO(content))
 
 
 def write_facts(target: Path) -> None:
-    """Write what the machine and its Python are."""
+    """Write the facts of the machine and its packages."""
     commands = (
         ["nvidia-smi", "-q"],
         ["nvidia-smi", "topo", "-m"],

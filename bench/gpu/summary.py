@@ -1,4 +1,4 @@
-"""What a stage found, in at most 9 000 characters for a person and as one JSON file for ``bench/results``.
+"""Summary of a stage: at most 9 000 characters for a person, and one JSON file for ``bench/results``.
 
 Reads what jobs left in the folder of logs: ``*.figures`` (`bench.gpu.figures`), ``rows-*.json`` (`bench.gpu.journal`), logs.
 """
@@ -19,7 +19,7 @@ TAIL_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class JobResult:
-    """How a job of a stage ended."""
+    """Outcome of a job of a stage."""
 
     name: str
     status: int | None
@@ -41,7 +41,7 @@ def entries_of(logs: Path) -> dict[str, Entry]:
     return found
 
 
-def told_of(logs: Path) -> dict[str, tuple[list[Figure], list[str]]]:
+def figures_of(logs: Path) -> dict[str, tuple[list[Figure], list[str]]]:
     """Return figures and remarks by job, of those that are no rows of the checklist."""
     return {
         path.stem: read_lines(path.read_text(errors="replace").splitlines())
@@ -58,7 +58,7 @@ def write_results(logs: Path, jobs: Sequence[JobResult], target: Path) -> None:
         "rows": {name: asdict(entry) for name, entry in entries_of(logs).items()},
         "figures": {
             name: {"figures": [asdict(figure) for figure in figures], "remarks": remarks}
-            for name, (figures, remarks) in told_of(logs).items()
+            for name, (figures, remarks) in figures_of(logs).items()
         },
     }
     target.write_text(json.dumps(whole, indent=1) + "\n")
@@ -78,7 +78,7 @@ def summarise(logs: Path, jobs: Sequence[JobResult]) -> str:
         if job.status != 0 and log.exists() and not job.name.startswith("rows-"):
             tail = log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
             lines += [f"-- {job.name}.log", *(f"   | {line[:200]}" for line in tail)]
-    for name, (figures, remarks) in told_of(logs).items():
+    for name, (figures, remarks) in figures_of(logs).items():
         lines.append(f"-- {name}")
         lines += [f"   {figure.text()}" for figure in figures if not figure.name.startswith("smoke")]
         lines += [f"   {line[:160]}" for remark in remarks for line in remark.splitlines()]

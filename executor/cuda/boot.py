@@ -75,6 +75,7 @@ def open_runner(
 ) -> OpenedRunner:
     """Return what computes steps. Of several ranks, all do this beside each other, and have as many blocks as who has fewest."""
     spec, scheduler, where = config.model.kv, config.scheduler, device.torch_device
+    device.checks_arguments = True
     kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
     is_invariant = config.executor.batch_invariant
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)

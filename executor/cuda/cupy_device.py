@@ -74,7 +74,7 @@ class CupyDevice:
         self._launch(launcher.address, *grid, *block, shared_bytes, stream, launcher.arguments.address, 0)
 
     def usage(self, kernel: Kernel, num_threads: int, shared_bytes: int) -> KernelUsage:
-        """Return what a kernel that was launched takes of a multiprocessor, with such blocks."""
+        """Return registers, local memory and occupancy of a kernel that was launched, for blocks of this size."""
         launcher = self._launchers[kernel]
         return KernelUsage(
             registers=int(launcher.kernel.num_regs),
@@ -180,7 +180,7 @@ class CudaEvent:
 
 @dataclass(frozen=True, slots=True)
 class KernelUsage:
-    """What a kernel takes of a multiprocessor."""
+    """Registers, local memory and occupancy of a kernel."""
 
     registers: int
     """Of a thread."""

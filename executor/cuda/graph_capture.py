@@ -15,7 +15,8 @@ Reasons, all of torch's caching allocator:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -45,18 +46,34 @@ class GraphCapture:
             run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._timing_stream, capture_error_mode=ERROR_MODE):
+        with (
+            _stream_restored(),
+            torch.cuda.graph(graph, stream=self._timing_stream, capture_error_mode=ERROR_MODE),
+        ):
             run()
         return graph.replay
 
     def _capture_step(self, run: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         self._step_graphs.append(graph)
-        with torch.cuda.graph(
-            graph, pool=self._step_pool, stream=self._step_stream, capture_error_mode=ERROR_MODE
+        with (
+            _stream_restored(),
+            torch.cuda.graph(
+                graph, pool=self._step_pool, stream=self._step_stream, capture_error_mode=ERROR_MODE
+            ),
         ):
             run()
         return graph
+
+
+@contextmanager
+def _stream_restored() -> Iterator[None]:
+    """Make the stream current again that was current before: a capture that fails to end leaves its own (torch 2.11)."""
+    before = torch.cuda.current_stream()
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
 
 
 def _allocate_one() -> None:

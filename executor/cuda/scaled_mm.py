@@ -30,7 +30,7 @@ Shape = tuple[int, int, torch.dtype]
 
 
 class ScaledMm:
-    """Knows for which weights ``torch._scaled_mm`` works on this device; `probe` finds out."""
+    """Registry of the weight shapes that ``torch._scaled_mm`` multiplies on this device; `probe` fills it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from bench.gpu import autopsy, stages
+from bench.gpu import diagnosis, stages
 from bench.gpu.figures import Figure
 from bench.gpu.journal import Entry, Journal, Outcome
 from bench.gpu.stages import Group, Job, Session, run_stage
@@ -29,25 +29,43 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Session:
     return Session("cpu", "abc", tmp_path / "out", time.monotonic() + stages.RESERVE_S + 20)
 
 
+def test_a_row_that_outlasts_the_stage_is_recorded_and_its_processes_are_ended(
+    session: Session, tmp_path: Path
+) -> None:
+    """The checklist runs a row in a session of its own: a limit of the stage must not orphan it."""
+    pid_file = tmp_path / "pid"
+    hang = f"import os, pathlib, time; pathlib.Path({str(pid_file)!r}).write_text(str(os.getpid())); time.sleep(1000)"
+    code = f"""
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", {hang!r}], start_new_session=True)
+time.sleep(1000)
+"""
+    session.deadline = time.monotonic() + stages.RESERVE_S + 8
+    run_stage((Group((job("hangs", code),), 1, 1),), session)
+    assert statuses(session) == {"hangs": None}
+    stat = Path("/proc") / pid_file.read_text() / "stat"
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+
+
 def statuses(session: Session) -> dict[str, int | None]:
     return {result.name: result.status for result in session.results}
 
 
-def test_a_failed_job_ends_nothing_and_the_autopsy_follows(session: Session) -> None:
+def test_a_failed_job_ends_nothing_and_a_diagnosis_follows(session: Session) -> None:
     groups = (
         Group((job("a", FAIL), job("b", PASS)), 1, 1),
         Group((job("c", PASS),), 1, 1),
-        Group((job("autopsy", PASS),), 1, 1, only_after_failure=True),
+        Group((job("diagnosis", PASS),), 1, 1, only_after_failure=True),
     )
     run_stage(groups, session)
-    assert statuses(session) == {"a": 3, "b": 0, "c": 0, "autopsy": 0}
+    assert statuses(session) == {"a": 3, "b": 0, "c": 0, "diagnosis": 0}
     with tarfile.open(session.out / "logs.tar.gz") as archive:
-        assert {"a.log", "b.log", "c.log", "autopsy.log"} <= set(archive.getnames())
+        assert {"a.log", "b.log", "c.log", "diagnosis.log"} <= set(archive.getnames())
     assert "a: FAILED (3)" in (session.out / "summary.txt").read_text()
 
 
-def test_without_a_failure_there_is_no_autopsy(session: Session) -> None:
-    run_stage((Group((job("a", PASS),), 1, 1), Group((job("autopsy", PASS),), 1, 1, True)), session)
+def test_without_a_failure_there_is_no_diagnosis(session: Session) -> None:
+    run_stage((Group((job("a", PASS),), 1, 1), Group((job("diagnosis", PASS),), 1, 1, True)), session)
     assert statuses(session) == {"a": 0}
 
 
@@ -96,15 +114,22 @@ def test_the_summary_names_failures_and_is_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("test", "arguments"),
     [
-        ("tests/gpu/test_steps.py::test_a[1]", ["tests/gpu/test_steps.py::test_a[1]", "-x"]),
-        ("tests/cuda/test_norm.py::test_b[2]", ["tests/gpu/test_kernels.py", "-k", "test_b", "-x"]),
+        ("tests/gpu/test_steps.py::test_a[1]", ["tests/gpu/test_steps.py", "--only-id"]),
+        ("tests/cuda/test_norm.py::test_b[2]", ["tests/gpu/test_kernels.py", "--only-id"]),
     ],
 )
 def test_the_first_failing_test_is_run_again(tmp_path: Path, test: str, arguments: list[str]) -> None:
     failed = Entry(Outcome.FAILED, 2.0, "", "abc", {}, remarks=[f"{test}: call failed: E   assert 1 == 2"])
     Journal(tmp_path / "rows-x.json").put("x", failed, {})
-    assert autopsy.first_failing_test(tmp_path) == test
-    assert autopsy.pytest_arguments(test)[-len(arguments) :] == arguments
+    assert diagnosis.first_failing_test(tmp_path) == test
+    assert diagnosis.pytest_arguments(test)[-3:] == [*arguments, test]
+
+
+def test_the_test_in_which_a_process_ended_is_run_again(tmp_path: Path) -> None:
+    Journal(tmp_path / "rows-x.json").put("x", Entry(Outcome.TIMED_OUT, 2.0, "", "abc", {}), {})
+    (tmp_path / "rows-x").mkdir()
+    (tmp_path / "rows-x" / "x.current").write_text("tests/gpu/test_steps.py::test_a[1]")
+    assert diagnosis.first_failing_test(tmp_path) == "tests/gpu/test_steps.py::test_a[1]"
 
 
 def test_results_hold_rows_jobs_and_figures(session: Session) -> None:

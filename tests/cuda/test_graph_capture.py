@@ -61,6 +61,9 @@ class FakeCuda:
     def synchronize(self) -> None:
         pass
 
+    def set_stream(self, stream: FakeStream) -> None:
+        self.stream_now = stream
+
     @contextmanager
     def stream(self, stream: FakeStream) -> Iterator[None]:
         before, self.stream_now = self.stream_now, stream
@@ -97,6 +100,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
         "current_stream",
         "graph",
         "graph_pool_handle",
+        "set_stream",
         "stream",
         "synchronize",
     ):

@@ -23,6 +23,7 @@ COLLECTOR = "test_kernels.py"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declare what `bench.gpu.check` gives every row."""
     parser.addoption("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: debug these tests")
+    parser.addoption("--only-id", default=None, help="run the test of this id alone; of tests/cuda too")
     parser.addoption("--figures", type=Path, default=None, help="append figures here, as JSON lines")
 
 
@@ -37,7 +38,10 @@ class KernelTests(pytest.File):
 
     def collect(self) -> Iterable[pytest.Collector]:
         """Return their modules."""
+        only = self.config.getoption("--only-id")
         for path in sorted(KERNEL_TESTS.glob("test_*.py")):
+            if only is not None and f"{path.name}::" not in only:
+                continue
             yield pytest.Module.from_parent(self, path=path)
 
 
@@ -53,7 +57,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out those that launch nothing, or provoke what only the emulator survives."""
     left_out = [item for item in items if item.path.parent == KERNEL_TESTS and not takes_any_device(item)]
     config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in left_out]
+    only = config.getoption("--only-id")
+    items[:] = [item for item in items if item not in left_out and only in (None, item.nodeid)]
 
 
 def takes_any_device(item: pytest.Item) -> bool:
@@ -67,6 +72,10 @@ class Told:
 
     def __init__(self, report: Report) -> None:
         self._report = report
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """Note the test that begins: the last one noted is the one that ends the process."""
+        self._report.note_current(nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Tell of a test that failed."""
@@ -111,6 +120,13 @@ def device(device_name: str) -> Device:
     opened = open_cuda_device(config)
     assert opened is not None, "open_cuda_device raises where kernels cannot be loaded"
     return opened
+
+
+@pytest.fixture(autouse=True)
+def checked_arguments(request: pytest.FixtureRequest) -> None:
+    """Check arguments in each test: a worker that was booted by a test before has turned it off."""
+    if "device" in request.fixturenames:
+        request.getfixturevalue("device").checks_arguments = True
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,6 @@
 """Finds out more of the first failure of a stage: the failing test alone, then under memcheck, then a kernel's core dump.
 
-    python -m bench.gpu.autopsy LOGS
+    python -m bench.gpu.diagnosis LOGS
 
 LOGS: the stage's folder of logs. Each part has a time limit of its own and is skipped where its tool is not installed.
 """
@@ -13,29 +13,38 @@ import subprocess
 import sys
 from pathlib import Path
 
+from bench.gpu.journal import Outcome
 from bench.gpu.machine import ROOT, environment
 from bench.gpu.rows import PYTEST
 from bench.gpu.summary import entries_of
 
-BLOCKING_S, MEMCHECK_S, DEBUGGER_S = 15, 40, 10
+BLOCKING_S, MEMCHECK_S, DEBUGGER_S = 25, 60, 10
 _FAILED = re.compile(r"^(tests/\S+?::.+?): (?:setup|call|teardown) failed")
 
 
 def first_failing_test(logs: Path) -> str | None:
-    """Return the pytest id of the first test that a row reports as failed."""
-    for entry in entries_of(logs).values():
+    """Return the pytest id of the first test that a row reports as failed, or in which a row's process ended."""
+    entries = entries_of(logs)
+    for entry in entries.values():
         for remark in entry.remarks:
             if found := _FAILED.match(remark):
                 return found[1]
+    for name, entry in entries.items():
+        if entry.outcome in (Outcome.FAILED, Outcome.TIMED_OUT):
+            for path in sorted(logs.glob(f"rows-*/{name}.current")):
+                return path.read_text()
     return None
 
 
 def pytest_arguments(test: str) -> list[str]:
     """Return what runs one test of a GPU; kernels' tests are collected through ``tests/gpu/test_kernels.py``."""
-    if test.startswith("tests/cuda/"):
-        name = test.rpartition("::")[2].partition("[")[0]
-        return [*PYTEST, "tests/gpu/test_kernels.py", "-k", name, "-x"]
-    return [*PYTEST, test, "-x"]
+    path = "tests/gpu/test_kernels.py" if test.startswith("tests/cuda/") else test.partition("::")[0]
+    return [*PYTEST, path, "--only-id", test]
+
+
+def without_core_dumps() -> dict[str, str]:
+    """Return the environment without core dumps, whose debugger interface memcheck uses itself."""
+    return {name: value for name, value in environment().items() if "COREDUMP" not in name}
 
 
 def attempt(title: str, command: list[str], limit_s: float, **variables: str) -> None:
@@ -48,7 +57,7 @@ def attempt(title: str, command: list[str], limit_s: float, **variables: str) ->
         ran = subprocess.run(
             command,
             cwd=ROOT,
-            env=environment() | variables,
+            env=without_core_dumps() | variables,
             timeout=limit_s,
             check=False,
             stdin=subprocess.DEVNULL,
