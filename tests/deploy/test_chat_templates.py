@@ -134,14 +134,17 @@ def test_named_templates_are_fetched_from_the_hub_and_other_folders_are_not(
     ]  # fmt: skip
     fetched: set[str] = set()
 
-    def fetch(name: str, allow_patterns: Any = None, ignore_patterns: Any = None) -> str:
+    def fetch(
+        name: str, revision: str | None = None, allow_patterns: Any = None, ignore_patterns: Any = None
+    ) -> str:
+        assert revision == "v1"
         fetched.update(
             filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns)
         )
         return "/cache/folder"
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    assert locate_model("owner/name", with_weights=True) == Path("/cache/folder")
+    assert locate_model("owner/name", with_weights=True, revision="v1") == Path("/cache/folder")
     assert fetched == {
         "config.json", "chat_template.jinja", "additional_chat_templates/rag.jinja", "x.safetensors"
     }  # fmt: skip
