@@ -15,15 +15,21 @@ class RestartPolicy:
 
     max_deaths: int = 5
     """More deaths of one seat than this within the window, and the server gives up."""
+    max_boot_deaths: int = 5
+    """More deaths than this of a seat that was never ready, however far apart, and the server gives up."""
     window_s: float = 60.0
     first_backoff_s: float = 0.25
     max_backoff_s: float = 8.0
 
-    def delay_s(self, deaths: deque[float], now: float) -> float | None:
+    def delay_s(self, deaths: deque[float], now: float, *, was_ready: bool = True) -> float | None:
         """Count a death and return how long to wait before the restart, or None to give up.
 
-        ``deaths`` are the times of the seat's earlier deaths; those that left the window are dropped.
+        ``deaths`` are the times of the seat's earlier deaths. Of a seat that was ready once, those that left the window
+        are dropped; a model may take longer than the window to load.
         """
+        if not was_ready:
+            deaths.append(now)
+            return None if len(deaths) > self.max_boot_deaths else self._backoff_s(len(deaths))
         pause_s = self.pause_s(deaths, now)
         return None if len(deaths) > self.max_deaths else pause_s
 
@@ -32,7 +38,10 @@ class RestartPolicy:
         while deaths and now - deaths[0] > self.window_s:
             deaths.popleft()
         deaths.append(now)
-        earlier = len(deaths) - 1
+        return self._backoff_s(len(deaths))
+
+    def _backoff_s(self, num_deaths: int) -> float:
+        earlier = num_deaths - 1
         return 0.0 if earlier == 0 else min(self.max_backoff_s, self.first_backoff_s * 2 ** (earlier - 1))
 
 
@@ -48,4 +57,6 @@ def policy_of(role: Role, max_deaths: int | None = None) -> RestartPolicy:
     if max_deaths is None:
         return policy
     pause_s = policy.max_backoff_s if max_deaths <= policy.max_deaths else policy.first_backoff_s
-    return dataclasses.replace(policy, max_deaths=max_deaths, max_backoff_s=pause_s)
+    return dataclasses.replace(
+        policy, max_deaths=max_deaths, max_boot_deaths=max_deaths, max_backoff_s=pause_s
+    )

@@ -1,8 +1,11 @@
 """The supervisor's loop: signals and messages only enqueue, the loop acts.
 
 BOOTING ──all ready──▶ SERVING ──signal──▶ DRAINING ──drained or too late──▶ STOPPING ──all gone──▶ exit
-   │ a child dies         │ a seat dies too often
+   │ a failure that       │ exit 78, or too many deaths of one process slot
+   │ `Boot` calls fatal   │
    ╰──────────────────────┴──▶ kill everyone, exit 1 or 78
+
+Requests are served from the first engine on, so a server that still boots may drain as well.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.boot import Boot
 from quintet.deploy.supervisor.boot_story import Failure, Story, base_url, child_failure
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.desk import Desk
@@ -35,7 +39,6 @@ from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.config import EngineConfig
-from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role
 from quintet.wire.sense import Sense
 from quintet.wire.supervision import (
@@ -109,6 +112,7 @@ class Supervisor:
         self._peers = Peers(self._bus)
         self._spares = Spares(self._spawner, SPARE_ROLES if config.processes.spares else ())
         self._watch = Watch(self._seats, config.processes)
+        self._boot_state = Boot(self._seats, story, config.processes.boot_timeout_s)
         self._changes = Changes(self._seats, self._fill, self._peers.send)
         self._lookers = Lookers(self._seats, self._peers.send)
         self._desk = Desk(
@@ -134,7 +138,7 @@ class Supervisor:
                 self._keep_deadlines()
                 self._changes.advance()
                 self._publish()
-                self._open_when_known()
+                self._complete_boot()
                 self._surroundings.manager.alive(time.monotonic())
                 if not self._finished:
                     patience_s = self._lookers.patience_s(time.monotonic())
@@ -189,7 +193,7 @@ class Supervisor:
         signals = self._bell.take_signals()
         if not signals:
             return
-        if self._phase is Phase.SERVING:
+        if self._phase is Phase.SERVING or (self._phase is Phase.BOOTING and self._boot_state.has_served):
             self._bell.swallow_echoes(_ECHO_S)
             drain_timeout_s = self._config.processes.drain_timeout_s
             self._log.info("%s: draining for up to %g s", signals[0].name, drain_timeout_s)
@@ -203,7 +207,6 @@ class Supervisor:
     def _boot(self) -> None:
         for seat in self._seats.own():
             self._fill(seat)
-        self._deadline = time.monotonic() + self._config.processes.boot_timeout_s
 
     def _fill(self, seat: SeatRecord) -> None:
         error_file(self._run_dir, seat.worker).unlink(missing_ok=True)
@@ -215,20 +218,16 @@ class Supervisor:
     def _seat_ready(self, seat: SeatRecord, facts: dict[str, str], now: float) -> None:
         seat.became_ready(facts, now)
         self._seats.is_changed = True
-        if self._phase is not Phase.BOOTING:
+        self._boot_state.look()
+        if self._phase is not Phase.BOOTING or seat.restarts:
             self._log.info("%s is ready after %.1f s", seat.worker, now - seat.spawned_at)
-            return
-        siblings = [other for other in self._seats.own() if other.role is seat.role]
-        if all(other.state is SeatState.READY for other in siblings):
-            self._story.role_ready(siblings)
+        if self._phase is Phase.BOOTING:
+            self._boot_state.report(seat.role)
 
-    def _open_when_known(self) -> None:
-        """Tell the world once everyone is ready and the frontends know it: none may turn the first request away."""
-        version = self._seats.version
-        if self._phase is Phase.BOOTING and all(
-            seat.state is SeatState.READY and (seat.role is not Role.FRONTEND or seat.topology == version)
-            for seat in self._seats.own()
-        ):
+    def _complete_boot(self) -> None:
+        """Announce that the server is ready, once every process is and the frontends know it."""
+        self._boot_state.look()
+        if self._phase is Phase.BOOTING and self._boot_state.is_complete():
             self._phase = Phase.SERVING
             self._story.all_ready()
             self._surroundings.manager.ready(base_url(self._config))
@@ -247,15 +246,12 @@ class Supervisor:
             if seat.process is not None and (exit_status := seat.process.poll()) is not None
         ]
         if dead:
-            self._hear()  # their last figures
+            self._hear()  # their last figures, and whether they became ready
         dead.sort(key=lambda pair: self._time_of_last_words(pair[0]))
         for seat, exit_status in dead:
             was_told_to = seat.stopped_at is not None
             seat.vacate(f"exit status {exit_status}")
             self._seats.is_changed = True
-            if self._phase is Phase.BOOTING:
-                self._fail(child_failure(self._run_dir, seat, exit_status))
-                return
             if self._phase is Phase.STOPPING or seat.is_retiring:
                 continue
             if was_told_to:
@@ -265,6 +261,8 @@ class Supervisor:
                 seat.is_on_trial, seat.is_retiring = False, True
             else:
                 self._replace(seat, exit_status)
+            if self._finished:
+                return
 
     def _time_of_last_words(self, seat: SeatRecord) -> float:
         """Order children that died together: the first to leave word is the cause."""
@@ -276,14 +274,15 @@ class Supervisor:
         failure = child_failure(self._run_dir, seat, exit_status)
         if self._phase is Phase.DRAINING and seat.role is Role.FRONTEND:
             return
-        if exit_status == EXIT_CONFIG:
+        if self._boot_state.is_fatal(seat, exit_status):
             self._fail(failure)
             return
         now = time.monotonic()
         policy = self._surroundings.restart_policy(seat.role, self._config.processes.max_restarts)
-        delay_s = policy.delay_s(seat.deaths, now)
+        delay_s = policy.delay_s(seat.deaths, now, was_ready=seat.was_ready)
         if delay_s is None:
-            cause = f"died {len(seat.deaths)} times within {policy.window_s:.0f} s, giving up; last: {failure.cause}"
+            within = f"within {policy.window_s:.0f} s" if seat.was_ready else "and was never ready"
+            cause = f"died {len(seat.deaths)} times {within}, giving up; last: {failure.cause}"
             self._fail(Failure(failure.role, cause, failure.hint, 1))
             return
         self._log.warning(
@@ -295,12 +294,13 @@ class Supervisor:
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
         failure = self._surroundings.look_around(now)
-        if failure is not None and self._phase is not Phase.BOOTING:
+        if failure is not None and (self._phase is not Phase.BOOTING or self._boot_state.has_served):
             self._log.warning("%s", failure)
-        elif failure is not None:
+            failure = None
+        if self._phase is Phase.BOOTING:
+            failure = failure or self._boot_state.lateness(now)
+        if failure is not None:
             self._fail(failure)
-        elif self._phase is Phase.BOOTING and now > self._deadline:
-            self._boot_too_slow()
         elif self._phase is Phase.DRAINING and (not self._undrained() or now > self._deadline):
             if self._undrained():
                 self._log.warning("drain timeout: requests are cut off at frontends %s", self._undrained())
@@ -310,8 +310,9 @@ class Supervisor:
         ):
             self._finish(self._exit_code)
         if self._phase in (Phase.SERVING, Phase.DRAINING):
-            self._watch.look(now)
             self._spares.keep(now)
+        if self._phase is not Phase.STOPPING and not self._finished:
+            self._watch.look(now)
             for seat in self._seats.own():
                 if seat.restart_at is not None and now >= seat.restart_at:
                     self._fill_again(seat)
@@ -325,14 +326,6 @@ class Supervisor:
         """Return the frontends that still have something to finish."""
         frontends = (seat for seat in self._seats.own() if seat.role is Role.FRONTEND)
         return [seat.index for seat in frontends if seat.process is not None and not seat.is_drained]
-
-    def _boot_too_slow(self) -> None:
-        late = [seat for seat in self._seats.own() if seat.state is not SeatState.READY or not seat.topology]
-        names = ", ".join(str(seat.worker) for seat in late)
-        limit_s = self._config.processes.boot_timeout_s
-        self._fail(
-            Failure(names, f"not ready within {limit_s:g} s", "raise --boot-timeout, or see the log above", 1)
-        )
 
     # --- the end ---
 

@@ -40,7 +40,7 @@ def _run(me: WorkerId, config: EngineConfig, _prepared: None) -> None:
     process: Process[Any] = Process(me, config, Stop)
     listen_fd = os.environ.get("QUINTET_LISTEN_FD")
     tell("born", me=str(me), pid=os.getpid(), listens=listen_fd is not None)
-    if "fail" in mine:
+    if mine.get("fail"):
         raise ValueError(mine["fail"])
     if "config_error" in mine:
         raise ConfigError(mine["config_error"])

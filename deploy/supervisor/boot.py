@@ -1,0 +1,70 @@
+"""Boot state of the server: whether requests can be served, whether boot is complete, and which failures end the server.
+
+a process that was ready once dies             its slot is filled again
+a process dies that was never ready            fatal until `has_served`; then its slot is filled again, a few times
+a slot is not ready within the boot timeout    fatal, if no process of the slot ever was
+exit status 78 (configuration)                 always fatal
+"""
+
+from __future__ import annotations
+
+from quintet.deploy.supervisor.boot_story import Failure, Story
+from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.wire.errors import EXIT_CONFIG
+from quintet.wire.ids import Role
+from quintet.wire.supervision import SeatState
+
+
+class Boot:
+    """Reads the process slots and reports each role to the story, once."""
+
+    def __init__(self, seats: SeatTable, story: Story, timeout_s: float) -> None:
+        self._seats = seats
+        self._story = story
+        self._timeout_s = timeout_s
+        self._reported: set[Role] = set()
+        self.has_served = False
+        """Whether a frontend may have answered /readyz with 200. Never reset."""
+
+    def look(self) -> None:
+        """Update `has_served`. Call before a slot whose process died is vacated."""
+        if not self.has_served:
+            self.has_served = self._is_able_to_serve()
+
+    def _is_able_to_serve(self) -> bool:
+        ready = {(seat.role, seat.index) for seat in self._seats.own() if seat.state is SeatState.READY}
+        engines = [index for role, index in ready if role is Role.CORE and (Role.EXECUTOR, index) in ready]
+        roles = {role for role, _ in ready}
+        return bool(engines) and roles.issuperset((Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND))
+
+    def report(self, role: Role) -> None:
+        """Report a role to the story the first time that all its processes are ready."""
+        siblings = [seat for seat in self._seats.own() if seat.role is role]
+        if role not in self._reported and all(seat.state is SeatState.READY for seat in siblings):
+            self._reported.add(role)
+            self._story.role_ready(siblings)
+
+    def is_complete(self) -> bool:
+        """Whether every process is ready and the frontends know it: none may refuse the first request."""
+        version = self._seats.version
+        return all(
+            seat.state is SeatState.READY and (seat.role is not Role.FRONTEND or seat.topology == version)
+            for seat in self._seats.own()
+        )
+
+    def is_fatal(self, seat: SeatRecord, exit_status: int) -> bool:
+        """Whether the death of a slot's process ends the server at once."""
+        return exit_status == EXIT_CONFIG or not (seat.was_ready or self.has_served)
+
+    def lateness(self, now: float) -> Failure | None:
+        """Return the failure of the slots that were never ready and have had their time."""
+        late = [
+            seat
+            for seat in self._seats.own()
+            if not seat.was_ready and seat.process is not None and now - seat.spawned_at > self._timeout_s
+        ]
+        if not late:
+            return None
+        names = ", ".join(str(seat.worker) for seat in late)
+        hint = "raise --boot-timeout, or see the log above"
+        return Failure(names, f"not ready within {self._timeout_s:g} s", hint, 1)
