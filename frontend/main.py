@@ -33,7 +33,7 @@ from quintet.process.runtime import Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Drain
+from quintet.wire.supervision import Drain, SeatState, Topology
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
@@ -42,6 +42,8 @@ GRACE_S = 2.0
 """A frontend that leaves hangs up on idle clients, but not in the very moment in which one may be asking."""
 LOOK_S = 0.1
 LAG_EVERY_S = 1.0
+TOPOLOGY_TIMEOUT_S = 1.0
+"""Connections wait in the socket's queue for so long at most until the supervisor has acknowledged that this process is ready."""
 
 
 def within_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
@@ -116,11 +118,15 @@ class Frontend:
         self._lag = self._process.metrics.histogram(
             "event_loop_lag_seconds", "How late a timer of the event loop fired."
         )
+        self._me = me
+        self._is_acknowledged = asyncio.Event()
         self._crash: BaseException | None = None
         self._leaving: asyncio.Task[None] | None = None
 
     def _handle(self, message: Inbound | Drain) -> None:
         self._service.handle(message)
+        if isinstance(message, Topology) and _shows_ready(message, self._me):
+            self._is_acknowledged.set()
         if self._service.is_retiring and self._leaving is None:
             self._leaving = asyncio.get_running_loop().create_task(self._leave())
         self._process.progress = self._service.sessions.num_tokens
@@ -137,6 +143,7 @@ class Frontend:
             loop.default_exception_handler(context)
 
     def _stop(self) -> None:
+        self._is_acknowledged.set()
         self._service.admission.draining = True
         self._service.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "The server is shutting down."))
         self._service.patience.end_all()
@@ -145,6 +152,9 @@ class Frontend:
 
     async def _leave(self) -> None:
         """Leave new connections to the other frontends, answer what comes on those that are open, and end them."""
+        self._is_acknowledged.set()
+        while not self._server.started:
+            await asyncio.sleep(LOOK_S)
         for accepting in self._server.servers:
             accepting.close()
         await asyncio.sleep(GRACE_S)
@@ -166,7 +176,11 @@ class Frontend:
         loop.call_later(ACCOUNT_S, self._give_accounts, loop)
 
     async def serve(self, listener: socket.socket) -> None:
-        """Serve until told to stop."""
+        """Serve until told to stop.
+
+        The first connection is accepted once the topology is known: a frontend that boots late, or replaces another, must
+        not answer that there is no core.
+        """
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(self._on_loop_error)
         self._process.attach(loop, self._handle)
@@ -174,15 +188,20 @@ class Frontend:
         loop.call_later(ACCOUNT_S, self._give_accounts, loop)
         bound = listener.getsockname()
         listening = bound if isinstance(bound, str) else f"{bound[0]} port {bound[1]}"
-        serving = loop.create_task(self._server.serve(sockets=[listener]))
-        loop.call_soon(lambda: self._process.ready(listening=listening))
-        await serving
+        self._process.ready(listening=listening)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._is_acknowledged.wait(), TOPOLOGY_TIMEOUT_S)
+        await self._server.serve(sockets=[listener])
         if self._crash is not None:
             raise self._crash
 
     def close(self) -> None:
         """Close every socket."""
         self._process.close()
+
+
+def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
+    return any(seat.worker == worker and seat.state is SeatState.READY for seat in topology.seats)
 
 
 def _came_with_a_message(error: BaseException) -> bool:

@@ -131,7 +131,20 @@ class Placement:
             for stream in list(streams):
                 if stream.tokenizer is not None and self._lose(stream, lost, retiring):
                     untold.append(stream)
+        self._leave_engines_without_executor(streams)
         return untold
+
+    def _leave_engines_without_executor(self, streams: Iterable[Stream]) -> None:
+        """Move the requests of engines whose executor still boots, once another engine can compute them.
+
+        They were sent there while no engine was whole, or their executor died at such a time.
+        """
+        waiting = self.seats.engines_without_executor()
+        if not waiting or not self.seats.whole_engines():
+            return
+        for stream in list(streams):
+            if stream.tokenizer is not None and stream.submit.core in waiting:
+                self._move(stream)
 
     def take_parked(self) -> list[Stream]:
         """Return the requests that wait for a worker, to `place` each."""
@@ -168,7 +181,7 @@ class Placement:
         return False
 
     def _move(self, stream: Stream) -> bool:
-        """Take a request from an engine whose executor died, to go on at another. False where it stays."""
+        """Take a request from an engine whose executor died or boots, to go on at another. False where it stays."""
         if stream.is_cancelled or not self._engines.can_leave(stream):
             return False
         assert stream.tokenizer is not None

@@ -227,6 +227,15 @@ class Seats:
         }
         return [index for role, index in well if role is Role.CORE and (Role.EXECUTOR, index) in well]
 
+    def engines_without_executor(self) -> frozenset[int]:
+        """Return the engines whose executor is down or not ready yet."""
+        absent = (SeatState.STARTING, SeatState.DOWN)
+        return frozenset(
+            seat.worker.index
+            for seat in self.topology.seats
+            if seat.worker.role is Role.EXECUTOR and seat.state in absent and not seat.retired
+        )
+
     def engines(self) -> list[int]:
         """Return the engines that may be given requests: whole ones, else whoever will be whole before others."""
         return self._engines

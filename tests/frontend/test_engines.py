@@ -117,6 +117,42 @@ def test_a_request_that_two_executors_died_of_stays_with_the_second_unless_it_ca
     run(story())
 
 
+def test_requests_leave_an_engine_that_still_boots_once_another_is_whole() -> None:
+    async def story() -> None:
+        world = engines(2)
+        world.seats[Role.EXECUTOR, 1] = (1, SeatState.STARTING)
+        world.follow()
+        stream = world.sessions.submit(PROMPT, params())
+        assert stream.submit.core == 0
+        world.seats[Role.CORE, 0] = (1, SeatState.DOWN)
+        world.follow()
+        assert stream.submit.core == 1, "its core queues the request"
+        world.sent.clear()
+        world.seats[Role.CORE, 0] = (2, SeatState.READY)
+        world.follow()
+        (forgotten,), (again,) = world.of(Cancel), world.of(Submit)
+        assert (forgotten.request_ids, forgotten.core, forgotten.moved) == ([stream.request_id], 1, True)
+        assert (again.core, again.spec.attempt) == (0, 2)
+
+    run(story())
+
+
+def test_requests_of_a_dead_executor_move_as_soon_as_another_engine_has_booted() -> None:
+    async def story() -> None:
+        world = engines(2)
+        world.seats[Role.EXECUTOR, 1] = (1, SeatState.STARTING)
+        world.follow()
+        stream = world.sessions.submit(PROMPT, params())
+        world.seats[Role.EXECUTOR, 0] = (2, SeatState.STARTING)
+        world.follow()
+        assert stream.submit.core == 0, "no engine is whole"
+        world.seats[Role.EXECUTOR, 1] = (1, SeatState.READY)
+        world.follow()
+        assert stream.submit.core == 1
+
+    run(story())
+
+
 def test_the_only_engine_keeps_its_requests_while_its_executor_is_replaced() -> None:
     async def story() -> None:
         world = engines(1)

@@ -68,6 +68,17 @@ class Parent:
                     return message
         raise AssertionError(f"no {kind.__name__} within {DEADLINE_S} s")
 
+    def await_ready(self) -> Ready:
+        """Wait until the child is ready and acknowledge that, as the supervisor does."""
+        ready = self.wait_for(Ready)
+        self.peers.send(Role.FRONTEND, 0, Topology(1, [self.seat_of(ME)]))
+        assert isinstance(ready, Ready)
+        return ready
+
+    def seat_of(self, worker: WorkerId) -> Seat:
+        """Return the entry of a topology for a process that is ready."""
+        return Seat(worker, address_of(self.run_dir, worker), 1, SeatState.READY)
+
     def get(self, path: str) -> int:
         """Return the status of a page."""
         return self._get(path)[0]
@@ -112,13 +123,13 @@ def parent() -> Iterator[Parent]:
 
 
 def test_it_serves_drains_and_stops(parent: Parent) -> None:
-    ready = parent.wait_for(Ready)
+    ready = parent.await_ready()
     assert (ready.worker, ready.pid) == (ME, parent.child.pid)
     assert parent.get("/livez") == 200
     assert parent.get("/readyz") == 503
     assert parent.wait_for(Heartbeat).pending == 0
     parent.child.send_signal(signal.SIGINT)
-    parent.peers.send(Role.FRONTEND, 0, Topology(1, [], draining=True))
+    parent.peers.send(Role.FRONTEND, 0, Topology(2, [], draining=True))
     parent.peers.send(Role.FRONTEND, 0, Drain())
     assert parent.wait_for(Drained).worker == ME
     parent.peers.send(Role.FRONTEND, 0, Stop())
@@ -126,7 +137,7 @@ def test_it_serves_drains_and_stops(parent: Parent) -> None:
 
 
 def test_one_that_leaves_hangs_up_on_idle_clients_before_it_says_so(parent: Parent) -> None:
-    parent.wait_for(Ready)
+    parent.await_ready()
     connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
     connection.request("GET", "/livez")
     assert connection.getresponse().read() == b"ok"
@@ -139,11 +150,10 @@ def test_one_that_leaves_hangs_up_on_idle_clients_before_it_says_so(parent: Pare
 
 
 def test_a_stop_tells_those_who_still_wait(parent: Parent) -> None:
-    parent.wait_for(Ready)
+    parent.await_ready()
     roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
     workers = [WorkerId(role, 0, 1) for role in roles]
-    seats = [Seat(w, address_of(parent.run_dir, w), 1, SeatState.READY) for w in workers]
-    parent.peers.send(Role.FRONTEND, 0, Topology(1, seats))
+    parent.peers.send(Role.FRONTEND, 0, Topology(2, [parent.seat_of(worker) for worker in workers]))
     connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
     try:
         until(lambda: parent.get("/readyz") == 200)
@@ -158,11 +168,23 @@ def test_a_stop_tells_those_who_still_wait(parent: Parent) -> None:
     assert parent.child.wait(DEADLINE_S) == 0
 
 
-def test_a_senseless_message_is_dropped(parent: Parent) -> None:
+def test_the_first_connection_is_accepted_once_the_topology_is_known(parent: Parent) -> None:
     parent.wait_for(Ready)
+    workers = [WorkerId(role, 0, 1) for role in Role if role is not Role.SUPERVISOR]
+    connection = http.client.HTTPConnection("127.0.0.1", parent.port, timeout=DEADLINE_S)
+    try:
+        connection.request("GET", "/readyz")
+        parent.peers.send(Role.FRONTEND, 0, Topology(1, [parent.seat_of(worker) for worker in workers]))
+        assert connection.getresponse().status == 200
+    finally:
+        connection.close()
+
+
+def test_a_senseless_message_is_dropped(parent: Parent) -> None:
+    parent.await_ready()
     uneven = Text(1, 0, 0, [], [1, 2], ["only one"], [0], [0], [0], b"", [])
     parent.peers.send(Role.FRONTEND, 0, uneven)
-    parent.peers.send(Role.FRONTEND, 0, Topology(1, [], draining=True))
+    parent.peers.send(Role.FRONTEND, 0, Topology(2, [], draining=True))
     parent.peers.send(Role.FRONTEND, 0, Drain())
     parent.wait_for(Drained)
 
@@ -185,7 +207,7 @@ def test_what_breaks_on_one_connection_does_not_end_the_process() -> None:
 def test_a_stop_in_the_middle_of_a_body_leaves_no_traceback(
     parent: Parent, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    parent.wait_for(Ready)
+    parent.await_ready()
     with socket.create_connection(("127.0.0.1", parent.port), timeout=DEADLINE_S) as connection:
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
         assert parent.get("/livez") == 200

@@ -1,0 +1,200 @@
+"""`kill -9` while the server boots: two engines, two frontends, of one rank or two; one executor is held in a phase of its boot.
+
+Before any engine is ready, the death of a process that was ready is no end of the server. Once an engine serves, no death is.
+The rules alone, with children of the test: `tests.deploy.test_boot_deaths`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import signal
+from collections.abc import Iterator
+
+import psutil
+import pytest
+from bench.chaos.streams import Asked, Run, crowd, play
+
+from tests.chaos.test_kills import COMMON, KINDS, assert_same, kill, little_memory
+from tests.processes.server import Server, serve, wait_until
+
+BOOTING = (*COMMON, "--data-parallel-size", "2", "--stall-timeout", "10")
+LAYOUTS = {
+    "one rank": (*KINDS["mock"], *little_memory("mock", 24)),
+    "two ranks": (*little_memory("model", 24), "--tensor-parallel-size", "2", "--threads", "1"),
+}
+PHASES = {"spawned": "", "named": "quintet-"}
+"""How the title of a process begins that is held: at once, or when it has its configuration and loads."""
+READY_ROLES = ("core", "tokenizer", "detokenizer", "frontend")
+
+whole = pytest.mark.whole
+layouts = pytest.mark.parametrize("layout", ["one rank", pytest.param("two ranks", marks=whole)])
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[Asked]:
+    return crowd(7, 12, (40, 80))
+
+
+def executor_processes(server: Server, index: int, title: str = "") -> list[psutil.Process]:
+    """Return the processes of one executor, of all its ranks; those only whose title begins so, if one is given."""
+    found = []
+    for child in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            words = child.cmdline()
+            line = " ".join(words)
+            is_named = line.startswith(f"quintet-executor-{index}")
+            is_program = any("quintet.executor." in word for word in words) and f"--index {index}" in line
+            is_spawned = is_program or (index == 0 and line.startswith("quintet-executor-early"))
+            if is_named or (is_spawned and not title):
+                found.append(child)
+    return found
+
+
+def hold(server: Server, index: int, phase: str) -> None:
+    """Stop every process of one executor as soon as it is in this phase."""
+    wait_until(lambda: bool(executor_processes(server, index, PHASES[phase])), f"executor {index} {phase}")
+    for process in executor_processes(server, index):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGSTOP)
+
+
+def release(server: Server, index: int) -> None:
+    """Continue what was held, except for processes that were killed."""
+    for process in executor_processes(server, index):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGCONT)
+
+
+def await_address(server: Server) -> None:
+    """Take the URL from the listening socket, which is there before the line that names it."""
+
+    def is_listening() -> bool:
+        for connection in psutil.Process(server.process.pid).net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                server.url = f"http://127.0.0.1:{connection.laddr.port}"
+        return bool(server.url)
+
+    wait_until(is_listening, "a listening socket")
+
+
+def await_state(server: Server, role: str, index: int, state: str = "ready", epoch: int = 1) -> None:
+    """Wait until the supervisor reports this state of a process of at least this epoch."""
+
+    def is_so() -> bool:
+        with contextlib.suppress(OSError):
+            return any(
+                (each["role"], each["index"], each["state"]) == (role, index, state)
+                and each["epoch"] >= epoch
+                for each in json.loads(server.get("/health?verbose")[1]).get("everyone", [])
+            )
+        return False
+
+    wait_until(is_so, f"{role} {index} {state}")
+
+
+def await_serving(server: Server) -> None:
+    def is_serving() -> bool:
+        with contextlib.suppress(OSError):
+            return server.get("/readyz")[0] == 200
+        return False
+
+    wait_until(is_serving, "/readyz 200", 60.0)
+
+
+def await_boot(server: Server) -> None:
+    """Wait for the line that says that every process is ready."""
+    wait_until(lambda: any("Quintet is ready" in line for line in server.lines), "all processes ready", 60.0)
+
+
+@contextlib.contextmanager
+def booting(layout: str, held: tuple[int, ...], phase: str) -> Iterator[Server]:
+    """Start a server and hold these executors."""
+    with serve(*LAYOUTS[layout], *BOOTING, wait_ready=False) as server:
+        try:
+            for index in held:
+                hold(server, index, phase)
+            await_address(server)
+            yield server
+        finally:
+            if server.process.poll() is None:
+                for index in held:
+                    release(server, index)
+
+
+@layouts
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    "victim", ["executor-0", *(f"{role}-0" for role in READY_ROLES), "core-1", "frontend-1", "executor-1"]
+)
+def test_streams_survive_a_death_while_another_engine_boots(
+    asked: list[Asked], layout: str, phase: str, victim: str
+) -> None:
+    with booting(layout, (1,), phase) as server:
+        await_serving(server)
+        role, _, index = victim.partition("-")
+        if victim != "executor-1":
+            await_state(server, role, int(index))
+
+        async def disturb() -> None:
+            if victim == "executor-1":
+                executor_processes(server, 1)[0].kill()
+            else:
+                kill(server, role, index=int(index))
+
+        disturbed = asyncio.run(play(server.url, asked, disturb))
+        release(server, 1)
+        await_boot(server)
+        calm = asyncio.run(play(server.url, asked))
+        assert_undisturbed(server, calm, disturbed, asked)
+
+
+def assert_undisturbed(server: Server, calm: Run, disturbed: Run, asked: list[Asked]) -> None:
+    assert all(heard.status == 200 and not heard.error for heard in calm.heard)
+    assert_same(server, calm, disturbed, asked)
+
+
+@whole
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("number", [0, 1])
+def test_streams_survive_the_death_of_a_rank_that_boots(asked: list[Asked], phase: str, number: int) -> None:
+    with booting("two ranks", (1,), phase) as server:
+        await_serving(server)
+        release(server, 1)  # its ranks are started by the first, which is one of those held
+
+        async def disturb() -> None:
+            ranks = executor_processes(server, 1)
+            ranks[min(number, len(ranks) - 1)].kill()
+
+        disturbed = asyncio.run(play(server.url, asked, disturb))
+        await_boot(server)
+        assert_undisturbed(server, asyncio.run(play(server.url, asked)), disturbed, asked)
+
+
+@layouts
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("role", READY_ROLES)
+def test_a_ready_process_is_replaced_before_any_engine_is(layout: str, role: str) -> None:
+    with booting(layout, (0, 1), "spawned") as server:
+        await_state(server, role, 0)
+        kill(server, role)
+        await_state(server, role, 0, epoch=2)
+        assert server.get("/readyz")[0] == 503
+        for index in (0, 1):
+            release(server, index)
+        await_boot(server)
+        status, answer = server.post("/v1/completions", {"model": "", "prompt": "a", "max_tokens": 2})
+        assert status == 200, answer
+
+
+@layouts
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("index", [0, 1])
+def test_an_executor_that_dies_before_any_is_ready_ends_the_server(layout: str, index: int) -> None:
+    with booting(layout, (0, 1), "spawned") as server:
+        executor_processes(server, index)[0].kill()
+        assert server.process.wait(30) == 1
+        cause = f"quintet: executor {index}: the process was killed by SIGKILL"
+        assert any(cause in line for line in server.lines)
