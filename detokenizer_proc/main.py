@@ -63,7 +63,7 @@ class QueryJob:
         if end < len(self._token_ids) and state.hit is None:
             return None
         if state.hit is None:
-            self._parts.append(state.finish())
+            self._parts.append(state.finish(is_cut=self.query.is_cut))
         answer = Detokenized(self.query.query_id, "".join(self._parts))
         reader = state.reader
         if reader is not None:

@@ -17,14 +17,16 @@ MAX_TABLES = 8
 class OutputReader:
     """The parsers of one output; what they tell is text and the spans it is made of."""
 
-    __slots__ = ("_parser", "_spans", "length", "num_calls", "num_reasoning_tokens")
+    __slots__ = ("_insists", "_parser", "_spans", "length", "num_calls", "num_reasoning_tokens")
 
-    def __init__(self, parser: Parser) -> None:
+    def __init__(self, parser: Parser, *, insists: bool = False) -> None:
+        """``insists``: the form of the output is that of calls, so content can only be markup of one that is not whole."""
         self.length = 0
         """Characters told, of all channels."""
         self.num_reasoning_tokens = 0
         self.num_calls = 0
         self._parser = parser
+        self._insists = insists
         self._spans: list[Span] = []
 
     def read(self, text: str) -> str:
@@ -36,9 +38,9 @@ class OutputReader:
             self.num_reasoning_tokens += 1
         return self._tell(pieces)
 
-    def finish(self, text: str = "") -> str:
-        """Read the last text, of no token; return what was held back."""
-        return self._tell(self._parser.push(text) + self._parser.finish())
+    def finish(self, text: str = "", *, is_cut: bool = False) -> str:
+        """Read the last text, of no token; return what was held back. ``is_cut``: see `Parser.finish`."""
+        return self._tell(self._parser.push(text) + self._parser.finish(is_cut=is_cut))
 
     def take_spans(self) -> list[Span]:
         """Return what the text told since the last call is made of."""
@@ -46,6 +48,8 @@ class OutputReader:
         return spans
 
     def _tell(self, pieces: list[Piece]) -> str:
+        if self._insists:
+            pieces = [piece for piece in pieces if piece.channel is not Channel.CONTENT]
         if not pieces:
             return ""
         told = ""
@@ -99,7 +103,8 @@ class Readings:
         decoder = self._showing.decoder()
         prompt_ids = unpack_i32(opened.prompt_ids)[-PROMPT_TAIL:]
         prompt = "".join([decoder.push(token_id) for token_id in prompt_ids]) + decoder.flush()
-        return OutputReader(registry.build(reading.reasoning, reading.tools, reading.schemas, prompt))
+        parser = registry.build(reading.reasoning, reading.tools, reading.schemas, prompt)
+        return OutputReader(parser, insists=reading.insists)
 
 
 def _is_read(opened: Open) -> bool:

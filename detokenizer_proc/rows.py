@@ -249,7 +249,7 @@ class Steps:
                 if offsets is not None:
                     offsets.append(request.text_length)
                 request.add_silently(num_silent)
-            delta += request.finish()
+            delta += request.finish(is_cut=finish is not FinishReason.STOP)
         token_ids = token_ids[: request.num_tokens - applied]
         if token_ids or delta:
             if entries is not None and offsets is not None:

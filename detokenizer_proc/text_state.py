@@ -126,7 +126,7 @@ class TextState:
             given.append(text if reader is None else reader.read(text))
             if self.hit is not None:
                 if reader is not None:
-                    given.append(reader.finish())
+                    given.append(reader.finish(is_cut=True))
                 break
         self._offer_pieces()
         return "".join(given)
@@ -135,12 +135,16 @@ class TextState:
         """Count tokens whose text does not appear: the stop token that ended the request."""
         self.num_tokens += num_tokens
 
-    def finish(self) -> str:
-        """End the text; return what was pending. A stop string in it is a hit like any other."""
+    def finish(self, *, is_cut: bool = False) -> str:
+        """End the text; return what was pending. A stop string in it is a hit like any other.
+
+        ``is_cut``: a limit ended the output, not the model.
+        """
         if not self.opened.detokenize:
             return ""
         text = self._end()
-        return text if self.reader is None else self.reader.finish(text)
+        is_cut = is_cut or self.hit is not None
+        return text if self.reader is None else self.reader.finish(text, is_cut=is_cut)
 
     def _end(self) -> str:
         text = self._decoder.flush()

@@ -106,9 +106,14 @@ class Queries:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)
         return answer.text
 
-    async def read_output(self, token_ids: Sequence[int], opened: Open) -> Detokenized:
-        """Decode the whole output of a request that begins so, read by its parsers. Raises `RequestError`."""
-        query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids), opened)
+    async def read_output(
+        self, token_ids: Sequence[int], opened: Open, *, is_cut: bool = False
+    ) -> Detokenized:
+        """Decode the whole output of a request that begins so, read by its parsers. Raises `RequestError`.
+
+        ``is_cut``: a limit ended it, not the model.
+        """
+        query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids), opened, is_cut)
         answer = await self._ask(Role.DETOKENIZER, query, query.query_id, Detokenized, self._timeout_s)
         if answer.error is not None:
             raise RequestError(answer.error.code, answer.error.message, answer.error.param)

@@ -24,9 +24,9 @@ class Chain:
         """See `Parser`."""
         return self._pass_on(self._reasoning.push(text))
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         """See `Parser`."""
-        return self._pass_on(self._reasoning.finish()) + self._tools.finish()
+        return self._pass_on(self._reasoning.finish(is_cut=is_cut)) + self._tools.finish(is_cut=is_cut)
 
     def _pass_on(self, pieces: Iterable[Piece]) -> list[Piece]:
         found: list[Piece] = []

@@ -59,6 +59,8 @@ class Harmony(Machine):
 
     def _outside(self) -> bool:
         before, mark, self._text = _MESSAGE_BEGINS.split(self._text)
+        if self._is_cut and not mark and (self._num_calls or _MESSAGE_BEGINS.is_half(self._text)):
+            self._text = ""
         if self._over and not mark:
             before, self._text = before + self._text, ""
         self._say(before)
@@ -84,6 +86,9 @@ class Harmony(Machine):
         self._text = rest
         if mark == MESSAGE:
             self._begin_message()
+            return True
+        if self._is_cut and not mark:
+            self._state = Harmony._outside
             return True
         if mark in ENDS or (self._over and not mark):
             return self._speak_header()

@@ -53,6 +53,7 @@ class JsonCalls(ListReader):
     def _meet(self, mark: str) -> bool:
         if mark in self._form.around:
             self._prose.at_mark()
+            self._expects_calls = True
             return True
         return super()._meet(mark)
 
@@ -94,8 +95,14 @@ class JsonCalls(ListReader):
             self._call_by(read.name)
             self._argue("{}")
         self._state = JsonCalls._after
-        self._say(read.aside)
+        if read.is_over or not self._is_cut:
+            self._say(read.aside)
         return True
+
+    def _is_begun_call(self) -> bool:
+        return super()._is_begun_call() or (
+            self._state is JsonCalls._in_object and self._object.describes_call
+        )
 
     def _call_by(self, name: str) -> None:
         self._announce(name)

@@ -126,6 +126,11 @@ class CallObject:
         self._aside: list[str] = []
 
     @property
+    def describes_call(self) -> bool:
+        """Whether it has a name and the key of arguments, so far as it is read."""
+        return self.name is not None and self._key in ARGUMENT_KEYS
+
+    @property
     def aside(self) -> str:
         """What it says that no call does."""
         return "".join(self._aside)

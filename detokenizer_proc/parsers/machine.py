@@ -27,6 +27,7 @@ class Machine:
         self._state = state
         self._text = ""
         self._over = False
+        self._is_cut = False
         self._pieces: list[Piece] = []
 
     def push(self, text: str) -> list[Piece]:
@@ -34,9 +35,9 @@ class Machine:
         self._text += text
         return self._run()
 
-    def finish(self) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
         """See `Parser`."""
-        self._over = True
+        self._over, self._is_cut = True, is_cut
         return self._run()
 
     def _run(self) -> list[Piece]:
@@ -98,6 +99,8 @@ class CallReader(Machine):
         self._begins = begins
         self._prose = Prose(Channel.CONTENT, leading=False)
         self._num_calls = 0
+        self._expects_calls = False
+        """Whether the output has a call, or a mark that stands around several."""
         self._raw: list[str] = []
         self._is_raw = False
 
@@ -106,6 +109,9 @@ class CallReader(Machine):
         if mark:
             self._say(before)
             return self._meet(mark)
+        if self._is_cut and self._text and (self._expects_calls or self._begins.is_half(self._text)):
+            self._say(before)
+            return self._drop()
         if self._over:
             before, self._text = before + self._text, ""
         self._say(before)
@@ -150,12 +156,25 @@ class CallReader(Machine):
         self._prose.at_mark()
         self._tell(Channel.NAME, name, self._num_calls)
         self._num_calls += 1
+        self._expects_calls = True
 
     def _argue(self, text: str) -> None:
         self._tell(Channel.ARGUMENTS, text, self._num_calls - 1)
 
+    def _is_begun_call(self) -> bool:
+        """Whether what was consumed can hardly be anything but the beginning of a call."""
+        return bool(self._raw and self._raw[0])
+
+    def _drop(self) -> bool:
+        """Leave out what is left of a call, or of the marks around it, that the end of the output cut off."""
+        self._text = ""
+        self._prose.at_mark()
+        return self._return()
+
     def _refuse(self) -> bool:
         """It is no call: what was consumed of it is content, and so is what follows."""
+        if self._is_cut and self._is_begun_call():
+            return self._drop()
         raw, self._raw, self._is_raw = "".join(self._raw), [], False
         self._say(raw)
         return self._return()
@@ -189,6 +208,9 @@ class ListReader(CallReader):
             self._attempt("")
             self._state = type(self)._begun
 
+    def _is_begun_call(self) -> bool:
+        return self._is_inside or super()._is_begun_call()
+
     def _meet(self, mark: str) -> bool:
         if mark == "\n":
             self._say(mark)
@@ -221,6 +243,8 @@ class ListReader(CallReader):
         end = self._ends.at_start(self._text)
         if end == "" and not self._over:
             return False
+        if end == "" and self._is_cut:
+            return self._drop()
         if end:
             self._take(len(end))
             self._is_inside = False

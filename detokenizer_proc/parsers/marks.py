@@ -34,6 +34,13 @@ class Marks:
                 return text[: candidate.start()], "", rest
         return text, "", ""
 
+    def is_half(self, text: str) -> bool:
+        """Whether ``text`` is the beginning of a mark that is no word, and at least half of it."""
+        return any(
+            mark.startswith(text) and 2 * len(text) >= len(mark) and not mark[0].isalnum()
+            for mark in self.marks
+        )
+
     def at_start(self, text: str) -> str | None:
         """Return the mark that ``text`` begins with; empty while it may yet become one, None when there is none."""
         match = self._found.match(text)

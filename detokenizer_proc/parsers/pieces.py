@@ -21,7 +21,7 @@ class Parser(Protocol):
     """Reads one output as it comes.
 
     What has been told after some text depends on that text alone, not on how it was cut. Nothing raises, and no text is
-    lost: what looks like a call and is none is content.
+    lost: what looks like a call and is none is content. Markup of a call that the end of the output cuts off is left out.
     """
 
     @property
@@ -31,8 +31,8 @@ class Parser(Protocol):
     def push(self, text: str) -> list[Piece]:
         """Read on; return what has become certain."""
 
-    def finish(self) -> list[Piece]:
-        """End the text; return what was held back."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """End the text; return what was held back. ``is_cut``: a limit ended the output, not the model."""
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:

@@ -71,6 +71,9 @@ class TaggedCalls(CallReader):
         self._state = TaggedCalls._in_name if is_function else TaggedCalls._begun
         return True
 
+    def _is_begun_call(self) -> bool:
+        return bool(self._raw)
+
     def _begun(self) -> bool:
         """Read what follows the mark around calls: a function's tag."""
         if not self._skip_blanks():
@@ -114,6 +117,8 @@ class TaggedCalls(CallReader):
         mark = self._inside.at_start(self._text)
         if mark == "" and not self._over:
             return False
+        if mark == "" and self._is_cut:
+            return self._drop()
         if mark == self._form.parameter:
             self._take(len(mark))
             self._held = ""
@@ -132,6 +137,8 @@ class TaggedCalls(CallReader):
         mark = self._inside.at_start(self._text)
         if mark == "" and not self._over:
             return False
+        if mark == "" and self._is_cut:
+            return self._drop()
         if mark and mark in self._form.ends:
             self._take(len(mark))
             return True
@@ -145,6 +152,8 @@ class TaggedCalls(CallReader):
 
     def _in_key(self) -> bool:
         before, mark, rest = self._key_ends.split(self._text)
+        if self._is_cut and not mark:
+            return self._drop()
         if self._over and not mark:
             before += rest
         room = MAX_NAME - len(self._held)
@@ -178,7 +187,9 @@ class TaggedCalls(CallReader):
 
     def _in_value(self) -> bool:
         before, mark, rest = self._value_ends.split(self._text)
-        if self._over and not mark:
+        if self._is_cut and not mark:  # what may begin a tag is no part of the value
+            self._text = before
+        elif self._over and not mark:
             before += rest
         self._add_to_value(self._take(len(before)))
         if not (mark or self._over):

@@ -203,8 +203,10 @@ class FakeEngine:
         elif index + 1 == (params.max_tokens or 4):
             reason = FinishReason.LENGTH
         spoken = self.script[index : index + 1] if submit.spec.reading is not None else []
-        if spoken:
-            reason = FinishReason.STOP if index + 1 == len(self.script) else FinishReason.NONE
+        if spoken and index + 1 == len(self.script):
+            reason = FinishReason.STOP
+        elif spoken and index + 1 != params.max_tokens:
+            reason = FinishReason.NONE
         spans = [(channel, call, len(text)) for channel, call, text in spoken[0]] if spoken else []
         heard = [channel for token in self.script for channel, _, _ in token]
         started = []

@@ -109,7 +109,18 @@ def test_a_budget_for_thinking_is_passed_on(client: anthropic.Anthropic, server:
     assert server.engine.wait_for(Submit)[-1].spec.params.thinking_token_budget == 1024
 
 
-def test_arguments_that_were_cut_off_are_shown_as_they_are(client: anthropic.Anthropic, server: Any) -> None:
+def test_a_call_that_was_cut_off_is_no_block_of_a_whole_answer(
+    client: anthropic.Anthropic, server: Any
+) -> None:
+    whole: Token = [(NAME, 0, "rain"), (ARGUMENTS, 0, '{"in": "Oslo"}'), (NAME, 1, "now")]
+    server.engine.script = [whole, [(ARGUMENTS, 1, '{"at": "')], [(ARGUMENTS, 1, 'x"}')]]
+    for max_tokens in (1, 2):
+        message = client.messages.create(**{**ASK, "max_tokens": max_tokens})
+        assert said(message) == [{"type": "tool_use", "name": "rain", "input": {"in": "Oslo"}}]
+        assert message.stop_reason == "max_tokens"
+
+
+def test_arguments_that_are_no_json_are_shown_as_they_are(client: anthropic.Anthropic, server: Any) -> None:
     server.engine.script = [[(NAME, 0, "rain"), (ARGUMENTS, 0, '{"in": "Os')]]
     (block,) = client.messages.create(**ASK).content
     assert block.type == "tool_use" and block.input == {UNREADABLE_INPUT: '{"in": "Os'}

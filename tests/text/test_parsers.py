@@ -115,6 +115,54 @@ def test_calls_that_are_insisted_on_are_written_as_they_are_read(name: str) -> N
     assert (calls_in(pieces), text_of(pieces)) == (calls, "")
 
 
+def cut_read(name: str, text: str, schemas: bytes = b"") -> list[Piece]:
+    """Read an output that a limit cut off."""
+    parser = build("", name, schemas, "")
+    return joined(parser.push(text) + parser.finish(is_cut=True))
+
+
+MAX_UNSURE = {
+    **dict.fromkeys(
+        ("llama3_json", "llama4_json", "pythonic", "llama4_pythonic", "phi4_mini_json", "xlam"), 40
+    ),
+    "openai": 30,
+}
+"""Characters of a call that may as well be content where it is cut off: half of a mark, or of a bare call, its name."""
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_nothing_of_a_call_that_was_cut_off_is_content(name: str) -> None:
+    calls: list[Call] = [("get_weather", {"city": "Oslo", "days": 3}), ("f", {"a": [1, "x"]})]
+    before, schemas = "Some words first.", schemas_of(calls)
+    for write in WRITERS[name]:
+        text = before + write(calls)
+        for end in range(len(before), len(text) + 1):
+            content = text_of(cut_read(name, text[:end], schemas)).removeprefix(before)
+            is_unsure = end - len(before) <= MAX_UNSURE.get(name, 12)
+            assert is_unsure or not content.strip(), (text[:end], content)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "content"),
+    [
+        ("hermes", '<tool_call>\n{"name": "', ""),
+        ("hermes", 'Yes.\n<tool_call>{"name": "f", "arguments": {}}</tool_ca', "Yes."),
+        ("hermes", "if a <", "if a <"),
+        ("hermes", "Write <tool_call>like this</tool_call", "Write <tool_call>like this</tool_call"),
+        ("llama3_json", '{"name": "f", "parameters": ', ""),
+        ("llama3_json", '{"name": "Bob", "age": ', '{"name": "Bob", "age": '),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}, {"na', ""),
+        ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_v", ""),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</para", ""),
+        ("openai", "<|channel|>commentary to=functions.f", ""),
+    ],
+)
+def test_what_an_output_that_was_cut_off_says_besides_calls_is_content(
+    name: str, text: str, content: str
+) -> None:
+    assert text_of(cut_read(name, text)) == content
+
+
 WORD = re.compile(r"w[0-9]+w")
 """Words that no format has: each that is in an output must be in what is read of it."""
 FRAGMENTS = [

@@ -10,11 +10,12 @@ from tests.text.test_rows import LENGTH, NONE, ONE, STOP, only, opening, tokens
 from tokenizers import Tokenizer
 
 from quintet.detokenizer_proc.incremental import PieceTable
+from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.channels import Channel, Span
 from quintet.wire.codec import pack_i32
-from quintet.wire.messages import Finish, Open, Text
+from quintet.wire.messages import Finish, FinishReason, Open, Text
 from quintet.wire.request import Reading
 
 CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
@@ -165,6 +166,32 @@ def test_the_prompts_end_says_that_the_output_is_reasoning(showing: PieceTable, 
     ids = tokenizer.encode("so</think>yes").ids
     texts = run(steps_of(showing), ids, opening(prompt=prompt, reading=Reading("qwen3")))
     assert sorted_out(texts) == [(REASONING, 0, "so"), (CONTENT, 0, "yes")]
+
+
+@pytest.mark.parametrize("name", ["hermes", *FORCED])
+@pytest.mark.parametrize("finish", [LENGTH, STOP])
+def test_an_answer_that_must_be_calls_has_no_content_wherever_it_ends(
+    name: str, finish: FinishReason
+) -> None:
+    tokenizer = byte_level()
+    showing, how = PieceTable(Vocabulary.of(tokenizer)), forced_calls("", name)
+    calls = [("main", '{"user": "x"}'), ("len", '{"a": [1]}')][: 1 if how.is_single else 2]
+    written = (how.call_begin + called + how.name_end + given + how.call_end for called, given in calls)
+    ids = tokenizer.encode(how.begin + how.separator.join(written) + how.end).ids
+    for end in range(1, len(ids) + 1):
+        steps = steps_of(showing)
+        steps.apply(tokens(opens=[opening(reading=Reading("", how.reader, insists=True))]))
+        text = only(steps, tokens((ONE, 0, ids[:end], finish)))
+        assert CONTENT not in {channel for channel, _, _ in sorted_out([text])}
+
+
+def test_a_call_that_was_cut_off_is_no_content_beside_whole_ones(
+    showing: PieceTable, tokenizer: Tokenizer
+) -> None:
+    end = OUTPUT.index('": {}}')
+    ids = tokenizer.encode(OUTPUT[:end]).ids
+    texts = run(steps_of(showing), ids, opening(reading=READING))
+    assert sorted_out(texts) == TOLD[:4]
 
 
 def test_a_stop_string_ends_what_is_read(showing: PieceTable, tokenizer: Tokenizer) -> None:

@@ -50,7 +50,7 @@ DELTAS = {
 PLAIN = {kind: DELTAS[kind] for kind in ("t", "r")}
 """Blocks of which there may be more without anything else to look at."""
 UNREADABLE_INPUT = "INVALID_JSON"
-"""Key under which a whole answer shows arguments that are no JSON object: they were cut off, or the model erred."""
+"""Key under which a whole answer shows arguments that are no JSON object: the model erred."""
 
 
 class MessagesAnswer(Answer, tag="messages"):
@@ -77,9 +77,10 @@ def usage_of(started: Started | None, num_output_tokens: int) -> dict[str, int]:
 def message_of(answer: MessagesAnswer, output: Output) -> dict[str, object]:
     """Return a whole answer. Raises `RequestError` for one that was cut off."""
     finish, num_tokens = output.finish, len(output.token_ids)
+    is_cut = finish.reason is not FinishReason.STOP
     return {
         **_head(answer),
-        "content": list(_blocks(answer, pieces(output.text, output.spans))),
+        "content": list(_blocks(answer, pieces(output.text, output.spans), is_cut=is_cut)),
         **_ending(answer, finish, num_tokens),
         "usage": {**usage_of(output.stream.started, num_tokens), **_thinking(finish)},
     }
@@ -121,8 +122,10 @@ def _is_told(answer: MessagesAnswer, channel: int, call: int) -> bool:
     return KINDS[channel] != "c" or call == 0 or answer.channels.parallel_calls
 
 
-def _blocks(answer: MessagesAnswer, told: Iterator[tuple[int, int, str]]) -> Iterator[dict[str, object]]:
-    """Yield the content blocks of a whole answer."""
+def _blocks(
+    answer: MessagesAnswer, told: Iterator[tuple[int, int, str]], *, is_cut: bool
+) -> Iterator[dict[str, object]]:
+    """Yield the content blocks of a whole answer; of one that ``is_cut`` not the call that was not finished."""
     found: list[tuple[str, int, list[str]]] = []
     for channel, call, text in told:
         if not _is_told(answer, channel, call):
@@ -133,7 +136,12 @@ def _blocks(answer: MessagesAnswer, told: Iterator[tuple[int, int, str]]) -> Ite
         found[-1][2].append(text)
     for index, (kind, call, texts) in enumerate(found):
         if kind == "c":
-            given = _input_of("".join(texts[1:]))
+            arguments = "".join(texts[1:])
+            given = _input_of(arguments)
+            if is_cut and index == len(found) - 1 and (not arguments or given is None):
+                continue
+            if given is None:
+                given = {UNREADABLE_INPUT: arguments}
             call_id = answer.channels.call_id(0, call, texts[0])
             yield {"type": "tool_use", "id": call_id, "name": texts[0], "input": given}
         elif kind == "r":
@@ -143,11 +151,11 @@ def _blocks(answer: MessagesAnswer, told: Iterator[tuple[int, int, str]]) -> Ite
             yield {"type": "text", "text": "".join(texts)}
 
 
-def _input_of(arguments: str) -> object:
+def _input_of(arguments: str) -> dict[str, object] | None:
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, object])
     except (msgspec.DecodeError, RecursionError):
-        return {UNREADABLE_INPUT: arguments}
+        return None
 
 
 class MessagesWriter:

@@ -148,7 +148,9 @@ async def _read(
 ) -> Detokenized:
     """Return a choice's text."""
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
-    return await reread(service, choice.token_ids or (), ends_with_stop, params, prompt_ids, reading)
+    is_cut = choice.finish_reason is not None and not ends_with_stop
+    ids = choice.token_ids or ()
+    return await reread(service, ids, ends_with_stop, params, prompt_ids, reading, is_cut=is_cut)
 
 
 def _choice(choice: GeneratedChoice, answer: Detokenized, told: dict[str, object]) -> dict[str, object]:

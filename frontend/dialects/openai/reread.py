@@ -17,8 +17,10 @@ async def reread(
     params: SamplingParams,
     prompt_ids: bytes,
     reading: Reading | None,
+    *,
+    is_cut: bool = False,
 ) -> Detokenized:
-    """Read an output again, behind its prompt (int32).
+    """Read an output again, behind its prompt (int32). ``is_cut``: a limit ended it, not the model.
 
     As while it is generated, the token that ended it shows only when asked for.
     """
@@ -42,4 +44,4 @@ async def reread(
         scheduled_ns=0,
         reading=reading,
     )
-    return await service.queries.read_output(ids, opened)
+    return await service.queries.read_output(ids, opened, is_cut=is_cut)
