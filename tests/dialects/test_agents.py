@@ -248,6 +248,29 @@ def test_a_tool_that_a_search_found_is_told_in_place_and_may_be_called(parsing: 
     assert result["role"] == "tool" and json.loads(result["content"])["function"]["name"] == "found"
 
 
+def added(name: str) -> Json:
+    return {"type": "additional_tools", "role": "developer", "tools": [{**FLAT, "name": name}]}
+
+
+def test_tools_of_the_first_items_are_shown_beside_the_requests_own(shared: Any) -> None:
+    space = {"type": "namespace", "name": "functions", "tools": [PATCH]}
+    first = {"type": "additional_tools", "tools": [space]}
+    items = [first, added("more"), {"role": "developer", "content": "Help."}, *HELLO]
+    prompt = prompt_of(shared, R, {"input": items, "tools": [FLAT]})
+    assert list(functions(prompt)) == ["read", "functions__apply_patch", "more"]
+    assert [message["role"] for message in json.loads(prompt.messages)] == ["developer", "user"]
+    named = {"type": "function", "name": "more"}
+    assert functions(prompt_of(shared, R, {"input": items, "tool_choice": named})).keys() >= {"more"}
+
+
+def test_tools_that_are_added_later_are_told_in_their_place(shared: Any) -> None:
+    prompt = prompt_of(shared, R, {"input": [*HELLO, added("later"), *HELLO], "tools": [FLAT]})
+    assert list(functions(prompt)) == ["read"], "the beginning of the prompt stays as it was"
+    _, told, _ = json.loads(prompt.messages)
+    assert told["role"] == "system"
+    assert json.loads(told["content"].split("\n", 1)[1])["function"]["name"] == "later"
+
+
 # --- Anthropic's blocks -------------------------------------------------------------------------------------------
 
 

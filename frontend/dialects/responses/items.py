@@ -6,7 +6,7 @@ What one turn of the assistant thought, said and called is one message; a result
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -40,6 +40,7 @@ TYPES = (
     "local_shell_call_output",
     "tool_search_call",
     "tool_search_output",
+    "additional_tools",
     "mcp_call",
     "reasoning",
     "item_reference",
@@ -61,6 +62,7 @@ SERVER_ITEMS = (
 )
 """Types of items that tools of another server wrote, or that nobody but it can read."""
 LOCAL_SHELL = "local_shell"
+ADDED_TOOLS = "additional_tools"
 
 Message = dict[str, Any]
 NO_THOUGHT: Message = {"role": "assistant", "content": ""}
@@ -82,6 +84,8 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
         places.append("instructions")
     names: dict[str, str] = {}
     for index, item in enumerate(items):
+        if index < _num_leading(items):
+            continue
         for message in _messages_of(item, f"input[{index}]", names):
             if message == NO_THOUGHT:
                 continue
@@ -93,13 +97,28 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
     return found, places
 
 
+def leading_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
+    """Return the tools of the items that begin the conversation: the template shows them beside the request's own."""
+    return _tools_of(items, range(_num_leading(items)))
+
+
 def found_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
-    """Return the tools that searches of the conversation have found."""
+    """Return the tools that searches of the conversation have found, or that were added in its course."""
+    later = range(_num_leading(items), len(items))
+    return _tools_of(items, [i for i in later if items[i].type in ("tool_search_output", ADDED_TOOLS)])
+
+
+def _num_leading(items: Sequence[InputItem]) -> int:
+    return next((i for i, item in enumerate(items) if item.type != ADDED_TOOLS), len(items))
+
+
+def _tools_of(items: Sequence[InputItem], indices: Iterable[int]) -> list[OfferedTool]:
     return [
         tool
-        for index, item in enumerate(items)
-        if item.type == "tool_search_output"
-        for tool in offered_tools(sent_tools(item.tools, f"input[{index}].tools"), f"input[{index}].tools")
+        for index in indices
+        for tool in offered_tools(
+            sent_tools(items[index].tools, f"input[{index}].tools"), f"input[{index}].tools"
+        )
     ]
 
 
@@ -129,8 +148,10 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
         case "tool_search_call" if item.call_id is not None:
             return [_call(item, where, names)]
         case "tool_search_output" if item.call_id is not None:
-            definitions = [tool.definition() for tool in found_tools([item])]
-            return [_result(item, "\n".join(definitions) or "No tools were found.", where, names)]
+            return [_result(item, _definitions(item, where) or "No tools were found.", where, names)]
+        case "additional_tools":
+            text = _definitions(item, where)
+            return [{"role": "system", "content": f"Tools available:\n{text}"}] if text else []
     if item.type in (*SERVER_ITEMS, "mcp_call", "tool_search_call", "tool_search_output"):
         _log.info("%s, an item of type %s, is left out: another server's tools wrote it", where, item.type)
         return []
@@ -139,6 +160,12 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
         "items of that type",
         f"It takes {', '.join(TYPES)}.",
     )
+
+
+def _definitions(item: InputItem, where: str) -> str:
+    """Return an item's tools as text."""
+    tools = offered_tools(sent_tools(item.tools, f"{where}.tools"), f"{where}.tools")
+    return "\n".join(tool.definition() for tool in tools)
 
 
 def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:

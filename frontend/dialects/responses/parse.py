@@ -21,7 +21,7 @@ from quintet.frontend.dialects.openai.offered_tools import (
 )
 from quintet.frontend.dialects.openai.translation import Translation
 from quintet.frontend.dialects.openai.types import FORM_FIELDS, ChatBody, ResponseFormat
-from quintet.frontend.dialects.responses.items import found_tools, messages_of
+from quintet.frontend.dialects.responses.items import found_tools, leading_tools, messages_of
 from quintet.frontend.dialects.responses.output import CallForm
 from quintet.frontend.dialects.responses.types import (
     InputItem,
@@ -132,11 +132,11 @@ def chat_body(
         chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
     chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
     chat.response_format = None if body.text is None else _format(body.text.format)
-    tools = offered_tools(sent_tools(body.tools, "tools"))
+    tools = offered_tools(sent_tools(body.tools, "tools")) + leading_tools(items)
     deferred = [tool for tool in tools if tool.is_deferred] + found_tools(items)
     forms = _call_forms([*tools, *deferred])
     tools = [tool for tool in tools if not tool.is_deferred]
-    if isinstance(body.tool_choice, NamedTool) and not parse.json_of(body.tools):
+    if isinstance(body.tool_choice, NamedTool) and not (tools or parse.json_of(body.tools)):
         chat.tool_choice = "required"  # refused below, as for any choice among nothing
     elif isinstance(body.tool_choice, NamedTool):
         tools, chat.tool_choice = _choice(body.tool_choice, tools)

@@ -24,8 +24,8 @@ class InputItem(msgspec.Struct, kw_only=True):
 
     type: str | None = None
     """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
-    local_shell_call_output, tool_search_call, tool_search_output, mcp_call, reasoning or item_reference. Items of other tools
-    that a server ran are skipped."""
+    local_shell_call_output, tool_search_call, tool_search_output, additional_tools, mcp_call, reasoning or item_reference.
+    Items of other tools that a server ran are skipped."""
     id: str | None = None
     role: str | None = None
     """user, assistant, system or developer."""
@@ -41,7 +41,7 @@ class InputItem(msgspec.Struct, kw_only=True):
     action: RawField = msgspec.UNSET
     """Of a call of the local shell: an object with the command."""
     tools: RawField = msgspec.UNSET
-    """That a search has found."""
+    """That a search has found, or that are added here."""
     execution: str | None = None
     """Of a search of tools: client or server."""
     output: str | list[ContentPart] | None = None
