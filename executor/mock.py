@@ -1,18 +1,20 @@
 """A worker without a model: deterministic tokens after a fixed time, so that all else can be measured and tested alone.
 
 A token depends on the request's seed and the position only, like a real draw: a request that is run again says the same.
-Nothing here imports torch.
+With a script (`mock_script.py`) it depends on the request's prompt and the position. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.interface import Finished
+from quintet.executor.mock_script import MockScript, read_mock_script
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
@@ -42,8 +44,12 @@ class MockWorker:
         num_blocks: int,
         step_s: float,
         span: Span = no_span,
+        script: MockScript | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self._script = script
+        self._answers: dict[int, tuple[int, NDArray[np.int32]]] = {}
+        """Of slots whose answer the script says: the prompt's length, the answer's tokens."""
         self._span = span
         self._step_s = step_s
         self.work_done = 0
@@ -68,6 +74,7 @@ class MockWorker:
         """Forget every row."""
         self._seeds[:] = 0
         self._tenants.clear()
+        self._answers.clear()
         self._logprob_rows.clear()
 
     def is_broken(self, error: Exception) -> bool:
@@ -90,10 +97,13 @@ class MockWorker:
         deadline = time.perf_counter() + self._step_s
         for slot in np.frombuffer(plan.freed, np.int32).tolist():
             self._tenants.discard(slot)
+            self._answers.pop(slot, None)
             self._logprob_rows.pop(slot, None)
         for row in plan.new_rows:
             self._tenants.add(row.slot)
             self._seeds[row.slot] = row.seed & SEED_MASK
+            if self._script is not None:
+                self._look_up(self._script, row)
             self._logprob_rows.pop(row.slot, None)
             if row.params.logprobs is not None or row.params.prompt_logprobs is not None:
                 self._logprob_rows[row.slot] = row
@@ -101,6 +111,8 @@ class MockWorker:
         ends = np.frombuffer(plan.starts, np.int32) + np.frombuffer(plan.counts, np.int32)
         sampling = np.flatnonzero(np.frombuffer(plan.samples, np.uint8))
         tokens = self._draw(self._seeds[slots[sampling]], ends[sampling])
+        if self._answers:
+            self._recite(slots[sampling], ends[sampling], tokens)
         result = StepResult(plan.step, 0, tokens.tobytes())
         if self._logprob_rows:
             self._pretend_logprobs(plan, slots, sampling, tokens, result)
@@ -118,6 +130,18 @@ class MockWorker:
         z ^= z >> np.uint64(31)
         drawn: NDArray[np.int32] = self._plain[z % np.uint64(len(self._plain))]
         return drawn
+
+    def _look_up(self, script: MockScript, row: NewRow) -> None:
+        """Find the answer to a request that enters a slot."""
+        prompt_ids = np.frombuffer(row.token_ids, np.int32)[: row.num_prompt_tokens]
+        self._answers[row.slot] = row.num_prompt_tokens, script.answer(prompt_ids)
+
+    def _recite(self, slots: NDArray[np.int32], ends: NDArray[np.int32], tokens: NDArray[np.int32]) -> None:
+        """Write the scripted tokens of sampling rows over the drawn ones; behind an answer stands its end token."""
+        for index, slot in enumerate(slots.tolist()):
+            if slot in self._answers:
+                num_prompt_tokens, answer = self._answers[slot]
+                tokens[index] = answer[min(int(ends[index]) - num_prompt_tokens, len(answer) - 1)]
 
     def _pretend_logprobs(
         self,
@@ -186,6 +210,11 @@ def plain_ids(vocab_size: int, eos_token_ids: list[int]) -> NDArray[np.int32]:
 
 def make_worker(config: EngineConfig, span: Span = no_span) -> MockWorker:
     """Make the mock that the configuration describes."""
+    script = None
+    if config.executor.mock_script is not None:
+        tokenizer_file = Path(config.model.tokenizer_path) / "tokenizer.json"
+        end_id = config.model.eos_token_ids[0]
+        script = read_mock_script(Path(config.executor.mock_script), tokenizer_file, end_id)
     return MockWorker(
         max_num_seqs=config.scheduler.max_num_seqs,
         vocab_size=config.model.vocab_size,
@@ -193,4 +222,5 @@ def make_worker(config: EngineConfig, span: Span = no_span) -> MockWorker:
         num_blocks=config.model.kv.num_blocks(config.cache.memory_bytes),
         step_s=config.executor.step_ms * 1e-3,
         span=span,
+        script=script,
     )

@@ -302,6 +302,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """GPU: whose attention computes prompts; see ``executor/cuda/attention``."""
     step_ms: float = 0.0
     """Mock only: how long a step takes."""
+    mock_script: str | None = None
+    """Mock only: a file of answers (``executor/mock_script.py``)."""
     weight_bytes: int = 0
     """What the weights take in memory, about, of each rank; 0 where none are read."""
     shared_bytes: int = 0

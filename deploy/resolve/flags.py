@@ -592,6 +592,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         ),
     ] = "auto"
     step_ms: Annotated[float, Flag(DEVICE, "mock executor only: how long a step takes", "MS")] = 0.0
+    mock_script: Annotated[
+        str | None,
+        Flag(
+            DEVICE,
+            "mock executor only: answers to prompts, for tests of clients; JSON of a list of objects with after and say",
+            "FILE",
+        ),
+    ] = None
 
     # --- processes ---
     frontends: Annotated[int, Flag(PROCESSES, "HTTP processes; they share the port")] = 1

@@ -109,11 +109,10 @@ def _check_counts(options: Options) -> None:
 
 
 def check_mock_only_flags(options: Options) -> None:
-    """Reject ``--step-ms`` where it would silently do nothing."""
-    if options.step_ms and options.executor != "mock":
-        raise ConfigError(
-            f"--step-ms {options.step_ms} is for the mock executor: add --executor mock or drop it"
-        )
+    """Reject ``--step-ms`` and ``--mock-script`` where they would silently do nothing."""
+    for flag, value in (("--step-ms", options.step_ms), ("--mock-script", options.mock_script)):
+        if value and options.executor != "mock":
+            raise ConfigError(f"{flag} {value} is for the mock executor: add --executor mock or drop it")
 
 
 def check_gpu_only_flags(options: Options, device: str) -> None:

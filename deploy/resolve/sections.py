@@ -81,6 +81,7 @@ def executor_config(
         allow_torch_kernels=options.allow_torch_kernels,
         attention_backend=options.attention_backend,
         step_ms=options.step_ms,
+        mock_script=None if options.mock_script is None else str(Path(options.mock_script).absolute()),
         weight_bytes=weight_bytes,
         shared_bytes=shared_bytes,
     )

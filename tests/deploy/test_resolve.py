@@ -161,6 +161,7 @@ def test_a_default_that_no_request_may_have_is_cut_or_ignored_with_a_note(
         ({"kv_cache_memory": "100KiB", "max_model_len": 512}, ["needs 128.0 KiB", "--max-model-len to 400"]),
         ({"kv_cache_memory": 100}, ["needs 128.0 KiB", "--kv-cache-memory 128.0KiB"]),
         ({"executor": "torch", "step_ms": 1.0}, ["--step-ms 1.0", "--executor mock"]),
+        ({"executor": "torch", "mock_script": "a.json"}, ["--mock-script a.json", "--executor mock"]),
         ({"executor": "torch"}, ["has no weights (model.safetensors", "--load-format dummy"]),
         ({"chat_template": "absent.jinja"}, ["--chat-template 'absent.jinja'"]),
     ],
