@@ -20,6 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
+NPM_CLIENTS := $(patsubst tests/clients/requirements/%.json,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.json))
 
 .PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients chart fuzz gpu-check clean
 
@@ -85,7 +86,7 @@ model: install  ## train the embedded model again (about an hour)
 cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
 	$(BIN)/python -m quintet.executor.cuda.compile $(ARGS)
 
-clients: $(CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
+clients: $(CLIENTS) $(NPM_CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
 
 chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with the schemas of the newest Kubernetes
 	.venv/clients/kubernetes/bin/python tests/clients/platforms/kubernetes_chart.py --newest
@@ -94,6 +95,14 @@ chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@touch $@
+
+# Programs of npm are run without its scripts of installation: their binaries come in packages of their own.
+$(NPM_CLIENTS): .venv/clients/%/installed: tests/clients/requirements/%.json | $(STAMP)
+	@rm -rf $(@D) && mkdir -p $(@D)
+	@cp $< $(@D)/package.json
+	@if command -v npm > /dev/null; \
+	then npm install --prefix $(@D) --silent --ignore-scripts --no-audit --no-fund && touch $@; \
+	else echo "npm is not installed: the tests of $* will be skipped"; fi
 
 # Quintet runs inside of these: what they lack of its packages, they find where it is installed.
 HOSTS := $(patsubst %,.venv/clients/%/installed,fastchat gateway kserve ray)
