@@ -48,6 +48,7 @@ from quintet.wire.config import (
     EngineConfig,
     ExecutorConfig,
     FrontendConfig,
+    LogitsDtype,
     ModelConfig,
     ProcessesConfig,
     Quantization,
@@ -120,6 +121,7 @@ class Room:
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     quantization: Quantization = "none"
     activation_dtype: ActivationDtype = "auto"
+    logits_dtype: LogitsDtype = "float32"
     threads: int = 1
     pin: bool = False
 
@@ -169,6 +171,7 @@ def config_of(
             threads=room.threads,
             quantization=room.quantization,
             activation_dtype=room.activation_dtype,
+            logits_dtype=room.logits_dtype,
             pin_threads=room.pin,
             tensor_parallel_size=ranks,
             decode_context_parallel_size=together,
@@ -192,6 +195,7 @@ def config_of_model(model: str, folder: Path, room: Room) -> EngineConfig:
         max_num_seqs=max(room.rows),
         max_num_batched_tokens=max(2048, room.new * max(room.rows)),
         activation_dtype=room.activation_dtype,
+        logits_dtype=room.logits_dtype,
         threads=room.threads,
         pin_threads=room.pin,
     )
@@ -338,6 +342,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--quantization", choices=("none", "int8", "int4", "w8a8"), default="none")
     parser.add_argument("--activation-dtype", choices=("auto", "int8"), default="auto", help="as of a server")
+    parser.add_argument("--logits-dtype", choices=("float32", "model"), default="float32")
     parser.add_argument("--threads", type=int, default=0, help="0: as the server chooses")
     parser.add_argument("--pin", action="store_true", help="keep each thread on one core")
     parser.add_argument(

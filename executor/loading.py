@@ -52,7 +52,9 @@ def load_model(
     )
     quantization = open_quantization(config.executor.quantization, stored, contents, on_device=on_device)
     rounded = RoundedInputs(quantization) if config.executor.activation_dtype == "int8" else None
-    setting = Setting(platform.device, MODEL_DTYPES[config.model.dtype], rounded or quantization, share)
+    dtype = MODEL_DTYPES[config.model.dtype]
+    logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
+    setting = Setting(platform.device, dtype, rounded or quantization, share, logits_dtype)
     model = build_model(config.model.architecture, card, setting)
     if rounded is not None and not rounded.num_layers and share.stages == 1:  # other stages may have some
         raise ConfigError(_why_no_rounding(card.path, stored))

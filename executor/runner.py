@@ -21,7 +21,7 @@ class GivesLogits(Protocol):
         """Most tokens whose logits may be asked for at once."""
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """Return ``[len(tokens), vocab]`` in the model's dtype, for tokens of the last step by index among them.
+        """Return ``[len(tokens), vocab]`` in float32 or the model's dtype, for tokens of the last step by index among them.
 
         The tensor is overwritten by the next call.
         """

@@ -23,6 +23,9 @@ ActivationDtype = Literal["auto", "int8"]
 """What inputs of layers whose weights are integers are rounded to: as the checkpoint says, or 16 bits; or 8 bits, but for the
 output layer's and those of routers."""
 
+LogitsDtype = Literal["float32", "model"]
+"""Of logits: the sums of the output layer as they are, or rounded to the model's dtype, as transformers' are."""
+
 ModelImpl = Literal["quintet", "transformers"]
 """Whose layers compute a model: ours, or those of transformers over our KV memory."""
 
@@ -269,6 +272,8 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number format that the weights of linear layers get when they are loaded."""
     activation_dtype: ActivationDtype = "auto"
     """What inputs of linear layers are rounded to where weights are integers."""
+    logits_dtype: LogitsDtype = "float32"
+    """What sums of the output layer are rounded to."""
     packed_cache: str | None = None
     """Folder of files with packed weights, read instead of packing again; None for no such files."""
     threads: int = 0
@@ -434,6 +439,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Folder where every process keeps what it was sent and what it sent; None keeps nothing. See ``process/record.py``."""
     record_bytes: int = 512 << 20
     """What the recording of one seat may take; its oldest parts are deleted."""
+
+    @property
+    def logits_item_bytes(self) -> int:
+        """Size of a logit."""
+        return DTYPE_BYTES["float32" if self.executor.logits_dtype == "float32" else self.model.dtype]
 
     def write(self, path: Path) -> None:
         """Write the configuration as JSON for the child processes."""

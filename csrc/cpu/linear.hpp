@@ -135,7 +135,7 @@ constexpr index_t outlier_run(const Weight& weight, index_t tile, index_t k, ind
 struct LinearCall {
   const Weight* weight;
   Dtype dtype;    // of x, bias, residual
-  Dtype y_dtype;  // the same; or fp32: sums as they are, without bias, residual or activation (ranks.hpp)
+  Dtype y_dtype;  // the same; or fp32: sums as they are, plus the bias, without residual or activation (ranks.hpp; logits)
   const void* x;
   index_t x_stride, rows;
   const void* bias;      // [columns] or null

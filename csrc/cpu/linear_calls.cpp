@@ -119,18 +119,28 @@ void append_linear(Program* program, const LinearCall& call, index_t max_rows, E
       program->append(std::make_unique<LinearOp>(linear, program, max_rows, extent, work));
 }
 
+// Has y rounded to a format, or kept as fp32.
+void set_y_dtype(LinearCall& call, int y_dtype) {
+  const bool is_plain = !call.residual && call.activation == Activation::none;
+  QT_REQUIRE(y_dtype == int(call.dtype) || (y_dtype == int(Dtype::fp32) && is_plain),
+             "a result of format %d, inputs of %d, %s", y_dtype, int(call.dtype),
+             is_plain ? "nothing fused behind" : "a residual or an activation behind");
+  call.y_dtype = Dtype(y_dtype);
+}
+
 }  // namespace
 }  // namespace qt
 
 // y[rows, columns] = x[rows, depth] · Wᵀ (+ bias), rounded to dtype; then its activation, or (+ residual), rounded again; paired
 // weights: the activation of the gates times the ups, y[rows, columns / 2]. dtype: of x, bias, residual and y; a
 // floating-point weight has the same. activation: see Activation; paired weights need one, who has a residual takes none.
-// residual: laid out like y, may be y. inputs: an Inputs.
+// residual: laid out like y, may be y. inputs: an Inputs. y_dtype: dtype, or fp32 without residual and activation: y is not rounded.
 QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype,
                                 const void* bias, const void* residual, void* y, index_t y_stride, int activation,
-                                int inputs) {
-  qt::Linear linear(
-      qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, inputs));
+                                int inputs, int y_dtype) {
+  qt::LinearCall call = qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, inputs);
+  qt::set_y_dtype(call, y_dtype);
+  qt::Linear linear(call);
   linear.describe(rows, qt::pool().threads());
   const index_t prepared = linear.prepared_bytes(rows), partials = linear.call.sliced ? linear.sliced_bytes(rows) : 0;
   char* scratch = prepared + partials == 0 ? nullptr : static_cast<char*>(std::aligned_alloc(64, prepared + partials));
@@ -143,13 +153,13 @@ QT_EXPORT void qt_weight_linear(const qt::Weight* weight, const void* x, index_t
 // Appends the same for rows of the step (extent: an Extent), at most max_rows of them.
 QT_EXPORT void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride,
                                  index_t max_rows, int dtype, const void* bias, const void* residual, void* y,
-                                 index_t y_stride, int activation, int inputs, int extent) {
+                                 index_t y_stride, int activation, int inputs, int y_dtype, int extent) {
   QT_REQUIRE(x_stride >= weight->whole_depth && y_stride >= weight->columns / (weight->paired ? 2 : 1),
              "rows %lld and %lld apart, of a weight %lld deep with %lld columns", (long long)x_stride, (long long)y_stride,
              (long long)weight->whole_depth, (long long)weight->columns);
-  qt::append_linear(
-      program, qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, inputs),
-      max_rows, qt::Extent(extent));
+  qt::LinearCall call = qt::linear_call(weight, x, x_stride, dtype, bias, residual, y, y_stride, activation, inputs);
+  qt::set_y_dtype(call, y_dtype);
+  qt::append_linear(program, call, max_rows, qt::Extent(extent));
 }
 
 // Appends x · Wᵀ of the step's tokens as the fp32 sums that they are: a rank's part of them (ranks.hpp). The weight is not paired.

@@ -14,7 +14,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from quintet.deploy.resolve.flag_values import count, json_object
-from quintet.wire.config import ActivationDtype, ChatContentFormat, KvCacheDtype, Quantization, Routing
+from quintet.wire.config import (
+    ActivationDtype,
+    ChatContentFormat,
+    KvCacheDtype,
+    LogitsDtype,
+    Quantization,
+    Routing,
+)
 
 MODEL, NETWORK, SCHEDULING, MEMORY, PROCESSES, DEVICE = (
     "model", "network", "scheduling", "memory", "processes", "device",
@@ -145,6 +152,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "bits, as llama.cpp has it: faster at prompts, and less exact (docs/quantization.md)",
         ),
     ] = "auto"
+    logits_dtype: Annotated[
+        LogitsDtype,
+        Flag(
+            MODEL,
+            "number format of logits: float32 keeps the output layer's sums as they are; model rounds them to the model's "
+            "format, as transformers does",
+        ),
+    ] = "float32"
     packed_cache: Annotated[
         str | None,
         Flag(

@@ -29,6 +29,7 @@ from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import CROSSING_BYTES, Share, shared_bytes, stage_layers
 from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, StateSpec
 from quintet.executor.cards.state_specs import Mamba2Spec
+from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json
 from quintet.wire.model_files import card_path
@@ -210,7 +211,8 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     context = options.decode_context_parallel_size
     share = Share(0, size, options.enable_expert_parallel, 0, stages, places=places, context_size=context)
     crossing = CROSSING_BYTES * kv_leaves(options)
-    return crossing + shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes)
+    of_logits = DTYPE_BYTES["float32"] if options.logits_dtype == "float32" else item_bytes
+    return crossing + shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes, of_logits)
 
 
 def _cut(options: Options, facts: ModelFacts) -> ModelFacts:

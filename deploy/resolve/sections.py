@@ -65,6 +65,7 @@ def executor_config(
         load_format=options.load_format,
         quantization=quantization,
         activation_dtype=options.activation_dtype,
+        logits_dtype=options.logits_dtype,
         packed_cache=folder_of(options.packed_cache),
         threads=options.threads,
         tensor_parallel_size=options.tensor_parallel_size,

@@ -284,17 +284,22 @@ def results_depth(stages: int) -> int:
 
 
 def shared_bytes(
-    spec: DecoderSpec, share: Share, step_tokens: int, max_num_seqs: int, item_bytes: int
+    spec: DecoderSpec,
+    share: Share,
+    step_tokens: int,
+    max_num_seqs: int,
+    item_bytes: int,
+    logits_item_bytes: int,
 ) -> int:
     """Return the memory that all ranks of all stages share for what is of a model's size.
 
     At most, since pages are mapped when they are first used. share: of any rank; step_tokens: of a step, at most; item_bytes: of
-    a number.
+    a number; logits_item_bytes: of a logit.
     """
     size, stages = share.size, share.stages
     tokens, outputs = max(step_tokens, max_num_seqs), max(max_num_seqs, MIN_OUTPUTS)
     hidden, rotated = (tokens * width * item_bytes for width in (spec.hidden_size, rotated_width(spec)))
-    logits = outputs * spec.vocab_size * item_bytes
+    logits = outputs * spec.vocab_size * logits_item_bytes
     handed_on = 0
     if stages > 1:
         handed_on = (stages - 1) * LINK_DEPTH * (hidden + rotated) + results_depth(stages) * logits

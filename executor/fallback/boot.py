@@ -15,7 +15,7 @@ from quintet.executor.fallback.attention import NotServed, PagedAttention
 from quintet.executor.fallback.checkpoint import Checkpoint
 from quintet.executor.fallback.examine import check_calls, examine, refusal
 from quintet.executor.fallback.host_runner import HostRunner
-from quintet.executor.fallback.linears import pack_linears
+from quintet.executor.fallback.linears import keep_logit_sums, pack_linears
 from quintet.executor.fallback.model import TransformersModel
 from quintet.executor.fallback.rehearsal import Rehearsal
 from quintet.executor.program.library import program_library
@@ -50,8 +50,11 @@ def open_transformers_model(
         check_calls(model.calls, needs)
         rehearsal = Rehearsal(model, config.model, device)
         num_bytes = model.num_bytes
+        logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
         if device.type == "cpu":
-            pack_linears(loaded, dtype)
+            pack_linears(loaded, dtype, logits_dtype)
+        if logits_dtype != dtype:
+            keep_logit_sums(loaded)
         runner = _runner(model, config, device, dtype, num_blocks, span)
         tables = SlotTables(
             config.scheduler.max_num_seqs, config.model.max_model_len, config.model.kv, device

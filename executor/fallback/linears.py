@@ -13,22 +13,40 @@ import torch
 from transformers import PreTrainedModel
 
 from quintet.executor.ops.host_linear import LinearLibrary, linear_library
+from quintet.executor.ops.linear import linear as multiply
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.numbers import FLOAT_FORMATS
 
 
-def pack_linears(model: PreTrainedModel, dtype: torch.dtype) -> int:
-    """Have the compiled kernels multiply in every plain linear layer; return how many there are."""
+def pack_linears(model: PreTrainedModel, dtype: torch.dtype, logits_dtype: torch.dtype) -> int:
+    """Have the compiled kernels multiply in every plain linear layer; return how many there are.
+
+    logits_dtype: of what the output layer gives, if it is one of them.
+    """
     library = linear_library()
     if library is None:
         return 0
     embeddings = {id(table.weight) for table in model.modules() if isinstance(table, torch.nn.Embedding)}
-    count = 0
+    head, count = model.get_output_embeddings(), 0
     for linear in _plain_linears(model):
         if linear.weight.dtype is dtype and (linear.bias is None or linear.bias.dtype is dtype):
-            _pack(library, linear, id(linear.weight) in embeddings)
+            result_dtype = logits_dtype if linear is head else dtype
+            _pack(library, linear, id(linear.weight) in embeddings, result_dtype)
             count += 1
     return count
+
+
+def keep_logit_sums(model: PreTrainedModel) -> None:
+    """Have the output layer give float32, if it is a plain linear layer with torch's operators."""
+    head = model.get_output_embeddings()
+    if any(linear is head for linear in _plain_linears(model)):
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            rows = x.reshape(-1, x.shape[-1])
+            logits = multiply(rows, head.weight, head.bias, result_dtype=torch.float32)
+            return logits.view(*x.shape[:-1], -1)
+
+        vars(head)["forward"] = forward
 
 
 def _plain_linears(model: PreTrainedModel) -> Iterator[torch.nn.Linear]:
@@ -38,22 +56,24 @@ def _plain_linears(model: PreTrainedModel) -> Iterator[torch.nn.Linear]:
             yield module
 
 
-def _pack(library: LinearLibrary, linear: torch.nn.Linear, is_tied: bool) -> None:
+def _pack(library: LinearLibrary, linear: torch.nn.Linear, is_tied: bool, result_dtype: torch.dtype) -> None:
     weight = linear.weight.detach()
     columns, depth = weight.shape
     packed = PackedWeight(library, FLOAT_FORMATS[weight.dtype], columns, depth)
     packed.fill(weight)
-    vars(linear)["forward"] = _forward(packed, linear.bias)
+    vars(linear)["forward"] = _forward(packed, linear.bias, result_dtype)
     if not is_tied:
         hollow = torch.empty((1, 1), dtype=weight.dtype).expand(columns, depth)
         linear.weight = torch.nn.Parameter(hollow, requires_grad=False)
 
 
-def _forward(packed: PackedWeight, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+def _forward(
+    packed: PackedWeight, bias: torch.Tensor | None, result_dtype: torch.dtype
+) -> Callable[[torch.Tensor], torch.Tensor]:
     def forward(x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, packed.depth)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        return packed.linear(rows, bias).view(*x.shape[:-1], packed.columns)
+        return packed.linear(rows, bias, result_dtype=result_dtype).view(*x.shape[:-1], packed.columns)
 
     return forward

@@ -86,6 +86,7 @@ class TransformersModel:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``.
 
         The model itself computes them, its decoder standing aside: so factors, caps and whatever else is behind it are there.
+        They are in the dtype that the output layer gives (`quintet.executor.fallback.linears`).
         """
         stand_in = _Hidden(last_hidden_state=hidden.unsqueeze(0))
         self._decoder.forward = lambda *_, **__: stand_in

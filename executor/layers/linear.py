@@ -43,8 +43,11 @@ class Linear:
         activation: GatedActivation = GatedActivation.NONE,
         is_output_layer: bool = False,
         is_exact: bool = False,
+        result_dtype: torch.dtype | None = None,
     ) -> None:
-        self.shape = LinearShape(tuple(parts), depth, biased, activation, is_output_layer, is_exact)
+        self.shape = LinearShape(
+            tuple(parts), depth, biased, activation, is_output_layer, is_exact, result_dtype
+        )
         self.method: LinearMethod = setting.quantization.linear(self.shape, plan)
 
     @property

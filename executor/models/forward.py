@@ -27,7 +27,7 @@ ValueT = TypeVar("ValueT")
 
 
 class ForwardPass(Protocol[ValueT]):
-    """The operations. A value is ``[rows, width]`` in the model's dtype; a row is a token of the step."""
+    """The operations. A value is ``[rows, width]`` in the model's dtype, or logits in theirs; a row is a token of the step."""
 
     def embedding(self, layer: Embedding) -> ValueT:
         """Return the embedding of each of the step's tokens."""
@@ -39,7 +39,7 @@ class ForwardPass(Protocol[ValueT]):
         """Return ``x`` normed."""
 
     def linear(self, layer: Linear, x: ValueT) -> ValueT:
-        """Return ``layer(x)``, its bias and its gated activation included."""
+        """Return ``layer(x)``, its bias and its gated activation included; in the dtype that its shape names, if it names one."""
 
     def add(self, x: ValueT, y: ValueT) -> ValueT:
         """Return ``x + y``, of one width."""
@@ -48,13 +48,13 @@ class ForwardPass(Protocol[ValueT]):
         """Return ``x * y``, of one width; or ``y`` is one number a row."""
 
     def scale(self, x: ValueT, factor: float) -> ValueT:
-        """Return ``x * factor``; the factor is not rounded to the dtype."""
+        """Return ``x * factor`` in x's dtype; the factor is not rounded to it."""
 
     def clip(self, x: ValueT, bound: float) -> ValueT:
         """Return ``x``, at least ``-bound`` and at most ``bound``."""
 
     def softcap(self, x: ValueT, cap: float) -> ValueT:
-        """Return ``cap * tanh(x / cap)``, rounded after each of the three."""
+        """Return ``cap * tanh(x / cap)``, rounded to x's dtype after each of the three."""
 
     def activation(self, x: ValueT, kind: Activation) -> ValueT:
         """Return the activation of every number. Behind a linear layer without gates it costs next to nothing."""

@@ -26,6 +26,8 @@ class Setting:
     """Who makes the methods of its linear layers; the model hands it on."""
     share: Share = WHOLE
     """What this process computes of it, where others compute the rest."""
+    logits_dtype: torch.dtype = torch.float32
+    """Number format of logits: float32, or ``dtype``."""
 
 
 class CausalModel(Protocol):
@@ -51,4 +53,4 @@ class CausalModel(Protocol):
         """Return the last hidden states ``[num_tokens, hidden]``."""
 
     def logits(self, ops: ForwardPass[ValueT], hidden: ValueT) -> ValueT:
-        """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``, in the model's dtype."""
+        """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``, in `Setting.logits_dtype`."""

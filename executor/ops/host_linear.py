@@ -211,7 +211,7 @@ class LinearLibrary:
         self.weight_read = function("qt_weight_read", _ADDRESS, _SIZE, _SIZE, _ADDRESS)
         self.linear = function(
             "qt_weight_linear",
-            *(_ADDRESS, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _INT, _INT),
+            *(_ADDRESS, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _ADDRESS, _ADDRESS, _SIZE, _INT, _INT, _INT),
         )
 
 

@@ -278,20 +278,26 @@ class PackedWeight:
         out: torch.Tensor | None = None,
         activation: GatedActivation = GatedActivation.NONE,
         inputs: Inputs = Inputs.SIXTEEN_BITS,
+        result_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Return ``out [rows, output_columns]``: `quintet.executor.ops.linear.linear`, added to ``residual``.
 
-        x: ``[rows, depth]``. ``out`` may be ``residual``. Rows of x and of out may lie apart.
+        x: ``[rows, depth]``. ``out`` may be ``residual``. Rows of x and of out may lie apart. result_dtype: of out: x's, or
+        float32 without residual and activation; None: x's.
         """
         self.check(x, bias, activation, inputs)
-        rows, width = x.shape[0], self.output_columns
+        rows, width, dtype = x.shape[0], self.output_columns, result_dtype or x.dtype
         if out is None:
-            out = torch.empty((rows, width), dtype=x.dtype)
+            out = torch.empty((rows, width), dtype=dtype)
         for name, tensor in (("out", out), ("residual", residual)):
-            if tensor is not None and (tensor.dtype, tensor.shape) != (x.dtype, (rows, width)):
+            if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, (rows, width)):
                 raise PackedWeightError(
-                    f"{name} is {tensor.dtype}{list(tensor.shape)}; expected {x.dtype}[{rows}, {width}]"
+                    f"{name} is {tensor.dtype}{list(tensor.shape)}; expected {dtype}[{rows}, {width}]"
                 )
+        if dtype != x.dtype and (dtype != torch.float32 or residual is not None or activation):
+            raise PackedWeightError(
+                f"a result in {dtype} of x in {x.dtype}: expected {x.dtype}, or torch.float32 without residual and activation"
+            )
         if out.stride(1) != 1 or (residual is not None and residual.stride() != out.stride()):
             raise PackedWeightError(
                 "out and residual: rows must be contiguous and lie equally far apart in both"
@@ -310,6 +316,7 @@ class PackedWeight:
             out.stride(0),
             int(activation),
             int(inputs),
+            FLOAT_CODES[dtype],
         )
         return out
 

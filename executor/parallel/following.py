@@ -190,7 +190,7 @@ def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: i
     span("bubble")
     if stage.logits is not None:
         outputs = step.c.num_outputs
-        behind.payload(stage.logits.shape[1], stage.dtype)[:outputs].copy_(stage.logits[:outputs])
+        behind.payload(stage.logits.shape[1], stage.logits_dtype)[:outputs].copy_(stage.logits[:outputs])
         behind.tell_done(outputs)
         return
     if is_new:

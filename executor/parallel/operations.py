@@ -121,9 +121,9 @@ class RankOperations:
             *(y.address, y.stride, self._max_tokens),
         )
 
-    def logits(self) -> torch.Tensor:
+    def logits(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the memory of all ranks' logits ``[max_outputs, vocab]``, each rank's columns side by side."""
-        return self._ranks.logits(self._dtype)
+        return self._ranks.logits(dtype)
 
     def own_columns(self, logits: torch.Tensor) -> torch.Tensor:
         """Return those of them that this rank makes."""

@@ -136,7 +136,7 @@ class Pipeline:
         before.hear(self._heard)
         self._num_taken += 1
         self._is_lent = True
-        return before.payload(self._stage.vocab_size, self._stage.dtype)
+        return before.payload(self._stage.vocab_size, self._stage.logits_dtype)
 
     def give_back(self) -> None:
         """Let the place of the logits that were taken be written again; once is enough."""

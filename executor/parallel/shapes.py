@@ -42,7 +42,7 @@ def shape_of(config: EngineConfig) -> CRanksShape:
         table_stride=max(2, -(-(model.max_model_len + 1) // model.kv.block_size)),
         block_size=model.kv.block_size,
         sums_width=sums_width(spec),
-        logits_row_bytes=model.vocab_size * item_bytes,
+        logits_row_bytes=model.vocab_size * config.logits_item_bytes,
         rotated_row_bytes=rotated_width(spec) * item_bytes,
         gathered_row_bytes=gathered_width(spec, config.executor.tensor_parallel_size) * item_bytes,
         experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
@@ -80,7 +80,7 @@ def link_shape(config: EngineConfig, link: int) -> CRanksShape:
     shape.query_row_bytes = shape.partial_floats = 0
     if link == num_stages - 1:
         shape.depth = results_depth(num_stages)
-        shape.payload_bytes = shape.max_outputs * config.model.vocab_size * DTYPE_BYTES[config.model.dtype]
+        shape.payload_bytes = shape.max_outputs * config.model.vocab_size * config.logits_item_bytes
     return shape
 
 

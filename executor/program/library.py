@@ -46,7 +46,7 @@ class ProgramLibrary:
         self.activation = declare(library, "qt_program_activation", a, i, a, n, n, a, n, i, i)
         self.take_outputs = declare(library, "qt_program_take_outputs", a, a, n, n, a, n, i)
         self.take_columns = declare(library, "qt_program_take_columns", a, a, n, n, a, a, n, i, i)
-        self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i)
+        self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i, i)
         self.rope_kv_write = declare(library, "qt_program_rope_kv_write", a, a, a, n, a, n, a, n, a, a, n)
         self.experts = declare(library, "qt_program_experts", a, a, a, n, a, n, n, a, n, i)
         self.head_linear = declare(library, "qt_program_head_linear", a, a, n, a, n, n, i, a, n)

@@ -177,20 +177,21 @@ class Places:
         made = operation.writes
         return (
             value.viewed is None
-            and (value.width, value.extent) == (made.width, made.extent)
+            and (value.width, value.extent, value.dtype) == (made.width, made.extent, made.dtype)
             and id(value) not in self._kept
             and self._lifetimes.last(value) == number
             and sum(read.owner is value for read in operation.reads) == 1
         )
 
     def _place(self, value: Value) -> torch.Tensor:
-        candidates = self._free[value.extent]
+        candidates, dtype = self._free[value.extent], value.dtype or self._dtype
         for i, tensor in enumerate(candidates):
-            if tensor.shape[1] == value.width and (tensor.is_contiguous() or id(value) not in self._kept):
+            is_alike = tensor.shape[1] == value.width and tensor.dtype is dtype
+            if is_alike and (tensor.is_contiguous() or id(value) not in self._kept):
                 return candidates.pop(i)
         between = 0
-        if value.width * self._dtype.itemsize % (2 * _LINE_BYTES) == 0 and id(value) not in self._kept:
-            between = _LINE_BYTES // self._dtype.itemsize
+        if value.width * dtype.itemsize % (2 * _LINE_BYTES) == 0 and id(value) not in self._kept:
+            between = _LINE_BYTES // dtype.itemsize
         shape = (self._max_rows[value.extent], value.width + between)
-        self.memory.append(lazy_zeros(shape, self._dtype, torch.device("cpu"))[:, : value.width])
+        self.memory.append(lazy_zeros(shape, dtype, torch.device("cpu"))[:, : value.width])
         return self.memory[-1]

@@ -133,8 +133,8 @@ class Recorder:
         """See `ForwardPass`."""
         if layer.shape.is_partial:
             return self._linear_of_ranks(layer, x)
-        y = Value(layer.width, x.extent)
-        runs = layer.method.runs
+        y = Value(layer.width, x.extent, dtype=layer.shape.result_dtype)
+        runs, code = layer.method.runs, self._code_of(y)
         assert runs, "recorded without the host kernels"
         assert x.width == layer.depth, (x.width, layer.depth)
         inputs = [x if run.order is None else self._take_columns(x, run.order) for run in runs]
@@ -156,12 +156,12 @@ class Recorder:
                         self._code,
                     ),
                     *(None if bias is None else bias.data_ptr(), added, y.address, y.stride),
-                    *(activation, run.inputs, x.extent),
+                    *(activation, run.inputs, code, x.extent),
                 )
                 begin += width
 
         name = f"linear {layer.depth} to {layer.width}"
-        is_plain = layer.activation is GatedActivation.NONE
+        is_plain = layer.activation is GatedActivation.NONE and code == self._code
         alone = partial(emit, y, None, layer.activation)
         return self._append(
             name, alone, tuple(dict.fromkeys(inputs)), y, emit_with=emit if is_plain else None
@@ -244,12 +244,12 @@ class Recorder:
         return self._with_number("softcap", self._library.softcap, x, cap)
 
     def _with_number(self, name: str, append: Callable[..., Any], x: Value, number: float) -> Value:
-        y = Value(x.width, x.extent)
+        y = Value(x.width, x.extent, dtype=x.dtype)
 
         def emit() -> None:
             append(
                 *(self.handle, x.address, x.stride, x.width, number),
-                *(y.address, y.stride, self._code, x.extent),
+                *(y.address, y.stride, self._code_of(y), x.extent),
             )
 
         return self._append(name, emit, (x,), y, over=(x,))
@@ -273,7 +273,7 @@ class Recorder:
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
         assert begin >= 0 and begin + width <= x.width, (begin, width, x.width)
-        return Value(width, x.extent, viewed=x.owner, begin=x.begin + begin)
+        return Value(width, x.extent, viewed=x.owner, begin=x.begin + begin, dtype=x.dtype)
 
     def head_linear(self, layer: HeadLinear, x: Value) -> Value:
         """See `ForwardPass`."""
@@ -412,12 +412,13 @@ class Recorder:
         """Return all ranks' logits: each rank's lie among the others' from the beginning, and are there once all have met."""
         ranks = self._ranks
         assert ranks is not None, "nobody else has logits"
-        place = ranks.logits()
-        whole = Value(place.shape[1], Extent.OUTPUTS, place)
+        dtype = logits.dtype or self._dtype
+        place = ranks.logits(dtype)
+        whole = Value(place.shape[1], Extent.OUTPUTS, place, dtype=logits.dtype)
         logits.place = ranks.own_columns(place)
         assert logits.place.shape[1] == logits.width and logits.viewed is None, (logits, place.shape)
         self.keep(logits)
-        row_bytes, stride = (width * self._dtype.itemsize for width in (logits.width, whole.stride))
+        row_bytes, stride = (width * dtype.itemsize for width in (logits.width, whole.stride))
         left = Left(logits.place.data_ptr(), row_bytes, stride, for_first=True)
         return self._append(
             "logits of all ranks", partial(ranks.meet, Extent.OUTPUTS, left), (logits,), whole
@@ -469,6 +470,9 @@ class Recorder:
                 spans.append(Span(operation.name, begin, self._library.size(self.handle)))
         self.memory = places.memory
         return Recorded(spans, parts)
+
+    def _code_of(self, value: Value) -> int:
+        return self._code if value.dtype is None else FLOAT_CODES[value.dtype]
 
     def _check_parts(self) -> None:
         made = {id(operation.writes): number for number, operation in enumerate(self._operations)}

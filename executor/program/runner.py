@@ -158,4 +158,4 @@ class ProgramRunner:
 
 def append_draw(library: ProgramLibrary, program: int, logits: torch.Tensor, stage: Stage) -> None:
     """Append the draw of a step's tokens from ``logits [max_outputs, vocab]``."""
-    library.draw(*(program, logits.data_ptr(), logits.stride(0), FLOAT_CODES[stage.dtype], stage.vocab_size))
+    library.draw(*(program, logits.data_ptr(), logits.stride(0), FLOAT_CODES[logits.dtype], stage.vocab_size))

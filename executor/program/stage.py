@@ -43,6 +43,8 @@ class Stage:
         """ranks: of a stage that is divided. Rank 0 has the others run whatever it runs; they do what they are told."""
         self.library, self.kv, self.dtype, self.share = library, kv, dtype, share
         self.vocab_size = model.vocab_size
+        self.logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
+        """Of logits, whichever stage makes them."""
         self._ranks = ranks
         self.max_outputs = most_outputs(config.scheduler)
         self.max_tokens = max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
@@ -70,6 +72,7 @@ class Stage:
         self.hidden = hidden.tensor
         """``[max_tokens, hidden]``: what the next stage goes on with."""
         self.logits = None if logits is None else logits.tensor
+        assert self.logits is None or self.logits.dtype is self.logits_dtype, self.logits.dtype
         """``[max_outputs, vocab]``; None where another stage makes them."""
         self._embedded = None if recorder.embedded is None else recorder.embedded.tensor
         self.embedding_end = self.spans[0].end

@@ -31,6 +31,8 @@ class Value:
     """Of whose columns it is a view."""
     begin: int = 0
     """Which is the view's first column."""
+    dtype: torch.dtype | None = None
+    """Its number format; None: the pass's."""
 
     @property
     def owner(self) -> Value:

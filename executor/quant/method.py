@@ -32,6 +32,8 @@ class LinearShape:
     is_exact: bool = False
     """Whether the weight keeps the model's number format, however others are quantized: small differences of what it says
     decide, and it is small itself."""
+    result_dtype: torch.dtype | None = None
+    """Number format of the result: float32, to which sums need no rounding, or the input's; None: the input's."""
 
     @property
     def columns(self) -> int:
@@ -113,7 +115,8 @@ class LinearMethod(Protocol):
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``activation(x @ weight.T + bias)``; x: ``[num_tokens, depth]``.
 
-        Rounds to x's number format after the bias and after each half of the activation.
+        Rounds to x's number format after the bias and after each half of the activation; to `LinearShape.result_dtype` where
+        there is one.
         """
 
 

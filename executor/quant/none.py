@@ -61,6 +61,7 @@ class RowMajorLinear:
                 " clang++) and Quintet again, or drop the flag"
             )
         self._activation = shape.activation
+        self.result_dtype = shape.result_dtype
         self.table = torch.empty((shape.columns, shape.depth), dtype=plan.dtype, device=plan.device)
         plan.num_bytes += self.table.nbytes
         first = 0
@@ -71,7 +72,7 @@ class RowMajorLinear:
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod.apply`."""
-        return linear(x, self.table, self.bias, self._activation)
+        return linear(x, self.table, self.bias, self._activation, self.result_dtype)
 
     def _fill(self, first: int, place: int, rows: Rows) -> None:
         floats = floats_of(rows)

@@ -173,6 +173,7 @@ class PackedLinear:
             out=out,
             activation=self._shape.activation,
             inputs=self.inputs,
+            result_dtype=self._shape.result_dtype,
         )
 
     def _fill(self, first_column: int, place: int, rows: Rows) -> None:

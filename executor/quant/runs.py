@@ -25,13 +25,14 @@ class PackedRuns:
     bias = None
     is_quantized = False
 
-    def __init__(self, runs: Sequence[PackedLinear]) -> None:
+    def __init__(self, runs: Sequence[PackedLinear], result_dtype: torch.dtype | None) -> None:
         self.runs = runs
+        self._result_dtype = result_dtype
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """See `LinearMethod.apply`."""
         widths = [run.packed.columns for run in self.runs]
-        y = x.new_empty(len(x), sum(widths))
+        y = x.new_empty(len(x), sum(widths), dtype=self._result_dtype)
         for run, columns in zip(self.runs, y.split(widths, dim=1), strict=True):
             run.apply(x, out=columns)
         return y
@@ -53,4 +54,4 @@ def packed_by_part(
         run = replace(shape, parts=shape.parts[first:end])
         runs.append(PackedLinear(library, run, plan, its_numbers, sources[first:end]))
         first = end
-    return runs[0] if len(runs) == 1 else PackedRuns(runs)
+    return runs[0] if len(runs) == 1 else PackedRuns(runs, shape.result_dtype)

@@ -14,6 +14,7 @@ from quintet.deploy.resolve import build
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.quantization import check_weights_fit
+from quintet.executor.cards.share import most_outputs
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model
@@ -132,6 +133,15 @@ def test_what_ranks_share_is_counted(tmp_path: Path) -> None:
     hidden = json.loads((tmp_path / "config.json").read_text())["hidden_size"]
     assert many.executor.shared_bytes - few.executor.shared_bytes == 256 * 2 * 2 * hidden * 4
     assert config_of(tmp_path, 1).executor.shared_bytes == 0
+
+
+def test_logits_that_ranks_share_are_counted_in_their_own_format(tmp_path: Path) -> None:
+    write_model(tmp_path, vocab_size=50_000)
+    flags: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 8}
+    sums, rounded = (config_of(tmp_path, 2, logits_dtype=dtype, **flags) for dtype in ("float32", "model"))
+    assert (sums.logits_item_bytes, rounded.logits_item_bytes) == (4, 2)
+    rows = most_outputs(sums.scheduler)
+    assert sums.executor.shared_bytes - rounded.executor.shared_bytes == rows * 50_000 * 2
 
 
 def test_engines_of_several_ranks_share_processors_and_memory(

@@ -270,6 +270,22 @@ ALL_FORMATS = [
 ]
 
 
+@pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
+def test_results_in_float32_are_the_sums(
+    weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs, threads: int
+) -> None:
+    """Rounded, they are what is written otherwise: whole tiles and parts of one, k in slices, one row and whole panels."""
+    for columns, depth in ((130, 200), (100, 2300)):
+        packed = pack(noise(columns, depth, dtype=dtype), weight_format, group)
+        x, bias = noise(197, depth, dtype=dtype, seed=1), noise(columns, dtype=dtype, seed=2)
+        for rows in (1, 7, 197):
+            for its in (bias, None):
+                sums = packed.linear(x[:rows], its, inputs=inputs, result_dtype=torch.float32)
+                rounded = packed.linear(x[:rows], its, inputs=inputs)
+                assert sums.dtype is torch.float32 and torch.equal(bits(sums.to(dtype)), bits(rounded))
+                assert dtype is torch.float32 or not torch.equal(sums, rounded.float())
+
+
 @pytest.mark.parametrize("threads", [1], indirect=True)
 @pytest.mark.parametrize(("weight_format", "group", "dtype", "inputs"), ALL_FORMATS)
 def test_the_same_bits(weight_format: WeightFormat, group: int, dtype: torch.dtype, inputs: Inputs) -> None:
@@ -488,7 +504,7 @@ def test_a_program_computes_the_same(
     program = library.new()
     library.linear(
         *(program, packed.handle, x.data_ptr(), 200, 20, code, bias.data_ptr(), None),
-        *(y.data_ptr(), 70, 0, int(inputs), extent),
+        *(y.data_ptr(), 70, 0, int(inputs), code, extent),
     )
     for rows in (20, 1, 15):
         y.zero_()

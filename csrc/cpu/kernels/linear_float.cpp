@@ -240,7 +240,7 @@ void multiply_item(const LinearCall& call, const LinearItem& item, const char* n
     multiply_leaves(call, item, next_memory, buffers);
   }
   const Finish target{call, item.tile, item.from, item.to};
-  const FinishRows finish_rows = finish_for(call.y_dtype);
+  const FinishRows finish_rows = finish_for(call);
   for (index_t u = 0; u < units.count; ++u)
     finish_rows(target, buffers.total[0] + units.begin(u) * kTileColumns, item.row + units.begin(u), units.rows_of(u));
 }

@@ -236,7 +236,7 @@ void multiply_slices(const LinearCall& call, const Plan& plan, const LinearItem&
                      Buffers& buffers) {
   const Weight& weight = *call.weight;
   const Finish target{call, item.tile, item.from, item.to};
-  const FinishRows finish_rows = finish_for(call.y_dtype);
+  const FinishRows finish_rows = finish_for(call);
   const QuantizedX& x = plan.x;
   Unit unit;
   begin_units(call, plan, item, unit);
@@ -313,7 +313,7 @@ void multiply_item(const LinearCall& call, const Plan& plan, const LinearItem& i
   } else {
     multiply_leaves<Dot>(call, plan, item, after, buffers);
   }
-  finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
+  finish_for(call)({call, item.tile, item.from, item.to}, total, item.row, item.rows);
 }
 
 template <class Dot>

@@ -226,7 +226,7 @@ void multiply_items(const void* described, index_t begin, index_t end) {
       if (!brings_last_slice(call, item)) continue;
       add_slices(call, item, buffers.total);
     }
-    finish_for(call.y_dtype)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
+    finish_for(call)({call, item.tile, item.from, item.to}, buffers.total, item.row, item.rows);
   }
 }
 

@@ -37,11 +37,11 @@ QT_INLINE f32v activated(const LinearCall& call, f32v gate, f32v up) {
   return rounded_to<Element>(activate(call.activation, gate)) * up;
 }
 
-// Rounds sums [rows][64] of a tile to y, after the bias, with what is fused behind.
-template <class Element>
+// Rounds sums [rows][64] of a tile to y, numbers of Element, after the bias, with what is fused behind. Bias: the call's dtype.
+template <class Element, class Bias = Element>
 void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
   const LinearCall& call = f.call;
-  const Element* bias = (const Element*)call.bias;
+  const Bias* bias = (const Bias*)call.bias;
   Element* y = (Element*)call.y;
   const Element* residual = (const Element*)call.residual;
   if (call.weight->paired) {
@@ -75,8 +75,9 @@ void finish(const Finish& f, const float* sums, index_t row, index_t rows) {
 }
 
 using FinishRows = void (*)(const Finish&, const float*, index_t, index_t);
-QT_INLINE FinishRows finish_for(Dtype dtype) {
-  return dtype == Dtype::bf16 ? finish<bf16> : dtype == Dtype::fp16 ? finish<fp16> : finish<float>;
+QT_INLINE FinishRows finish_for(const LinearCall& call) {
+  if (call.y_dtype != call.dtype) return call.dtype == Dtype::bf16 ? finish<float, bf16> : finish<float, fp16>;
+  return call.dtype == Dtype::bf16 ? finish<bf16> : call.dtype == Dtype::fp16 ? finish<fp16> : finish<float>;
 }
 
 // Rows of y are far apart: without this every line of it is waited for.
@@ -96,7 +97,7 @@ QT_INLINE void prefetch_outputs(const Finish& f, index_t row, index_t rows) {
 // them are finished.
 QT_INLINE void finish_by_blocks(const Finish& f, const float* sums, index_t row, index_t rows) {
   constexpr index_t kBlock = 16;
-  const FinishRows finish_rows = finish_for(f.call.y_dtype);
+  const FinishRows finish_rows = finish_for(f.call);
   prefetch_outputs(f, row, rows < kBlock ? rows : kBlock);
   for (index_t done = 0; done < rows; done += kBlock) {
     const index_t left = rows - done, next = left - kBlock;

@@ -69,6 +69,7 @@ class Scope:
             activation=activation,
             is_output_layer=is_output_layer,
             is_exact=is_exact,
+            result_dtype=self.setting.logits_dtype if is_output_layer else None,
         )
 
     def norm(self, spec: NormSpec | None, name: str, width: int | None = None) -> Norm | None:

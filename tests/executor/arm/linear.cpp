@@ -38,7 +38,7 @@ int qt_weight_fill_outliers(qt::Weight* weight, index_t first, index_t count, co
                             const std::int64_t* inputs, const float* numbers);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
 void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype, const void* bias,
-                      const void* residual, void* y, index_t y_stride, int activation, int inputs);
+                      const void* residual, void* y, index_t y_stride, int activation, int inputs, int y_dtype);
 }
 
 namespace check {
@@ -228,7 +228,7 @@ void check_multiplying(Findings& findings, const std::string& name, Format forma
     const auto run = [&](index_t first, index_t count, Matrix& y) {
       qt_weight_linear(packed.get(), x.row(first), depth, count, int(dtype), variant.bias ? bias.row(0) : nullptr,
                        variant.residual ? residual.row(first) : nullptr, y.row(0), width, variant.activation,
-                       format.inputs);
+                       format.inputs, int(dtype));
     };
     findings.begin(name + ", " + variant.name);
     Matrix whole(dtype, rows, width);
@@ -271,7 +271,7 @@ void check_multiplying(Findings& findings, const std::string& name, Format forma
     const index_t bad = 7, few = 13;
     poisoned.set(bad, depth / 2, INFINITY);
     qt_weight_linear(packed.get(), poisoned.row(0), depth, few, int(dtype), nullptr, nullptr, again.row(0), width, kNone,
-                     format.inputs);
+                     format.inputs, int(dtype));
     for (index_t r = 0; r < few; ++r) {
       if (r != bad) findings.same(again.row(r), whole.row(r), whole.row_bytes(), r);
       for (index_t c = 0; c < width; ++c) findings.is(std::isnan(again.at(r, c)) == (r == bad), r);

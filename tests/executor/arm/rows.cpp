@@ -42,7 +42,7 @@ void qt_weight_delete(qt::Weight* weight);
 void qt_weight_fill(qt::Weight* weight, const void* source, int dtype, index_t stride, index_t first, index_t count);
 void qt_weight_read(const qt::Weight* weight, index_t first, index_t count, float* out);
 void qt_weight_linear(const qt::Weight* weight, const void* x, index_t x_stride, index_t rows, int dtype, const void* bias,
-                      const void* residual, void* y, index_t y_stride, int activation, int inputs);
+                      const void* residual, void* y, index_t y_stride, int activation, int inputs, int y_dtype);
 qt::Program* qt_program_new();
 void qt_program_delete(qt::Program* program);
 index_t qt_program_size(const qt::Program* program);
@@ -55,7 +55,7 @@ void qt_program_take_outputs(qt::Program* program, const void* x, index_t x_stri
                              int dtype);
 void qt_program_linear(qt::Program* program, const qt::Weight* weight, const void* x, index_t x_stride, index_t max_rows,
                        int dtype, const void* bias, const void* residual, void* y, index_t y_stride, int activation,
-                       int inputs, int extent);
+                       int inputs, int y_dtype, int extent);
 }
 
 namespace check {
@@ -224,7 +224,8 @@ void check_program(Findings& findings, int format, index_t group) {
   qt_program_embedding_packed(program, weight, hidden.row(0), kDepth, kCode);
   qt_program_rms_norm(program, hidden.row(0), kDepth, 1, kDepth, norm.row(0), 0, kEps, 0, 1, hidden.row(0), kDepth, kCode, 0);
   qt_program_take_outputs(program, hidden.row(0), kDepth, kDepth, outputs.row(0), kDepth, kCode);
-  qt_program_linear(program, weight, outputs.row(0), kDepth, kOutputs, kCode, nullptr, nullptr, logits.row(0), kVocab, 0, 0, 1);
+  qt_program_linear(program, weight, outputs.row(0), kDepth, kOutputs, kCode, nullptr, nullptr, logits.row(0), kVocab, 0, 0, kCode,
+                    1);
   std::int32_t ids[kTokens];
   std::int64_t taken[kOutputs];
   for (index_t i = 0; i < kTokens; ++i) ids[i] = std::int32_t(i * 31 % kVocab);
@@ -246,7 +247,7 @@ void check_program(Findings& findings, int format, index_t group) {
         for (index_t d = 0; d < kDepth; ++d) findings.near(one.at(0, d), rounded(numbers[d], kDtype), 0, i, d);
       }
       qt_op_rms_norm(one.row(0), kDepth, 1, 1, kDepth, norm.row(0), 0, kEps, 0, 1, one.row(0), kDepth, kCode);
-      qt_weight_linear(weight, one.row(0), kDepth, 1, kCode, nullptr, nullptr, expected.row(0), kVocab, 0, 0);
+      qt_weight_linear(weight, one.row(0), kDepth, 1, kCode, nullptr, nullptr, expected.row(0), kVocab, 0, 0, kCode);
       findings.same(logits.row(i), expected.row(0), expected.row_bytes(), i);
     }
   }
