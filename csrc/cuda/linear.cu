@@ -120,13 +120,14 @@ struct FloatProduct {
 // Grid: tiles of rows times tiles of columns; chunks, or 1. Dynamic shared memory: stages of (M + N) * PACKS * 16 bytes, and
 // M * N floats.
 // x, weight and their strides are multiples of 16 bytes. `partials` and `tickets` (zeros) are used by a split only.
+// wide: `out` has floats, whatever T is.
 #define LINEAR(NAME, T, STAGES, BLOCKS, ...)                                                                          \
   QT_KERNEL_OCCUPANCY(                                                                                                \
       (__VA_ARGS__::THREADS), BLOCKS, NAME,                                                                           \
       (const T* x, const T* weight, const T* bias, T* out, float* partials, int* tickets, int num_rows, int columns,  \
-       int depth, long long x_stride, long long out_stride, int chunk_units)) {                                       \
+       int depth, long long x_stride, long long out_stride, int chunk_units, int wide)) {                             \
     QT_DYNAMIC_SHARED(shared);                                                                                        \
-    const LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_units};                         \
+    const LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_units, wide};                   \
     LinearTile<T, __VA_ARGS__, STAGES>::run(shared, x, {weight}, bias, out, partials, tickets, problem);              \
   }
 

@@ -175,19 +175,20 @@ struct CodedProduct : TensorTile<T, M, N, WARPS_M, WARPS_N> {
 }  // namespace
 
 // Grid, shared memory, `partials` and `tickets` as in linear.cu; a stage is M * 128 bytes and the weight's STAGE_BYTES. Rows of x and
-// what the weight has begin at multiples of 16 bytes. `width`: the columns, rounded up to 64. Where there are `tiles`, rows come in
+// what the weight has begin at multiples of 16 bytes. `width`: the columns, rounded up to 64. `wide`: as in linear.cu. Where there are `tiles`, rows come in
 // groups that each have a weight and a bias of their own, as LINEAR_GROUPS of linear.cu has them; then `num_rows` is how many tiles.
 #define CODED(SHAPE, T, STAGES, BLOCKS, ...)                                                                          \
   QT_KERNEL_OCCUPANCY(                                                                                                \
       (__VA_ARGS__::THREADS), BLOCKS, coded_##SHAPE,                                                                  \
       (const T* x, const unsigned char* codes, const float* scales, const unsigned char* zeros, const float* minima,  \
        const T* bias, T* out, float* partials, int* tickets, const int* tiles, int num_rows, int columns, int depth,  \
-       long long x_stride, long long out_stride, int chunk_units, int width, int run_shift, int group_shift)) {       \
+       long long x_stride, long long out_stride, int chunk_units, int width, int run_shift, int group_shift,          \
+       int wide)) {                                                                                                   \
     QT_DYNAMIC_SHARED(shared);                                                                                        \
     using Tile = LinearTile<T, __VA_ARGS__, STAGES>;                                                                  \
     __VA_ARGS__::Weight weight{codes, scales, zeros, minima,                                                          \
                                width, (depth + STEP_DEPTH - 1) / STEP_DEPTH, run_shift, group_shift};                 \
-    LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_units};                               \
+    LinearProblem problem{num_rows, columns, depth, x_stride, out_stride, chunk_units, wide};                         \
     int first_row, first_column;                                                                                      \
     if (tiles) {                                                                                                      \
       const int tile = int(blockIdx.x) % num_rows, group = tiles[tile];                                               \

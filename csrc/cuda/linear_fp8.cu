@@ -116,14 +116,15 @@ struct Fp8Product : TensorTile<T, M, N, WARPS_M, WARPS_N> {
 QUANTIZE(bf16, bf16)
 QUANTIZE(fp16, fp16)
 
-// Grid, shared memory, `partials` and `tickets` as in linear.cu. depth is a multiple of 16; x is contiguous.
+// Grid, shared memory, `partials`, `tickets` and `wide` as in linear.cu. depth is a multiple of 16; x is contiguous.
 #define FP8_LINEAR(SHAPE, T, STAGES, BLOCKS, ...)                                                                     \
   QT_KERNEL_OCCUPANCY(                                                                                                \
       (__VA_ARGS__::THREADS), BLOCKS, fp8_##SHAPE,                                                                    \
       (const fp8* x, const float* x_scales, const fp8* weight, const float* scales, const T* bias, T* out,            \
-       float* partials, int* tickets, int num_rows, int columns, int depth, long long out_stride, int chunk_units)) { \
+       float* partials, int* tickets, int num_rows, int columns, int depth, long long out_stride, int chunk_units,    \
+       int wide)) {                                                                                                   \
     QT_DYNAMIC_SHARED(shared);                                                                                        \
-    const LinearProblem problem{num_rows, columns, depth, depth, out_stride, chunk_units};                            \
+    const LinearProblem problem{num_rows, columns, depth, depth, out_stride, chunk_units, wide};                      \
     const __VA_ARGS__::Weight both{{weight}, scales, x_scales};                                                       \
     LinearTile<fp8, __VA_ARGS__, STAGES>::run(shared, x, both, bias, out, partials, tickets, problem);                \
   }

@@ -23,7 +23,7 @@ constexpr int WARPS = 4;
 template <class T, int M>
 __device__ __forceinline__ void matvec(
     unsigned char* shared, const T* x, const T* weight, const T* bias, T* out, int columns, int depth,
-    long long x_stride, long long out_stride, int parts) {
+    long long x_stride, long long out_stride, int parts, int wide) {
   constexpr int ROWS = M <= 2 ? 2 : 4;    // of the weight, by a warp
   constexpr int STAGES = M <= 2 ? 8 : 6;  // of 32 packs of each row
   constexpr int PACK = Pack<T>::SIZE;
@@ -122,21 +122,27 @@ __device__ __forceinline__ void matvec(
     if (column + r >= columns) return;
     const float shift = bias ? to_float(bias[column + r]) : 0.0f;
 #pragma unroll
-    for (int m = 0; m < M; ++m) out[m * out_stride + column + r] = from_float<T>(sum[r][m] + shift);
+    for (int m = 0; m < M; ++m) {
+      const long long at = m * out_stride + column + r;
+      if (wide)
+        reinterpret_cast<float*>(out)[at] = sum[r][m] + shift;
+      else
+        out[at] = from_float<T>(sum[r][m] + shift);
+    }
   }
 }
 
 }  // namespace
 
 // Grid: columns over rows of a warp * 4 / parts, rounded up; parts is 1, 2 or 4. Dynamic shared memory: 4 * STAGES * ROWS *
-// 512 bytes. x, weight and x_stride are multiples of 16 bytes.
+// 512 bytes. x, weight and x_stride are multiples of 16 bytes. wide: `out` has floats, whatever T is.
 #define MATVEC(SUFFIX, T, M)                                                                           \
   QT_KERNEL_OCCUPANCY(                                                                                 \
       32 * WARPS, (M <= 2 ? 7 : 3), matvec_##M##_##SUFFIX,                                             \
       (const T* x, const T* weight, const T* bias, T* out, int columns, int depth, long long x_stride, \
-       long long out_stride, int parts)) {                                                             \
+       long long out_stride, int parts, int wide)) {                                                   \
     QT_DYNAMIC_SHARED(shared);                                                                         \
-    matvec<T, M>(shared, x, weight, bias, out, columns, depth, x_stride, out_stride, parts);           \
+    matvec<T, M>(shared, x, weight, bias, out, columns, depth, x_stride, out_stride, parts, wide);     \
   }
 
 #define MATVECS(SUFFIX, T) MATVEC(SUFFIX, T, 1) MATVEC(SUFFIX, T, 2) MATVEC(SUFFIX, T, 3) MATVEC(SUFFIX, T, 4)

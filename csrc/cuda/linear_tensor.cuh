@@ -38,8 +38,14 @@ struct TensorTile {
     for (int half = 0; half < 2; ++half) {
       const int y_row = first_row + row(f) + half * 8;
       if (y_row >= problem.num_rows) continue;
-      T* into = out + y_row * problem.out_stride + y_column;
       const float first = total[half * 2] + bias_0, second = total[half * 2 + 1] + bias_1;
+      if (problem.wide) {
+        float* sums = reinterpret_cast<float*>(out) + y_row * problem.out_stride + y_column;
+        sums[0] = first;
+        if (has_second) sums[1] = second;
+        continue;
+      }
+      T* into = out + y_row * problem.out_stride + y_column;
       if (has_second && problem.out_stride % 2 == 0) {
         *reinterpret_cast<uint32_t*>(into) = pack_pair<T>(first, second);
       } else {  // an odd stride puts every other row's pairs between words

@@ -27,6 +27,7 @@ struct LinearProblem {
   int num_rows, columns, depth;
   long long x_stride, out_stride;  // numbers between two rows
   int chunk_units;
+  int wide = 0;  // whether results are fp32, not rounded to a format of 16 bits
 };
 
 // Adding to it leaves every number as it is; to +0.0 not: -0.0 would become +0.0.

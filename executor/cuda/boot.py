@@ -107,7 +107,8 @@ def open_runner(
         runner.try_smallest_steps()
     reserved = 0
     if not config.executor.enforce_eager:
-        reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, dtype.itemsize)
+        sizes = (dtype.itemsize, config.logits_item_bytes)
+        reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, *sizes)
     num_blocks = num_kv_blocks(config, device, reserved)
     if ranks is not None:
         told = ranks.exchange(num_blocks.to_bytes(8, "little"))

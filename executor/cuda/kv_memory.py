@@ -24,12 +24,15 @@ LIVE_WIDTHS = 8
 """A decode step's tensors are never more than this many of the widest one."""
 
 
-def graph_bytes(max_num_seqs: int, vocab_size: int, widest: int, element_bytes: int) -> int:
+def graph_bytes(
+    max_num_seqs: int, vocab_size: int, widest: int, element_bytes: int, logits_item_bytes: int
+) -> int:
     """Return a bound for the memory of all graphs: that of the largest, whose pool the others share, and its logits' copy.
 
-    widest: numbers per row of the widest value but the logits.
+    widest: numbers per row of the widest value but the logits, of ``element_bytes`` each.
     """
-    return GRAPH_BYTES + max_num_seqs * element_bytes * (2 * vocab_size + LIVE_WIDTHS * widest)
+    logits = 2 * vocab_size * logits_item_bytes
+    return GRAPH_BYTES + max_num_seqs * (logits + LIVE_WIDTHS * widest * element_bytes)
 
 
 def kv_bytes(total_bytes: int, free_bytes: int, utilization: float, reserved_bytes: int) -> int:

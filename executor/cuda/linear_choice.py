@@ -85,8 +85,11 @@ class DeviceLinears:
     def apply(self, layer: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return ``x @ weight.T + bias`` ``[num_tokens, columns]`` of a layer; neither its activation nor a residual.
 
-        x: ``[num_tokens, depth]``.
+        x: ``[num_tokens, depth]``. In x's dtype or in the one that the layer's shape names.
         """
+        dtype = layer.shape.result_dtype
+        if out is None and dtype not in (None, x.dtype):
+            out = x.new_empty(len(x), layer.columns, dtype=dtype)
         if isinstance(layer.method, CodedLinear):
             return self._by_part(layer.method, x, out)
         weight = layer.method.table
@@ -103,7 +106,11 @@ class DeviceLinears:
             if isinstance(part, CodedRun):
                 its = x if part.order is None else x.index_select(1, part.order)
                 coded_matmul(self._device, its, part.weight, part.bias, columns, memory=self._memory)
-            elif isinstance(part, Fp8Run) and self._scaled_mm.takes(part, x.shape[0], x.dtype):
+            elif (
+                isinstance(part, Fp8Run)
+                and columns.dtype == x.dtype  # `_scaled_mm` with a scale for each row gives bf16 alone
+                and self._scaled_mm.takes(part, x.shape[0], x.dtype)
+            ):
                 self._scaled_mm.multiply(x, part, columns)
             elif isinstance(part, Fp8Run):
                 operands = (x, part.weight, part.scales, part.bias, columns)
@@ -126,7 +133,7 @@ class DeviceLinears:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``x @ weight.T + bias``; see `quintet.executor.cuda.ops.linear.matmul`."""
+        """Return ``x @ weight.T + bias``; see `quintet.executor.cuda.ops.linear.matmul`. out: in x's dtype, or float32."""
         return self._run(self.way(weight, x.shape[0]), x, weight, bias, out)
 
     def way(self, weight: torch.Tensor, num_rows: int) -> Way:
@@ -218,9 +225,21 @@ class DeviceLinears:
             return matvec(self._device, x, weight, bias, out)
         if out is None:
             return F.linear(x, weight, bias)
+        if out.dtype != x.dtype:
+            return self._in_float32(x, weight, bias, out)
         if bias is None:
             return torch.mm(x, weight.t(), out=out)
         return torch.addmm(bias, x, weight.t(), out=out)
+
+    def _in_float32(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+    ) -> torch.Tensor:
+        """Let cuBLAS write sums as they are. On the emulator's processor torch widens the operands."""
+        if x.device.type == "cuda":
+            torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
+        else:
+            torch.mm(x.float(), weight.t().float(), out=out)
+        return out if bias is None else out.add_(bias)
 
 
 def _tables(layer: Linear) -> list[torch.Tensor]:

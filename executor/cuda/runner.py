@@ -42,7 +42,7 @@ class Drawn:
     """What a step leaves on the device. Overwritten by the step after it."""
 
     logits: torch.Tensor
-    """``[num_sampled or more, vocab]`` in the model's dtype."""
+    """``[num_sampled or more, vocab]`` in float32 or the model's dtype."""
     tokens: torch.Tensor
     """int32, as many: drawn from the logits as they are, and written into the token table."""
 

@@ -107,11 +107,12 @@ class CodedRun:
         self.order = declare_order(list(sources), shape.depth, plan)
         """The input that is first, second … for the weight: int32 ``[depth]`` on the device; None: as they are."""
         self.bias = plan.stacked(shape.biases) if shape.biased else None
+        self._result_dtype = shape.result_dtype
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T + bias``, the reference."""
         x = x if self.order is None else x.index_select(1, self.order)
-        return coded_matmul_reference(x, self.weight, self.bias)
+        return coded_matmul_reference(x, self.weight, self.bias, self._result_dtype)
 
     def _fill(self, first: int, place: int, rows: Rows) -> None:
         put(self.weight, rows, first + place)
@@ -129,10 +130,11 @@ class Fp8Run:
             source.declare(plan, plan.expect, partial(self._fill, first))
             first += source.rows
         self.bias = plan.stacked(shape.biases) if shape.biased else None
+        self._result_dtype = shape.result_dtype
 
     def apply(self, x: torch.Tensor) -> torch.Tensor:
         """Return ``x @ weight.T + bias``, the reference."""
-        return fp8_matmul_reference(x, self.weight, self.scales, self.bias)
+        return fp8_matmul_reference(x, self.weight, self.scales, self.bias, self._result_dtype)
 
     def _fill(self, first: int, place: int, rows: Rows) -> None:
         assert isinstance(rows, Coded), "rows in codes"

@@ -195,6 +195,24 @@ def test_matvec(device: Device, dtype: torch.dtype, columns: int, depth: int, nu
     assert same(matvec(device, x.flip(0), weight, bias).flip(0), y)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_results_in_float32_are_the_sums(device: Device, dtype: torch.dtype) -> None:
+    """Rounded, they are what is written otherwise; of every tile, with a split and without."""
+    x, weight = noise(device, dtype, 19, DEPTH), noise(device, dtype, 71, DEPTH, seed=1)
+    bias, where = noise(device, dtype, 71, seed=2), device.torch_device
+    for multiply, rows in ((matmul, 19), (matmul, 1), (matvec, 3)):
+        wide = torch.full((rows, 75), 7.0, device=where)
+        multiply(device, x[:rows], weight, bias, out=wide[:, 2:73])
+        assert bool((wide[:, :2] == 7).all()) and bool((wide[:, 73:] == 7).all())
+        assert same(wide[:, 2:73].to(dtype), multiply(device, x[:rows], weight, bias))
+        assert not torch.equal(wide[:, 2:73], wide[:, 2:73].to(dtype).float())
+    split = matmul(
+        Watched(device), x, weight, bias, torch.empty(19, 71, device=where), memory=SplitMemory(device)
+    )
+    for tile in TILES_OF_16_BITS:
+        assert same(split, matmul(device, x, weight, bias, torch.empty(19, 71, device=where), tile=tile))
+
+
 def test_a_tile_is_as_low_as_the_rows_and_fits_the_device() -> None:
     def heights(max_shared_bytes: int) -> list[int]:
         return [

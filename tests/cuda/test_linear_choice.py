@@ -21,12 +21,15 @@ from quintet.executor.parallel.ranks import Ranks
 CUBLAS, MATMUL, MATVEC = Way.CUBLAS, Way.MATMUL, Way.MATVEC
 
 
-def layer(device: Device, columns: int, depth: int, seed: int = 0) -> Linear:
+def layer(
+    device: Device, columns: int, depth: int, seed: int = 0, result_dtype: torch.dtype | None = None
+) -> Linear:
     """What of a layer is looked at."""
     generator = torch.Generator().manual_seed(seed)
     table = torch.randn(columns, depth, generator=generator).to(torch.bfloat16).to(device.torch_device)
     bias = torch.randn(columns, generator=generator).to(torch.bfloat16).to(device.torch_device)
-    return cast("Linear", SimpleNamespace(method=SimpleNamespace(table=table, bias=bias), shape=None))
+    method, shape = SimpleNamespace(table=table, bias=bias), SimpleNamespace(result_dtype=result_dtype)
+    return cast("Linear", SimpleNamespace(method=method, shape=shape, columns=columns))
 
 
 def clock(times: list[float]) -> Callable[[Callable[[], None]], float]:
@@ -156,3 +159,20 @@ def test_whoever_multiplies(device: Device, way: Way) -> None:
     bare = linears.multiply(x, weight)
     assert not torch.equal(bare, expected)
     torch.testing.assert_close(linears.multiply(x, weight, None, out), bare)  # as above
+
+
+@pytest.mark.parametrize("way", list(Way))
+def test_an_output_layer_gives_float32_whoever_multiplies(device: Device, way: Way) -> None:
+    one = layer(device, 24, 64, result_dtype=torch.float32)
+    weight, bias = one.method.table, one.method.bias
+    assert weight is not None and bias is not None
+    x = torch.randn(3, 64).to(torch.bfloat16).to(device.torch_device)
+    linears = DeviceLinears(device, batch_invariant=False)
+    linears.measure(
+        [one], clock([1 if way is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 4)
+    )
+    y = linears.apply(one, x)
+    assert y.dtype is torch.float32
+    exact = x.double() @ weight.double().t() + bias.double()
+    magnitudes = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
+    assert bool(((y - exact).abs() <= 65 * 2.0**-22 * magnitudes).all())

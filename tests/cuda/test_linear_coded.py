@@ -129,6 +129,8 @@ def test_products(layout: CodedLayout, dtype: torch.dtype, device: Device) -> No
     x, bias = noise(device, dtype, 17, DEPTH), noise(device, dtype, COLUMNS, seed=2)
     y = coded_matmul(device, x, weight, bias)
     check(y, x, rows, layout, bias)
+    sums = coded_matmul(device, x, weight, bias, torch.empty(17, COLUMNS, device=device.torch_device))
+    assert torch.equal(sums.to(dtype), y) and not torch.equal(sums, y.float())
     torch.testing.assert_close(
         y, coded_matmul_reference(x, weight, bias), rtol=2 * HALF_UNIT[dtype], atol=1e-2
     )

@@ -59,6 +59,8 @@ def test_products(dtype: torch.dtype, device: Device) -> None:
     weight, scales = weight_of(device, COLUMNS, DEPTH)
     x, bias = noise(device, dtype, 17, DEPTH), noise(device, dtype, COLUMNS, seed=3)
     y = fp8_matmul(device, x, weight, scales, bias, memory=SplitMemory(device))
+    sums = fp8_matmul(device, x, weight, scales, bias, torch.empty(17, COLUMNS, device=device.torch_device))
+    assert torch.equal(sums.to(dtype), y) and not torch.equal(sums, y.float())
     codes, row_scales = (each.double().cpu() for each in fp8_quantize_reference(x))
     both = row_scales[:, None] * scales.double().cpu()
     exact = (codes @ weight.double().cpu().T) * both + bias.double().cpu()

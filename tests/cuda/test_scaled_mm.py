@@ -28,10 +28,11 @@ def run_of(device: Device, columns: int = 48, depth: int = 64, biased: bool = Fa
     return run
 
 
-def layer_of(run: Fp8Run) -> Linear:
+def layer_of(run: Fp8Run, result_dtype: torch.dtype | None = None) -> Linear:
     method = CodedLinear.__new__(CodedLinear)
     method.parts, method.widths = [run], [len(run.weight)]
-    return cast("Linear", SimpleNamespace(method=method, shape=None))
+    shape = SimpleNamespace(result_dtype=result_dtype)
+    return cast("Linear", SimpleNamespace(method=method, shape=shape, columns=len(run.weight)))
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -46,6 +47,18 @@ def test_many_rows_are_its_products_and_few_are_ours(device: Device, biased: boo
         torch.testing.assert_close(found, ours, rtol=2.0**-6, atol=2.0**-5)  # bf16, rounded twice with a bias
         if is_ours:
             assert torch.equal(found, ours)
+
+
+def test_products_in_float32_are_always_ours(device: Device) -> None:
+    """The library rounds its own to bf16."""
+    run = run_of(device)
+    linears = DeviceLinears(device, batch_invariant=False)
+    linears.measure([layer_of(run)], lambda launch: 1.0)
+    x = torch.randn(LEAST_ROWS, 64).to(BF16).to(device.torch_device)
+    found = linears.apply(layer_of(run, torch.float32), x)
+    assert found.dtype is torch.float32
+    assert torch.equal(found.to(BF16), fp8_matmul(device, x, run.weight, run.scales))
+    assert not torch.equal(found, found.to(BF16).float())
 
 
 def test_batch_invariant_products_are_always_ours(device: Device) -> None:

@@ -92,7 +92,8 @@ def model_on(device: Device, config: EngineConfig, share: Share = WHOLE) -> Caus
         quantization = GgufQuantization(contents, quantization, on_device=True)
     elif stored is not None:
         quantization = StoredQuantization(stored, quantization, contents, on_device=True)
-    setting = Setting(device.torch_device, dtype, quantization, share)
+    logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
+    setting = Setting(device.torch_device, dtype, quantization, share, logits_dtype)
     model = build_model(config.model.architecture, card_of(config.model), setting)
     with torch.inference_mode():
         if config.executor.load_format == "dummy":

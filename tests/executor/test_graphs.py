@@ -60,4 +60,4 @@ def test_what_others_hold_counts_against_the_share() -> None:
     assert alone == 72 * gib - 20 * gib - gib
     assert kv_bytes(80 * gib, 50 * gib, 0.9, gib) == alone - 10 * gib
     assert kv_bytes(80 * gib, 5 * gib, 0.9, gib) < 0
-    assert graph_bytes(256, 128256, 28672, 2) == (256 << 20) + 256 * 2 * (2 * 128256 + 8 * 28672)
+    assert graph_bytes(256, 128256, 28672, 2, 4) == (256 << 20) + 256 * (4 * 2 * 128256 + 2 * 8 * 28672)

@@ -35,7 +35,7 @@ MIN_MATVEC_STEPS = 4
 """Fewer are over before they are under way."""
 
 _MATVECS = {
-    (rows, dtype): Kernel("linear_matvec", f"matvec_{rows}_{suffix}", "ppppiilli")
+    (rows, dtype): Kernel("linear_matvec", f"matvec_{rows}_{suffix}", "ppppiillii")
     for rows in range(1, MATVEC_ROWS + 1)
     for dtype, suffix in SUFFIXES.items()
 }
@@ -138,11 +138,11 @@ def matmul(
     memory: SplitMemory | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` ``[num_rows, columns]``, summed in fp32 and rounded once.
+    """Return ``x @ weight.T + bias`` ``[num_rows, columns]``, summed in fp32 and rounded once, or not where ``out`` is fp32.
 
     x: ``[num_rows, depth]``, bf16, fp16 or fp32, rows contiguous; weight: ``[columns, depth]``, contiguous; bias:
-    ``[columns]``; all of one dtype. depth is a multiple of 16 bytes. The bits of a row of the result depend on that row
-    of x and the weight only: not on num_rows, ``memory`` (without it no sum is split) or ``tile``.
+    ``[columns]``; all of one dtype. out: of that dtype, or fp32. depth is a multiple of 16 bytes. The bits of a row of the
+    result depend on that row of x and the weight only: not on num_rows, ``memory`` (without it no sum is split) or ``tile``.
     """
     (num_rows, depth), columns = x.shape, weight.shape[0]
     out = _checked_output(device, x, weight, bias, out)
@@ -168,6 +168,7 @@ def matmul(
             x.stride(0),
             out.stride(0),
             launch.units,
+            int(out.dtype == torch.float32),
         ),
         launch.shared_bytes,
     )
@@ -209,7 +210,7 @@ def _matmul_launch(
         and tiles * chunks * tile.rows * tile.columns <= room[1]
         and splitting_is_faster(tiles, chunks, num_multiprocessors * max(1, resident))
     )
-    kernel = Kernel("linear", f"linear_{tile.rows}x{tile.columns}_{SUFFIXES[dtype]}", "ppppppiiilli")
+    kernel = Kernel("linear", f"linear_{tile.rows}x{tile.columns}_{SUFFIXES[dtype]}", "ppppppiiillii")
     return _Launch(
         kernel, (tiles, chunks if is_split else 1, 1), (tile.threads, 1, 1), tile.shared_bytes, units
     )
@@ -238,7 +239,18 @@ def matvec(
         _MATVECS[num_rows, x.dtype],
         (_ceil(columns, MATVEC_WARPS // parts * shape.rows), 1, 1),
         (32 * MATVEC_WARPS, 1, 1),
-        (x, weight, bias, out, columns, depth, x.stride(0), out.stride(0), parts),
+        (
+            x,
+            weight,
+            bias,
+            out,
+            columns,
+            depth,
+            x.stride(0),
+            out.stride(0),
+            parts,
+            int(out.dtype == torch.float32),
+        ),
         shape.shared_bytes,
     )
     return out
@@ -337,7 +349,10 @@ def check_rows(
             f"bias: {list(bias.shape)}, strides {bias.stride()}; expected {[columns]}, contiguous"
         )
     for name, tensor in (("x", x), ("bias", bias), ("out", out)):
-        if tensor is not None and (tensor.dtype != x.dtype or tensor.device.type != device.torch_device.type):
+        is_wide = name == "out" and out.dtype == torch.float32
+        if tensor is not None and (
+            (tensor.dtype != x.dtype and not is_wide) or tensor.device.type != device.torch_device.type
+        ):
             raise OperandError(
                 f"{name}: {tensor.dtype} on {tensor.device}; expected {x.dtype}, as x, on {device.torch_device}"
             )

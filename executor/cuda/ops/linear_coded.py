@@ -57,11 +57,14 @@ TILES = (CodedTile(16, 8, 3), CodedTile(32, 6, 3), CodedTile(64, 4, 2))
 
 
 def coded_matmul_reference(
-    x: torch.Tensor, weight: CodedWeight, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: CodedWeight,
+    bias: torch.Tensor | None = None,
+    result_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return `coded_matmul`: the weight's numbers in fp32, summed in fp32, rounded once."""
+    """Return `coded_matmul`: the weight's numbers in fp32, summed in fp32, rounded once to ``result_dtype`` or x's."""
     y = x.float() @ weight.floats().t()
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(result_dtype or x.dtype)
 
 
 def coded_grouped_matmul_reference(
@@ -91,7 +94,7 @@ def coded_matmul(
     memory: SplitMemory | None = None,
     tile: CodedTile | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` ``[num_rows, columns]``, summed in fp32 and rounded once.
+    """Return ``x @ weight.T + bias`` ``[num_rows, columns]``, summed in fp32 and rounded once, or not where ``out`` is fp32.
 
     x: ``[num_rows, depth]``, bf16 or fp16, rows contiguous; depth is a multiple of 16 bytes; bias: ``[columns]``. The bits of a
     row of the result depend on that row of x and the weight only: not on num_rows, ``memory`` (without it no sum is split) or
@@ -174,7 +177,7 @@ def coded_grouped_matmul(
 @cache
 def _kernel(tile: CodedTile, code: Code, dtype: torch.dtype) -> Kernel:
     name = f"coded_{tile.rows}x{TILE_COLUMNS}_{code}_{SUFFIXES[dtype]}"
-    return Kernel("linear_coded", name, "p" * 10 + "iiilliiii")
+    return Kernel("linear_coded", name, "p" * 10 + "iiilliiiii")
 
 
 def _operands(weight: CodedWeight) -> tuple[torch.Tensor | None, ...]:
@@ -185,5 +188,5 @@ def _sizes(weight: CodedWeight, x: torch.Tensor, out: torch.Tensor) -> tuple[Arg
     layout = weight.layout
     return (
         *(layout.columns, layout.depth, x.stride(0), out.stride(0), chunk_units(layout.depth, x.dtype)),
-        *(layout.width, layout.run_shift, layout.group_shift),
+        *(layout.width, layout.run_shift, layout.group_shift, int(out.dtype == torch.float32)),
     )

@@ -28,7 +28,7 @@ QUANTIZE_THREADS = 128
 
 TILES = (Tile(16, 64, 128, 6, 128, 3), Tile(32, 64, 128, 5, 128, 3), Tile(64, 64, 128, 3, 128, 2))
 _KERNELS = {
-    (tile.rows, dtype): Kernel("linear_fp8", f"fp8_{tile.rows}x{tile.columns}_{suffix}", "ppppppppiiili")
+    (tile.rows, dtype): Kernel("linear_fp8", f"fp8_{tile.rows}x{tile.columns}_{suffix}", "ppppppppiiilii")
     for tile in TILES
     for dtype, suffix in SUFFIXES.items()
 }
@@ -45,12 +45,17 @@ def fp8_quantize_reference(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def fp8_matmul_reference(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    result_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return `fp8_matmul`: sums of the numbers without scales in fp32, then both scales, the bias, one rounding."""
+    """Return `fp8_matmul`: sums of the numbers without scales in fp32, then both scales, the bias, one rounding, to
+    ``result_dtype`` or x's."""
     codes, row_scales = fp8_quantize_reference(x)
     y = (codes.float() @ weight.float().t()) * (row_scales[:, None] * scales)
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if bias is None else y + bias.float()).to(result_dtype or x.dtype)
 
 
 def fp8_quantize(device: Device, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,8 +87,8 @@ def fp8_matmul(
     """Return ``x @ (weight * scales).T + bias`` ``[num_rows, columns]`` of x rounded to e4m3.
 
     x: ``[num_rows, depth]``, bf16 or fp16, rows contiguous; weight: e4m3 ``[columns, depth]``, contiguous, depth a multiple of
-    16; scales: fp32 ``[columns]``; bias: ``[columns]``. Bits as of `linear.matmul`: they do not depend on num_rows, ``memory`` or
-    ``tile``.
+    16; scales: fp32 ``[columns]``; bias: ``[columns]``; out: of x's dtype, or fp32. Bits as of `linear.matmul`: they do not
+    depend on num_rows, ``memory`` or ``tile``.
     """
     _check_weight(x, weight, scales)
     (num_rows, depth), columns = x.shape, len(weight)
@@ -120,6 +125,7 @@ def fp8_matmul(
             depth,
             out.stride(0),
             units,
+            int(out.dtype == torch.float32),
         ),
         tile.shared_bytes,
     )
