@@ -321,7 +321,7 @@ def test_what_every_dialect_renders_is_generated(server: Server) -> None:
         blocks = answer.get("content") or answer["output"][0]["content"]
         assert text["prompt"].removesuffix("<|im_end|>") == blocks[0]["text"]
     status, told = server.post("/v1/responses/render", {"input": "x " * 5000})
-    assert status == 400 and told["error"]["message"].startswith("input has ")
+    assert status == 400 and told["error"]["message"].startswith("This model's maximum context length")
     more = {**response, "input": "And three?", "previous_response_id": answer["id"]}
     status, rendered = server.post("/v1/responses/render", more)
     assert (
