@@ -295,7 +295,7 @@ def test_requests_before_the_capacity_wait_and_can_be_cancelled() -> None:
     ("prompt", "options", "words"),
     [
         ([], {}, "at least 1"),
-        (PROMPT * 30, {}, "maximum context length is 256 tokens"),
+        (PROMPT * 30, {}, "maximum context length is 256"),
         (PROMPT * 4, {"num_blocks": 10}, "--kv-cache-memory"),
         (PROMPT, {"enable_chunked_prefill": False, "max_num_batched_tokens": 10}, "--max-num-batched-tokens"),
     ],

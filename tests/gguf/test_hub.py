@@ -28,8 +28,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "cache").mkdir()
     (tmp_path / "hub").mkdir()
 
-    def fetch(name: str, allow_patterns: Any = None, ignore_patterns: Any = None) -> str:
-        assert name == "owner/name"
+    def fetch(
+        name: str, revision: str | None = None, allow_patterns: Any = None, ignore_patterns: Any = None
+    ) -> str:
+        assert name == "owner/name" and revision is None
         for file in filter_repo_objects(
             [*FILES, *IN_FOLDERS], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
         ):
