@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quintet.detokenizer_proc.parsers.pieces import Parser, Piece
+from quintet.detokenizer_proc.parsers.thinking import LateClose, Thinking
 from quintet.wire.channels import Channel
 
 
 class Chain:
-    """A parser of reasoning, then one of calls."""
+    """A parser of reasoning, then one of calls, then one that removes a closing mark that comes behind a call."""
 
-    def __init__(self, reasoning: Parser, tools: Parser) -> None:
+    def __init__(self, reasoning: Thinking, tools: Parser, late: LateClose) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._late = late
+        self._num_content = 0
 
     @property
     def is_reasoning(self) -> bool:
@@ -26,13 +29,26 @@ class Chain:
 
     def finish(self, *, is_cut: bool = False) -> list[Piece]:
         """See `Parser`."""
-        return self._pass_on(self._reasoning.finish(is_cut=is_cut)) + self._tools.finish(is_cut=is_cut)
+        found = self._pass_on(self._reasoning.finish(is_cut=is_cut))
+        told = self._tools.finish(is_cut=is_cut)
+        found += told if self._reasoning.broken_off_at is None else self._without_close(told)
+        return found + self._late.finish(is_cut=is_cut)
 
     def _pass_on(self, pieces: Iterable[Piece]) -> list[Piece]:
         found: list[Piece] = []
         for piece in pieces:
-            if piece.channel is Channel.CONTENT:
-                found += self._tools.push(piece.text)
-            else:
+            if piece.channel is not Channel.CONTENT:
                 found.append(piece)
+                continue
+            at = self._reasoning.broken_off_at
+            is_behind = at is not None and self._num_content >= at
+            self._num_content += len(piece.text)
+            told = self._tools.push(piece.text)
+            found += self._without_close(told) if is_behind else told
+        return found
+
+    def _without_close(self, pieces: list[Piece]) -> list[Piece]:
+        found: list[Piece] = []
+        for piece in pieces:
+            found += self._late.push(piece.text) if piece.channel is Channel.CONTENT else [piece]
         return found

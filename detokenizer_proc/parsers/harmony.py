@@ -27,6 +27,8 @@ _HEADER = re.compile(
 _HEADER_BEGINS = Marks(CHANNEL, START, MESSAGE, "to=")
 _HEADER_ENDS = Marks(MESSAGE, START, *ENDS)
 _MESSAGE_ENDS = Marks(START, *ENDS)
+_REASONING_ENDS = Marks(START, CHANNEL, *ENDS)
+"""Reasoning that was not closed ends with the next header, although its beginning is left out."""
 _MESSAGE_BEGINS = Marks(START, CHANNEL, *ENDS)
 
 
@@ -128,7 +130,8 @@ class Harmony(Machine):
         self._state = Harmony._in_message
 
     def _in_message(self) -> bool:
-        before, mark, rest = _MESSAGE_ENDS.split(self._text)
+        ends = _REASONING_ENDS if self.is_reasoning else _MESSAGE_ENDS
+        before, mark, rest = ends.split(self._text)
         if self._over and not mark:
             before, rest = before + rest, ""
         self._text = rest

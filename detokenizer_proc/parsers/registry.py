@@ -15,7 +15,7 @@ from quintet.detokenizer_proc.parsers.literals import GEMMA
 from quintet.detokenizer_proc.parsers.pieces import Parser
 from quintet.detokenizer_proc.parsers.schemas import Schemas
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat, TaggedCalls
-from quintet.detokenizer_proc.parsers.thinking import ThinkFormat, Thinking
+from quintet.detokenizer_proc.parsers.thinking import CallsWithin, LateClose, ThinkFormat, Thinking
 from quintet.wire.config import CallIds
 
 
@@ -205,22 +205,37 @@ def build(reasoning: str, tools: str, schemas: bytes, prompt: str) -> Parser:
     thought = REASONING[reasoning] if reasoning else None
     if isinstance(thought, HarmonyFormat) or (tools and isinstance(TOOLS[tools], HarmonyFormat)):
         return Harmony(with_reasoning=bool(reasoning), with_calls=bool(tools))
-    thinking = Thinking(thought, prompt) if thought is not None else None
-    calls = _calls(TOOLS[tools], schemas) if tools else None
-    if thinking is not None and calls is not None:
-        return Chain(thinking, calls)
-    only = thinking or calls
-    assert only is not None
-    return only
+    if not tools:
+        assert thought is not None
+        return Thinking(thought, prompt)
+    form, types = TOOLS[tools], Schemas(schemas)
+    calls = _calls(form, types)
+    if thought is None:
+        return calls
+    within = CallsWithin(_begins(form), lambda: _calls(form, types))
+    return Chain(Thinking(thought, prompt, within), calls, LateClose(thought))
 
 
-def _calls(form: ToolFormat, schemas: bytes) -> Parser:
+def _begins(form: ToolFormat) -> frozenset[str]:
+    """Return what begins calls, or a group of them. Calls without a mark are not looked for in reasoning."""
+    match form:
+        case JsonFormat():
+            return frozenset((*form.begins, *form.around)) - frozenset(form.ends)
+        case LiteralFormat():
+            return frozenset(form.begins)
+        case TagFormat():
+            return frozenset((*form.begins, *((form.function,) if form.can_omit_begin else ())))
+        case HarmonyFormat():
+            return frozenset()
+
+
+def _calls(form: ToolFormat, schemas: Schemas) -> Parser:
     match form:
         case JsonFormat():
             return JsonCalls(form)
         case LiteralFormat():
             return LiteralCalls(form)
         case TagFormat():
-            return TaggedCalls(form, Schemas(schemas))
+            return TaggedCalls(form, schemas)
         case HarmonyFormat():
             return Harmony(with_reasoning=False, with_calls=True)

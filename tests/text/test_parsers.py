@@ -231,6 +231,9 @@ BLANKS = ["\n"] * 200_000
         ("openai_gptoss", "openai", {}, [*BLANKS, "w1w"]),
         ("deepseek_r1", "hermes", {}, [*BLANKS, "w1w"]),
         ("", "hermes", {}, ["w1w", *BLANKS, "w2w"]),
+        ("deepseek_r1", "hermes", {}, ['w1w<tool_call>{"a": "', *["<tool_call>"] * 20_000, "</think>w2w"]),
+        ("deepseek_r1", "hermes", {}, [*["<tool_call>"] * 10_000, "w1w"]),
+        ("deepseek_r1", "glm45", {}, [*["<tool_call>"] * 800, "w1w"]),
     ],
 )
 def test_work_is_linear(

@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.text.test_parsers import FEW, Random, calls_in, check_broken, read, text_of
+from tests.text.outputs import WRITERS, Call
+from tests.text.test_parsers import FEW, Random, calls_in, check_broken, read, schemas_of, text_of
 
-from quintet.detokenizer_proc.parsers.pieces import Piece
+from quintet.detokenizer_proc.parsers.json_calls import JsonFormat
+from quintet.detokenizer_proc.parsers.literal_calls import LiteralFormat
+from quintet.detokenizer_proc.parsers.pieces import Parser, Piece, joined
 from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS, build, marks_of
+from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat
 from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
 from quintet.wire.channels import Channel
 
@@ -172,3 +176,78 @@ def test_tags_take_their_types_from_the_tools(schema: dict[str, object], text: s
 def test_tools_that_say_nothing_leave_types_open(tools: bytes) -> None:
     output = "<function=f><parameter=a>1</parameter></function>"
     assert calls_in(read(build("", "qwen3_xml", tools, ""), [output])) == [("f", {"a": 1})]
+
+
+MARKED = [
+    name
+    for name, form in TOOLS.items()
+    if isinstance(form, TagFormat) or (isinstance(form, JsonFormat | LiteralFormat) and form.begins)
+]
+CALLS: list[Call] = [("get_weather", {"city": "Oslo"}), ("f", {"a": "x"})]
+
+
+def check_unclosed(
+    reasoning: str, tools: str, text: str, calls: list[Call], thought: str, content: str
+) -> None:
+    """Check what is read of an output behind a prompt that begins the reasoning, cut into any pieces."""
+    form = REASONING[reasoning]
+    assert isinstance(form, ThinkFormat)
+    schemas = schemas_of(CALLS)
+
+    def parser() -> Parser:
+        return build(reasoning, tools, schemas, "user:" + form.opens[-1])
+
+    whole = read(parser(), [text])
+    assert calls_in(whole) == calls, text
+    assert (text_of(whole, Channel.REASONING), text_of(whole)) == (thought, content)
+    assert read(parser(), list(text)) == whole
+    for end in range(0, len(text), 5):
+        one, many = parser(), parser()
+        told = joined(piece for sign in text[:end] for piece in many.push(sign))
+        assert joined(one.push(text[:end])) == told, "what was told depends on how the text was cut"
+
+
+@pytest.mark.parametrize("tools", MARKED)
+@pytest.mark.parametrize("reasoning", ["qwen3", "deepseek_r1", "granite", "mistral", "seed_oss"])
+def test_a_call_ends_reasoning_that_was_not_closed(reasoning: str, tools: str) -> None:
+    form = REASONING[reasoning]
+    assert isinstance(form, ThinkFormat)
+    for write in WRITERS[tools]:
+        if not write(CALLS).startswith(tuple(TOOLS[tools].marks)):
+            continue  # another way to write calls, without a mark
+        text = f"I should look.\n{write(CALLS)}\n"
+        check_unclosed(reasoning, tools, text, CALLS, "I should look.", "")
+        late = f"{text}{form.closes[0]}\n\nIt rains."
+        check_unclosed(reasoning, tools, late, CALLS, "I should look.", "It rains.")
+
+
+@pytest.mark.parametrize(
+    ("tools", "thought"),
+    [
+        ("hermes", "A <tool_call> would help, <tool_call>{} or not."),
+        ("hermes", 'Its form is <tool_call>{"name": 1'),
+        ("qwen3_coder", "I write <tool_call> and <function=, then more."),
+        ("glm45", "I write <tool_call> with a name and so on."),
+        ("kimi_k2", "The section is <|tool_call_begin|> and more <|tool_call_begin|>"),
+        ("llama3_json", 'In a line:\n{"name": "f", "parameters": {}}'),
+    ],
+)
+def test_a_mark_of_a_call_that_is_none_belongs_to_the_reasoning(tools: str, thought: str) -> None:
+    check_unclosed("qwen3", tools, f"{thought}</think>Yes.", [], thought, "Yes.")
+
+
+def test_a_call_in_unclosed_reasoning_may_speak_of_the_closing_mark() -> None:
+    call: Call = ("f", {"a": "x </think> y"})
+    check_unclosed("qwen3", "hermes", "So.\n" + WRITERS["hermes"][0]([call]), [call], "So.", "")
+
+
+def test_a_call_that_is_cut_off_in_unclosed_reasoning_is_not_told() -> None:
+    parser = build("qwen3", "hermes", b"", "user:<think>")
+    pieces = joined(parser.push('So.\n<tool_call>{"name": "f') + parser.finish(is_cut=True))
+    assert [(piece.channel, piece.text) for piece in pieces] == [(Channel.REASONING, "So.")]
+
+
+def test_a_header_ends_harmonys_reasoning_that_was_not_closed() -> None:
+    text = "<|channel|>analysis<|message|>So.<|channel|>commentary to=functions.f<|message|>{}<|call|>"
+    pieces = read(build("openai_gptoss", "openai", b"", ""), list(text))
+    assert (text_of(pieces, Channel.REASONING), calls_in(pieces), text_of(pieces)) == ("So.", [("f", {})], "")
