@@ -382,8 +382,7 @@ class DetokenizeQuery(msgspec.Struct, array_like=True, tag="detokenize"):
     token_ids: bytes
     opened: Open | None = None
     """Decode them as the whole output of a request that begins so; None: as a text, special tokens included."""
-    is_cut: bool = False
-    """Whether a limit ended that output, not the model."""
+    is_cut: bool = False  # whether a limit ended that output, not the model
 
 
 class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
