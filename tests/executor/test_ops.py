@@ -232,3 +232,9 @@ def test_lazy_zeros_have_every_dtype() -> None:
         assert zeros.dtype is dtype
         assert zeros.shape == (3, 5)
         assert not zeros.any()
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (7, 100_000), (0, 4)])
+def test_lazy_zeros_begin_with_a_line_of_the_cache(shape: tuple[int, ...]) -> None:
+    zeros = lazy_zeros(shape, torch.float32, CPU)
+    assert zeros.data_ptr() % 64 == 0 and zeros.shape == shape and zeros.is_contiguous()
