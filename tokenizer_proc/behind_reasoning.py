@@ -16,7 +16,15 @@ from quintet.wire.channels import is_inside
 from quintet.wire.config import ThinkMarks
 
 _BLANKS = r"/[ \t\r\n]{0,4}/"
-_FORM = "form"
+_FORM, _CALLS = "form", "calls"
+_EITHER = f"start: @{_FORM} | @{_CALLS}"
+
+
+def or_calls(grammar: str, calls: str) -> str:
+    """Return the grammar of an answer that has a form or is calls. calls: in Lark."""
+    form, *others = _named(grammar)
+    grammars = [{**form, "name": _FORM}, *others, {"name": _CALLS, "lark_grammar": calls}]
+    return msgspec.json.encode({"grammars": [{"lark_grammar": _EITHER}, *grammars]}).decode()
 
 
 def behind_reasoning(
@@ -29,6 +37,7 @@ def behind_reasoning(
     formats begin with a header.
     """
     form, *others = _named(grammar)
+    is_either = form.get("lark_grammar") == _EITHER
     ends = [lark_until(literal(mark)) for mark in marks.closes]
     rules = [f"until_{i}{attribute}: {body}" for i, (body, attribute) in enumerate(ends)]
     closed = " | ".join(f"until_{i}" for i in range(len(marks.closes)))
@@ -38,15 +47,17 @@ def behind_reasoning(
     if is_inside(prompt, marks.opens, marks.closes, marks.begins_inside):
         thought = "closed"
     answer = literal(marks.answer) if marks.answer and is_content else ""
+    inner = f"({answer} @{_FORM} | @{_CALLS})" if is_either else f"{answer} @{form['name']}"
     outer = "\n".join(
         (
-            f"start: {thought} {answer} @{form['name']}",
+            f"start: {thought} {inner}",
             f"opened: {opened}",
             f"closed: ({closed}) {_BLANKS}",
             *rules,
         )
     )
-    return msgspec.json.encode({"grammars": [{"lark_grammar": outer}, form, *others]}).decode()
+    grammars = others if is_either else [form, *others]
+    return msgspec.json.encode({"grammars": [{"lark_grammar": outer}, *grammars]}).decode()
 
 
 def _named(grammar: str) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from quintet.tokenizer_proc.depth import check_schema
+from quintet.tokenizer_proc.json_blanks import with_blanks
 from quintet.tokenizer_proc.schemas import plain_schema
 from quintet.wire.errors import ErrorCode, RequestError
 
@@ -26,7 +27,7 @@ def lark_of_tags(
 ) -> str:
     """Return the grammar. named: ids of tokens that are written by their names; regex: what makes an expression one of Lark's.
 
-    json_options: how JSON is written, as the library has it; each schema has them, or may have as much white space as it likes.
+    json_options: how JSON is written, as the library has it; each schema has them, and bounded blanks of its own.
     Raises `RequestError` naming the node that is not as it must be.
     """
     writer = _Writer(named, regex, json_options)
@@ -72,6 +73,7 @@ class _Writer:
         self._regex = regex
         self._json_options = json_options
         self._rules: list[str] = []
+        self._names: dict[tuple[str, str], str] = {}
 
     def grammar(self, node: Node, where: str) -> str:
         start = self.write(node, where)
@@ -90,8 +92,11 @@ class _Writer:
         return lark_of_text(text, self._named)
 
     def _rule(self, body: str, attribute: str = "") -> str:
-        name = f"rule_{len(self._rules)}"
-        self._rules.append(f"{name}{attribute}: {body}")
+        """Return the name of a rule; what is the same is one rule."""
+        name = self._names.get((body, attribute))
+        if name is None:
+            name = self._names[body, attribute] = f"rule_{len(self._rules)}"
+            self._rules.append(f"{name}{attribute}: {body}")
         return name
 
     def _const(self, node: Node, where: str) -> str:
@@ -104,7 +109,8 @@ class _Writer:
         schema = plain_schema(schema)
         check_schema(schema)
         if schema is not False:  # which nothing matches, and the library says so
-            schema = {**({} if schema is True else schema), "x-guidance": self._json_options}
+            options = with_blanks(self._json_options, schema)
+            schema = {**({} if schema is True else schema), "x-guidance": options}
         return self._rule(f"%json {msgspec.json.encode(schema).decode()}")
 
     def _pattern(self, node: Node, where: str) -> str:

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from quintet.process.grammars import bounds, named_tokens, open_matcher, open_vocabulary
-from quintet.tokenizer_proc.behind_reasoning import behind_reasoning
+from quintet.tokenizer_proc.behind_reasoning import behind_reasoning, or_calls
 from quintet.tokenizer_proc.depth import check_grammar, check_schema, schemas_in
+from quintet.tokenizer_proc.json_blanks import with_blanks
 from quintet.tokenizer_proc.schemas import plain_schema, schemas_of
 from quintet.tokenizer_proc.structural_tags import lark_of_tags, lark_of_text
 from quintet.wire.config import ModelConfig
@@ -39,9 +40,6 @@ MAX_BUILD_S = 0.5
 NUM_TRIED = 64
 """Tokens of an answer that are tried out."""
 MAX_REASON_CHARS = 300
-WHITESPACE = r"[ \t]|\r?\n[ \t]{0,80}"
-"""Between the parts of JSON: a blank, or a new line and what it is indented by. Where any amount is allowed, models that
-are not sure how to go on write line breaks until their tokens are spent."""
 COMBINED = {"anyOf", "oneOf", "$ref"}
 """Keys whose schemas have a say in the same object."""
 LOOSENING = {"lenient", "coerce_one_of"}
@@ -120,6 +118,9 @@ class Forms:
         vocabulary = self._open()
         kind = wanted.kind
         grammar = _grammar(wanted, kind, self._named)
+        if wanted.calls:
+            tag = msgspec.json.decode(wanted.calls)
+            grammar = or_calls(grammar, lark_of_tags(tag, self._named, _expression, _json_options(wanted)))
         failed, words = LLMatcher.validate_grammar_with_warnings(grammar, vocabulary, limits=bounds())
         if failed:
             schema = getattr(wanted, kind) if kind in {"json", "structural_tag"} else None
@@ -190,7 +191,9 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
 
     given = getattr(wanted, kind)
     if kind in {"json", "json_object"}:
-        return LLMatcher.grammar_from_json_schema(_schema(given, wanted), overrides=_json_options(wanted))
+        schema = _schema(given, wanted)
+        options = with_blanks(_json_options(wanted), msgspec.json.decode(schema))
+        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":
         return LLMatcher.grammar_from_lark(f"start: {_expression(given)}")
     if kind == "choice":
@@ -240,12 +243,15 @@ def _close(schema: dict[str, Any]) -> None:
 
 
 def _json_options(wanted: StructuredOutputsParams) -> JsonCompileOptions:
-    """Return how JSON is written. A schema's own ``x-guidance`` cannot loosen what is enforced."""
+    """Return how JSON is written, but for the blanks that it has by default.
+
+    A schema's own ``x-guidance`` cannot loosen what is enforced.
+    """
     options: JsonCompileOptions = {"lenient": False, "coerce_one_of": False}
     if wanted.disable_any_whitespace:
         options["whitespace_flexible"] = False
-    else:
-        options["whitespace_pattern"] = wanted.whitespace_pattern or WHITESPACE
+    elif wanted.whitespace_pattern:
+        options["whitespace_pattern"] = wanted.whitespace_pattern
     return options
 
 

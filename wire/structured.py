@@ -46,6 +46,8 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omi
     """A regular expression of what may stand between the parts of JSON."""
     compiled: str = ""
     """The same in words of the library that enforces it. Written by the tokenizer process, which drops all other fields."""
+    calls: str = ""
+    """A structural tag, as JSON: calls of tools that the answer may be instead. Written by the frontend."""
 
     @property
     def kind(self) -> str:
@@ -72,6 +74,8 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omi
             raise _bad(f"is not as it must be: {_in_words(error)}") from None
         if self.compiled:
             raise _bad("holds `compiled`, which the server writes; leave it out")
+        if given.calls:
+            given = msgspec.structs.replace(given, calls=_json_text(given.calls, "calls"))
         kinds = given.kinds
         if len(kinds) != 1:
             sent = " and ".join(kinds) or "nothing"

@@ -172,6 +172,24 @@ def test_calls_that_are_insisted_on_are_a_form(
     assert calls["stop_after_first"] == is_one
 
 
+@pytest.mark.parametrize(("parser", "reader"), [("hermes", "hermes"), ("qwen3_coder", "hermes")])
+def test_a_schema_beside_tools_leaves_room_for_calls(
+    serve: Callable[..., Any], parser: str, reader: str
+) -> None:
+    server = serve(parsers=ParsersConfig(reasoning="qwen3", tools=parser))
+    asked = {
+        "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
+    }
+    server.ask("POST", H, {**BODY, **asked})
+    spec = submitted(server).spec
+    form = spec.params.structured_outputs
+    assert form is not None and form.json is not None and '{\\"name\\": \\"rain\\"' in form.calls
+    assert spec.reading == Reading("qwen3", reader)
+    server.ask("POST", H, {**BODY, **asked, "tool_choice": "none"})
+    form = submitted(server).spec.params.structured_outputs
+    assert form is not None and form.calls == ""
+
+
 def test_a_model_without_parsers_answers_plainly(serve: Callable[..., Any]) -> None:
     server = serve()
     answer = server.ask("POST", H, BODY).json

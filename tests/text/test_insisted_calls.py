@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls, think_marks
 from quintet.detokenizer_proc.parsers.registry import REASONING
-from quintet.frontend.dialects.openai.tools import form_of_calls
+from quintet.frontend.dialects.openai.tools import form_of_calls, form_or_calls
 from quintet.frontend.dialects.openai.types import ChatBody
 from quintet.process.grammars import named_tokens, open_vocabulary
 from quintet.tokenizer_proc.structured import Forms
@@ -127,6 +127,78 @@ def test_a_tool_whose_schema_is_combined_can_be_called(
     grammar = compiled(model, form)
     assert vocabulary.takes(grammar, written(how, ("now", '{"a": 1, "b": 2}')))
     assert not vocabulary.takes(grammar, written(how, ("now", '{"a": 1}')))
+
+
+ANSWER = {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}
+JSON = '{"answer": "yes"}'
+
+
+def either(
+    name: str, choice: str | None = "auto", **more: Any
+) -> tuple[StructuredOutputsParams, ForcedCalls]:
+    """Return the form of a request with a schema and tools, for a model of this format, and how its calls are written."""
+    how = forced_calls("openai_gptoss" if name == "openai" else "", name)
+    form = StructuredOutputsParams(json=ANSWER, disable_additional_properties=True).checked()
+    found = form_or_calls(form, body(choice, **more), ParsersConfig(tools=name, forced=how))
+    assert found is not None
+    return found, how
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", *FORCED])
+def test_a_schema_beside_tools_leaves_room_for_calls(
+    name: str, model: ModelConfig, vocabulary_of: Vocabularies
+) -> None:
+    form, how = either(name)
+    grammar, vocabulary = compiled(model, form), vocabulary_of(model)
+    assert vocabulary.takes(grammar, JSON)
+    assert all(vocabulary.takes(grammar, written(how, call)) for call in WHOLE)
+    assert vocabulary.takes(grammar, written(how, *WHOLE)) == (not how.is_single)
+    unknown = written(how, ("snow", "{}"))
+    assert not any(
+        vocabulary.takes(grammar, text)
+        for text in ["", "It rains.", '{"answer": 1}', unknown, JSON + written(how, WHOLE[0])]
+    )
+
+
+@pytest.mark.parametrize("reasoning", ["qwen3", "openai_gptoss"])
+def test_calls_in_the_place_of_a_schema_stand_behind_reasoning(
+    reasoning: str, model: ModelConfig, vocabulary_of: Vocabularies
+) -> None:
+    tools = "openai" if reasoning == "openai_gptoss" else "hermes"
+    form, how = either(tools)
+    marks = think_marks(reasoning)
+    assert marks is not None
+    thinks = msgspec.structs.replace(model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks))
+    grammar = compiled(thinks, form, Reading(reasoning, how.reader), "user:" + marks.opens[0])
+    vocabulary, thought = vocabulary_of(model), "so" + marks.closes[0]
+    assert vocabulary.takes(grammar, thought + marks.answer + JSON)
+    assert vocabulary.takes(grammar, thought + written(how, WHOLE[0]))
+    assert not vocabulary.takes(grammar, thought + "It rains.")
+
+
+def test_many_tools_do_not_make_a_schema_unenforceable(
+    model: ModelConfig, vocabulary_of: Vocabularies
+) -> None:
+    many = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": {"not": {}}}} for i in range(200)
+    ]
+    form, how = either("hermes", tools=many)
+    grammar = compiled(model, form)
+    assert vocabulary_of(model).takes(grammar, written(how, ("tool_199", '{"a": 1}')))
+
+
+@pytest.mark.parametrize(
+    ("form", "choice", "tools"),
+    [
+        (StructuredOutputsParams(json=ANSWER), "none", "hermes"),
+        (StructuredOutputsParams(json=ANSWER), "auto", ""),
+        (StructuredOutputsParams(regex="a"), "auto", "hermes"),
+    ],
+)
+def test_a_form_stays_alone_where_no_call_may_come(
+    form: StructuredOutputsParams, choice: str, tools: str
+) -> None:
+    assert form_or_calls(form, body(choice), ParsersConfig(tools=tools)) is form
 
 
 FORMS = {

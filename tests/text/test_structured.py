@@ -80,6 +80,12 @@ CALLS = {
         ],
     },
 }
+FLAT = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
 FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "json": (
         {"json": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
@@ -106,6 +112,31 @@ FORMS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
          "disable_additional_properties": True},
         ['{"properties": 1, "a": {"properties": 1}}'],
         ['{"b": 1}'],
+    ),
+    "json, blanks of a flat object": (
+        {"json": FLAT},
+        ['{"a": 1}', '{"a":1}', '{\n  "a": 1\n}', '{\n' + 8 * " " + '"a" :\t1}', '{\r\n"a":\n1\n}'],
+        ['{"a":  1}', '{\n\n"a": 1}', '{ \n"a": 1}', '{\n' + 9 * " " + '"a": 1}'],
+    ),
+    "json, blanks of a nested one": (
+        {"json": {"type": "object", "properties": {"a": {"type": "array", "items": FLAT}}}},
+        ['{\n    "a": [\n        {\n            "a": 1\n        }\n    ]\n}'],
+        ['{\n' + 17 * " " + '"a": []}'],
+    ),
+    "json, blanks of any object": (
+        {"json_object": True},
+        ['{"a": {"b": {\n' + 20 * " " + '"c": 1}}}'],
+        ['{"a": {"b": {\n' + 21 * " " + '"c": 1}}}'],
+    ),
+    "json, blanks between tags": (
+        {"structural_tag": {"format": {"type": "json_schema", "json_schema": FLAT}}},
+        ['{\n' + 8 * " " + '"a": 1}'],
+        ['{\n' + 9 * " " + '"a": 1}'],
+    ),
+    "json, blanks between tags, as asked for": (
+        {"structural_tag": {"format": {"type": "json_schema", "json_schema": FLAT}}, "whitespace_pattern": "[ ]?"},
+        ['{ "a": 1}'],
+        ['{\n"a": 1}'],
     ),
     "json, spaces": ({"json": {"type": "array"}, "whitespace_pattern": "[ ]{0,2}"}, ["[1,  2]"], ["[1,   2]"]),
     "json_object": ({"json_object": True}, ["{}", '{"a": [1, {"b": "c"}]}'], ["[]", "1"]),

@@ -43,7 +43,8 @@ async def batch(service: Service, exchange: Exchange) -> None:
     conversations = _conversations(body, config)
     params = chat_params(body, config)
     options = options_of("chatcmpl", body, params, exchange, config)
-    reading = reading_of(body, conversations[0].prompt.tools, config.model.parsers)
+    tools, form = conversations[0].prompt.tools, params.structured_outputs
+    reading = reading_of(body, tools, config.model.parsers, form)
     deadline_ns = parse.deadline_ns(body, exchange)
     refuse_missing(body)
     parse.refuse_search(body)

@@ -29,7 +29,7 @@ from quintet.frontend.dialects.openai.handover import take_handover, with_params
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.dialects.openai.offered_tools import shown_tools, with_deferred
 from quintet.frontend.dialects.openai.recall import recall
-from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, reading_of
+from quintet.frontend.dialects.openai.tools import check_tool_choice, form_of_calls, form_or_calls, reading_of
 from quintet.frontend.dialects.openai.translation import AS_SENT, Translation
 from quintet.frontend.dialects.openai.types import (
     ChatBody,
@@ -150,7 +150,8 @@ def checked_chat(
     conversation = parse_conversation(body, config, translation)
     body.tools = msgspec.Raw(conversation.tools) if conversation.tools else msgspec.UNSET
     params = chat_params(body, config)
-    return conversation, params, reading_of(body, conversation.tools, config.model.parsers)
+    form = params.structured_outputs
+    return conversation, params, reading_of(body, conversation.tools, config.model.parsers, form)
 
 
 def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
@@ -315,7 +316,7 @@ def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
             "tool_choice insists on calls, and the request asks for an answer of another form; send one of them.",
             "tool_choice",
         )
-    params.structured_outputs = form or params.structured_outputs
+    params.structured_outputs = form or form_or_calls(params.structured_outputs, body, model.parsers)
     names = {"logprobs": "top_logprobs", **parse.names_of(body)}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"

@@ -129,7 +129,9 @@ def _told(params: SamplingParams) -> dict[str, object]:
     if params.repetition_detection is not None:
         told["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
     if form is not None:
-        told["structured_outputs"] = _changed(form, StructuredOutputsParams())
+        told["structured_outputs"] = _changed(
+            msgspec.structs.replace(form, calls=""), StructuredOutputsParams()
+        )
     return told
 
 

@@ -98,20 +98,71 @@ def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams |
     if not functions:
         return None
     is_one = how.is_single or body.parallel_tool_calls is False or body.tool_choice != "required"
-    tag = _structural_tag(functions, how, is_one=is_one)
-    return StructuredOutputsParams(structural_tag=tag).checked()
+    tags = [_tag(function.name, _object_schema(function), how) for function in functions]
+    tag = _structural_tag(tags, how, is_one=is_one)
+    pattern = body.guided_whitespace_pattern
+    return StructuredOutputsParams(structural_tag=tag, whitespace_pattern=pattern).checked()
 
 
-def _structural_tag(functions: Sequence[FunctionTool], how: ForcedCalls, *, is_one: bool) -> str:
-    tags = [
-        {
-            "type": "tag",
-            "begin": how.call_begin + function.name + how.name_end,
-            "content": {"type": "json_schema", "json_schema": _object_schema(function)},
-            "end": how.call_end,
-        }
-        for function in functions
-    ]
+def form_or_calls(
+    form: StructuredOutputsParams | None, body: ChatBody, parsers: ParsersConfig
+) -> StructuredOutputsParams | None:
+    """Return a form of JSON that leaves room for calls, where the model may call tools: it is of the final text.
+
+    Arguments are any object, as in answers without a form: a schema that cannot be enforced does not refuse the request.
+    """
+    is_json = form is not None and form.kind in ("json", "json_object")
+    tools = parse.json_of(body.tools)
+    if (
+        form is None
+        or not is_json
+        or not tools
+        or not parsers.tools
+        or body.tool_choice not in (None, "auto")
+    ):
+        return form
+    named = [tool.function.name for tool in _tools_decoder.decode(tools)]
+    names = [name for name in dict.fromkeys(named) if _NAME.fullmatch(name)]
+    if not names:
+        return form
+    how = parsers.forced
+    is_bare = (how.begin + how.call_begin).lstrip("[").startswith("{")
+    tags = [_described(names, how)] if is_bare else [_tag(name, {"type": "object"}, how) for name in names]
+    tag = _structural_tag(tags, how, is_one=how.is_single or body.parallel_tool_calls is False)
+    return msgspec.structs.replace(form, calls=tag)
+
+
+def _tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str, object]:
+    """Return the tag of one call. schema: of its arguments."""
+    content = {"type": "json_schema", "json_schema": schema}
+    return {
+        "type": "tag",
+        "begin": how.call_begin + name + how.name_end,
+        "content": content,
+        "end": how.call_end,
+    }
+
+
+def _described(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
+    """Return the tag of a call that is JSON alone: beside other JSON, a text that begins it could not be told apart."""
+    key = "parameters" if "parameters" in how.name_end else "arguments"
+    properties = {"name": {"enum": names}, key: {"type": "object"}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "tag",
+        "begin": "",
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "",
+    }
+
+
+def _structural_tag(tags: Sequence[Mapping[str, object]], how: ForcedCalls, *, is_one: bool) -> str:
+    """Return the tag of one or more calls, of which each is one of these."""
     calls: dict[str, object] = {
         "type": "tags_with_separator",
         "tags": tags,
@@ -138,11 +189,18 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
     return found
 
 
-def reading_of(body: ChatBody, tools: bytes, parsers: ParsersConfig) -> Reading | None:
-    """Return how the output is read; calls are only looked for where the model was shown ``tools`` that it may call."""
+def reading_of(
+    body: ChatBody, tools: bytes, parsers: ParsersConfig, form: StructuredOutputsParams | None = None
+) -> Reading | None:
+    """Return how the output is read; calls are only looked for where the model was shown ``tools`` that it may call.
+
+    form: that the answer must have. Calls beside it are written as those that are insisted on.
+    """
     tools = tools if body.tool_choice != "none" else b""
     if tools and body.tool_choice not in (None, "auto"):
         return Reading(parsers.reasoning, parsers.forced.reader, insists=True)
+    if tools and form is not None and form.calls:
+        return Reading(parsers.reasoning, parsers.forced.reader)
     name = parsers.tools if tools else ""
     if not (parsers.reasoning or name):
         return None
