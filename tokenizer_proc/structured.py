@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -192,7 +192,7 @@ def _grammar(wanted: StructuredOutputsParams, kind: str, named: Mapping[str, int
     given = getattr(wanted, kind)
     if kind in {"json", "json_object"}:
         schema = _schema(given, wanted)
-        options = with_blanks(_json_options(wanted), msgspec.json.decode(schema))
+        options = cast("JsonCompileOptions", with_blanks(_json_options(wanted), msgspec.json.decode(schema)))
         return LLMatcher.grammar_from_json_schema(schema, overrides=options)
     if kind == "regex":
         return LLMatcher.grammar_from_lark(f"start: {_expression(given)}")

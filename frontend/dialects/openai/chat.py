@@ -145,13 +145,12 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 def checked_chat(
     body: ChatBody, config: EngineConfig, translation: Translation = AS_SENT
 ) -> tuple[Conversation, SamplingParams, Reading | None]:
-    """Check all of a body but what nobody has; return its prompt, its parameters and what reads the output."""
+    """Validate the body except unsupported fields; return prompt, parameters and output parsing."""
     check_chat(body, config)
     conversation = parse_conversation(body, config, translation)
     body.tools = msgspec.Raw(conversation.tools) if conversation.tools else msgspec.UNSET
-    params = chat_params(body, config)
-    form = params.structured_outputs
-    return conversation, params, reading_of(body, conversation.tools, config.model.parsers, form)
+    params, parsers = chat_params(body, config), config.model.parsers
+    return conversation, params, reading_of(body, conversation.tools, parsers, params.structured_outputs)
 
 
 def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
