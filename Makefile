@@ -22,7 +22,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
 NPM_CLIENTS := $(patsubst tests/clients/requirements/%.json,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.json))
 
-.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients chart fuzz gpu-check clean
+.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients real-models chart fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -88,6 +88,9 @@ cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; pa
 
 clients: $(CLIENTS) $(NPM_CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
 
+real-models: .venv/clients/real/installed  ## download the real weights of the whole suite (0.5 GB) into the user's cache folder
+	$(BIN)/python -m tests.real.models $(ARGS)
+
 chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with the schemas of the newest Kubernetes
 	.venv/clients/kubernetes/bin/python tests/clients/platforms/kubernetes_chart.py --newest
 
@@ -97,7 +100,7 @@ chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with
 	@touch $@
 
 # Programs of npm are run without its scripts of installation: their binaries come in packages of their own.
-$(NPM_CLIENTS): .venv/clients/%/installed: tests/clients/requirements/%.json | $(STAMP)
+$(NPM_CLIENTS): .venv/clients/%/installed: tests/clients/requirements/%.json | $(PACKAGES)
 	@rm -rf $(@D) && mkdir -p $(@D)
 	@cp $< $(@D)/package.json
 	@if command -v npm > /dev/null; \
@@ -125,8 +128,9 @@ $(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKA
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
 	@touch $@
 
-# It compares with transformers, of this project's packages.
-.venv/clients/lm_eval/installed: tests/clients/requirements/lm_eval.txt | $(PACKAGES)
+# These compare with transformers, of this project's packages.
+REFERENCES := .venv/clients/lm_eval/installed .venv/clients/real/installed
+$(REFERENCES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
 	$(BIN)/uv pip install --quiet --python $(@D) --no-deps accelerate==1.15.0
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
