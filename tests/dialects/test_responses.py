@@ -195,7 +195,12 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> 
 
 
 @pytest.mark.parametrize(
-    "fields", [{"tools": [RAIN, NOW]}, {"top_logprobs": 2}, {"text": {"verbosity": "low"}}]
+    "fields",
+    [
+        {"tools": [RAIN, NOW], "max_output_tokens": 100},
+        {"top_logprobs": 2},
+        {"text": {"verbosity": "low"}},
+    ],
 )
 @pytest.mark.parametrize("fail_after", [None, 1])
 def test_everything_is_of_the_types_of_the_package(parsing: Any, fields: Any, fail_after: int | None) -> None:

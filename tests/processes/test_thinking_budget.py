@@ -42,7 +42,13 @@ def test_reasoning_ends_behind_its_budget(server: Server) -> None:
         told = said(server, {**ASK, "thinking_token_budget": budget})
         assert (endless["reasoning"] or "").startswith(told["reasoning"] or "")
         assert told["content"] and MARK not in told["content"]
-    form = {"structured_outputs": {"json": {"type": "object"}}, "ignore_eos": False, "max_tokens": 400}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    form = {"structured_outputs": {"json": schema}, "ignore_eos": False, "max_tokens": 400}
     json.loads(said(server, {**ASK, **form, "thinking_token_budget": 7})["content"])
     assert said(server, {**ASK, "thinking_token_budget": 500})["reasoning"] == endless["reasoning"]
 
