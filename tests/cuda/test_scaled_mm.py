@@ -74,8 +74,12 @@ def test_batch_invariant_products_are_always_ours(device: Device) -> None:
 def test_a_library_that_disagrees_is_not_used(
     device: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    right = torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *operands, **more: right(*operands, **more) * 1.5)
+    def too_large(
+        a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        return (1.5 * (a.float() @ b.float()) * scale_a * scale_b).to(out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", too_large)
     library, run = ScaledMm(device), run_of(device)
     with caplog.at_level(logging.INFO, "quintet"):
         library.probe([run])
