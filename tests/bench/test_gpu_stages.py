@@ -43,8 +43,21 @@ time.sleep(1000)
     session.deadline = time.monotonic() + stages.RESERVE_S + 8
     run_stage((Group((job("hangs", code),), 1, 1),), session)
     assert statuses(session) == {"hangs": None}
-    stat = Path("/proc") / pid_file.read_text() / "stat"
-    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert ends(int(pid_file.read_text()))
+
+
+def ends(pid: int) -> bool:
+    """Wait for a killed process: a signal that was sent is not yet delivered."""
+    stat = Path(f"/proc/{pid}/stat")
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            if stat.read_text().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.02)
+    return False
 
 
 def statuses(session: Session) -> dict[str, int | None]:
