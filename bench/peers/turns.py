@@ -7,6 +7,9 @@ import time
 from pathlib import Path
 from typing import IO
 
+YIELD_S = 1.0
+"""Pause after a turn: a process that waits for the lock would not get it if it were taken again at once."""
+
 
 class Turns:
     """Whose turn it is to have the machine. Without a file it is always ours."""
@@ -29,6 +32,7 @@ class Turns:
         """End our turn if it has lasted long enough: call it between two measurements."""
         if self._held is not None and time.monotonic() - self._since_s >= self._hold_s:
             self.close()
+            time.sleep(YIELD_S)
 
     def close(self) -> None:
         """End our turn."""

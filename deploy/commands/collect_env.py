@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size
+from quintet.wire.errors import ConfigError
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -71,6 +72,7 @@ def describe() -> dict[str, str]:
         "cpu": f"{_cpu_name()}, {psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads",
         "cpus usable": str(len(os.sched_getaffinity(0))),
         "cpu flags": " ".join(_cpu_flags()) or "none of interest",
+        "cpu kernels": _kernels(),
         "memory": f"{format_size(psutil.virtual_memory().total)}, {format_size(available_ram_bytes())} available",
         "gpu": _gpus(),
         **{name: _version(name) for name in _PACKAGES},
@@ -103,6 +105,20 @@ def _cpu_name() -> str:
 def _cpu_flags() -> list[str]:
     present = set(_cpuinfo("flags", "Features").split())
     return [flag for flag in _CPU_FLAGS if flag in present]
+
+
+def _kernels() -> str:
+    """Return the instruction set of the compiled kernels on this processor, and why a better one is not used."""
+    from quintet.executor.ops.host_library import instruction_set, instruction_set_refusal, open_library
+
+    try:
+        library = open_library()
+    except ConfigError as error:
+        return str(error)
+    if library is None:
+        return "not built; computes with torch"
+    refusal = instruction_set_refusal(library)
+    return instruction_set(library) + (f" ({refusal})" if refusal else "")
 
 
 def _gpus() -> str:

@@ -99,5 +99,7 @@ def _fetch(
         )
     except OSError as error:
         reason = f"fetching it from the hub failed: {error}"
-    cwd = os.getcwd()
-    raise ConfigError(f"{flag} {name!r}: there is no such folder in {cwd}, and {reason}")
+    message = f"{flag} {name!r}: there is no such folder in {os.getcwd()}, and {reason}"
+    if "/" not in name and not is_gguf(Path(name)):
+        message += f"; a name without a slash is a folder or one of: {', '.join(PACKAGED_MODELS)}"
+    raise ConfigError(message)

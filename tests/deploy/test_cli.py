@@ -14,6 +14,7 @@ import pytest
 from quintet.deploy import cli
 from quintet.deploy.commands import collect_env
 from quintet.deploy.supervisor import run_dirs
+from quintet.executor.ops.host_library import instruction_set, open_library
 from quintet.process.sockets import make_run_dir
 
 from .model_folder import write_model, write_weights
@@ -180,6 +181,8 @@ def test_collect_env_describes_the_installation(capsys: pytest.CaptureFixture[st
     found = json.loads(capsys.readouterr().out)
     assert found["quintet"].startswith("0.")
     assert found.keys() == collect_env.describe().keys()
+    library = open_library()
+    assert library is None or found["cpu kernels"].startswith(instruction_set(library))
 
 
 def test_the_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:

@@ -566,6 +566,8 @@ def test_an_offline_hub_name_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ConfigError, match=r"MODEL 'nobody/nothing'.*HF_HUB_OFFLINE is set"):
         locate_model("nobody/nothing", with_weights=True)
+    with pytest.raises(ConfigError, match="a folder or one of: smollm2"):
+        locate_model("smolm2", with_weights=True)
 
 
 def test_a_folder_without_any_tokenizer_says_so(tmp_path: Path) -> None:

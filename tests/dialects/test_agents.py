@@ -200,6 +200,46 @@ def assert_results_follow(parsing: Any, whole: Json, calls: list[tuple[str, str]
     ]
 
 
+def test_shell_and_apply_patch_have_items_of_their_own(parsing: Any) -> None:
+    operation = {"type": "update_file", "path": "a.py", "diff": "@@\n-x\n+y"}
+    calls = [("shell", {"commands": ["ls", "pwd"]}), ("apply_patch", operation)]
+    parsing.engine.script = [
+        [(NAME, i, name), (ARGUMENTS, i, json.dumps(arguments))] for i, (name, arguments) in enumerate(calls)
+    ]
+    tools = [{"type": "shell"}, {"type": "apply_patch"}]
+    whole = parsing.ask("POST", R, {"model": "toy", "input": "x", "tools": tools}).json
+    shell, patch = whole["output"]
+    assert (shell["type"], shell["action"]["commands"]) == ("shell_call", ["ls", "pwd"])
+    assert (patch["type"], patch["operation"]) == ("apply_patch_call", operation)
+    Response.model_validate(whole)
+
+    parsing.engine.script = [[(int(Channel.CONTENT), 0, "Done.")]]
+    outcome = {"type": "exit", "exit_code": 1}
+    output = [{"stdout": "a.py\n", "stderr": "", "outcome": outcome}, {"stdout": "/x", "stderr": "slow"}]
+    results = [
+        {"type": "shell_call_output", "call_id": shell["call_id"], "output": output},
+        {"type": "apply_patch_call_output", "call_id": patch["call_id"], "status": "failed"},
+    ]
+    follow = {"previous_response_id": whole["id"], "tools": tools, "input": results}
+    messages = json.loads(prompt_of(parsing, R, follow).messages)
+    past = [call["function"] for call in messages[1]["tool_calls"]]
+    assert [(call["name"], json.loads(call["arguments"])) for call in past] == calls
+    assert [message["content"] for message in messages[2:]] == ["a.py\n[exit code 1]\n/x\nslow", "failed"]
+
+
+@pytest.mark.parametrize(
+    ("item", "param"),
+    [
+        ({"type": "shell_call", "call_id": "c"}, "input[1].action"),
+        ({"type": "apply_patch_call", "call_id": "c", "operation": 3}, "input[1].operation"),
+        ({"type": "apply_patch_call_output", "call_id": "c"}, "input[1].status"),
+    ],
+)
+def test_incomplete_items_of_shell_and_apply_patch_are_refused(shared: Any, item: Json, param: str) -> None:
+    reply = shared.ask("POST", R, {"model": "toy", "input": [*HELLO, item]})
+    assert reply.status == 400 and param in reply.json["error"]["message"]
+
+
 def test_items_that_a_server_wrote_are_left_out(shared: Any, caplog: pytest.LogCaptureFixture) -> None:
     items = [
         *HELLO,

@@ -17,7 +17,7 @@ from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.dialects.openai.types import RawField
 from quintet.wire.params import shown
 
-CallKind = Literal["function", "custom", "local_shell", "tool_search"]
+CallKind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
 """Of a call, by the type of its tool in the Responses dialect."""
 
 SERVER_TOOLS = (
@@ -37,16 +37,47 @@ SERVER_TOOLS = (
 SEARCH = "tool_search"
 NO_ARGUMENTS = {"type": "object", "properties": {}}
 TEXT: dict[str, Any] = {"type": "string"}
-LOCAL_SHELL = {
-    "type": "object",
-    "properties": {
-        "command": {"type": "array", "items": TEXT, "description": "The program and its arguments."},
-        "workdir": TEXT,
-        "timeout_ms": {"type": "number"},
-        "env": {"type": "object", "additionalProperties": TEXT},
-    },
-    "required": ["command"],
+NUMBER: dict[str, Any] = {"type": "number"}
+PREDEFINED_TOOLS: dict[CallKind, tuple[str, dict[str, Any]]] = {
+    "local_shell": (
+        "Run a command on the user's machine.",
+        {
+            "type": "object",
+            "properties": {
+                "command": {"type": "array", "items": TEXT, "description": "The program and its arguments."},
+                "workdir": TEXT,
+                "timeout_ms": NUMBER,
+                "env": {"type": "object", "additionalProperties": TEXT},
+            },
+            "required": ["command"],
+        },
+    ),
+    "shell": (
+        "Run shell commands on the user's machine.",
+        {
+            "type": "object",
+            "properties": {
+                "commands": {"type": "array", "items": TEXT, "description": "Command lines of the shell."},
+                "timeout_ms": NUMBER,
+                "max_output_length": {**NUMBER, "description": "Characters of output to return."},
+            },
+            "required": ["commands"],
+        },
+    ),
+    "apply_patch": (
+        "Create, update or delete a file.",
+        {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
+                "path": TEXT,
+                "diff": {**TEXT, "description": "A diff in V4A form. Absent for delete_file."},
+            },
+            "required": ["type", "path"],
+        },
+    ),
 }
+"""Tools of the Responses API that the client runs and that have a type instead of a schema: description and parameters."""
 _COMMANDS = ["view", "create", "str_replace", "insert"]
 CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "bash_": (
@@ -231,10 +262,10 @@ def _offered(tool: SentTool, where: str, namespace: str | None = None) -> Iterat
             yield from _offered(member, f"{where}.tools[{i}]", name)
     elif kind == "custom" and parse.json_of(tool.input_schema) == b"":
         yield _freeform(tool, where, namespace)
-    elif kind == "local_shell":
-        text = "Run a command on the user's machine."
+    elif (predefined := next((each for each in PREDEFINED_TOOLS if each == kind), None)) is not None:
+        description, parameters = PREDEFINED_TOOLS[predefined]
         yield OfferedTool(
-            name=kind, own_name=kind, description=text, parameters=LOCAL_SHELL, kind="local_shell"
+            name=kind, own_name=kind, description=description, parameters=parameters, kind=predefined
         )
     elif kind == SEARCH and tool.execution == "client":
         offered = _function(tool, SEARCH, tool.description, tool.parameters, None, None)

@@ -19,6 +19,7 @@ from quintet.frontend.dialects import sse
 from quintet.frontend.dialects.answer import Output
 from quintet.frontend.dialects.openai.answer import encode_json
 from quintet.frontend.dialects.openai.logprobs import chat_logprobs
+from quintet.frontend.dialects.openai.offered_tools import CallKind
 from quintet.frontend.dialects.position import Position, StreamId
 from quintet.frontend.dialects.relay import WITHDRAWN, ids_comment
 from quintet.frontend.dialects.responses.output import (
@@ -52,6 +53,17 @@ class _EndedPart(msgspec.Struct):
     text: str
 
 
+CALL_KINDS: dict[str, CallKind] = {
+    CALL: "function",
+    "custom_tool_call": "custom",
+    "local_shell_call": "local_shell",
+    "shell_call": "shell",
+    "apply_patch_call": "apply_patch",
+    "tool_search_call": "tool_search",
+}
+"""Kinds of tools by the type of their calls' items."""
+
+
 class _EndedItem(msgspec.Struct):
     type: str
     status: str
@@ -61,12 +73,11 @@ class _EndedItem(msgspec.Struct):
     arguments: str | dict[str, Any] = ""
     input: str | None = None
     action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
 
     def call(self, forms: Mapping[str, CallForm]) -> tuple[str, str] | None:
         """Return a call's name and arguments as the model wrote them; None for an item that is none."""
-        kinds: dict[str, str] = {"custom_tool_call": "custom", "local_shell_call": "local_shell"}
-        kinds |= {CALL: "function", "tool_search_call": "tool_search"}
-        kind = kinds.get(self.type)
+        kind = CALL_KINDS.get(self.type)
         if kind is None:
             return None
         named = (kind, self.name, self.namespace) if self.name else (kind,)
@@ -77,9 +88,11 @@ class _EndedItem(msgspec.Struct):
         )
         if self.input is not None:
             arguments = encode_json({"input": self.input}).decode()
-        elif self.action is not None:
+        elif self.action is not None and kind == "local_shell":
             action = {**self.action, "workdir": self.action.get("working_directory")}
             arguments = encode_json(action).decode()
+        elif self.action is not None or self.operation is not None:
+            arguments = encode_json(self.action or self.operation).decode()
         else:
             given = self.arguments
             arguments = given if isinstance(given, str) else encode_json(given).decode()

@@ -38,6 +38,10 @@ TYPES = (
     "custom_tool_call_output",
     "local_shell_call",
     "local_shell_call_output",
+    "shell_call",
+    "shell_call_output",
+    "apply_patch_call",
+    "apply_patch_call_output",
     "tool_search_call",
     "tool_search_output",
     "additional_tools",
@@ -61,7 +65,12 @@ SERVER_ITEMS = (
     "ghost_snapshot",
 )
 """Types of items that tools of another server wrote, or that nobody but it can read."""
-LOCAL_SHELL = "local_shell"
+PREDEFINED_CALLS = {
+    "local_shell_call": "local_shell",
+    "shell_call": "shell",
+    "apply_patch_call": "apply_patch",
+}
+"""Names of the tools that calls of these types call."""
 ADDED_TOOLS = "additional_tools"
 
 Message = dict[str, Any]
@@ -138,10 +147,18 @@ def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Mes
             return [
                 {"role": "assistant", "content": "", **({"reasoning_content": content} if content else {})}
             ]
-        case "function_call" | "custom_tool_call" | "local_shell_call":
+        case "function_call" | "custom_tool_call" | "local_shell_call" | "shell_call" | "apply_patch_call":
             return [_call(item, where, names)]
-        case "function_call_output" | "custom_tool_call_output" | "local_shell_call_output":
+        case (
+            "function_call_output"
+            | "custom_tool_call_output"
+            | "local_shell_call_output"
+            | "shell_call_output"
+        ):
             return [_result(item, _text(item.output, f"{where}.output"), where, names)]
+        case "apply_patch_call_output":
+            text = _given(item.status, f"{where}.status") if item.output is None else item.output
+            return [_result(item, _text(text, f"{where}.output"), where, names)]
         case "mcp_call" if item.output is not None:
             call = _call(item, where, names)
             return [call, _result(item, _text(item.output, f"{where}.output"), where, names)]
@@ -175,9 +192,9 @@ def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
         case "custom_tool_call":
             name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
             arguments: Any = encode_json({"input": _given(item.input, f"{where}.input")}).decode()
-        case "local_shell_call":
-            name = LOCAL_SHELL
-            arguments = _shell_arguments(item, where)
+        case "local_shell_call" | "shell_call" | "apply_patch_call":
+            name = PREDEFINED_CALLS[item.type]
+            arguments = _predefined_arguments(item, where)
         case "tool_search_call":
             name = SEARCH
             arguments = item.arguments
@@ -191,12 +208,17 @@ def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _shell_arguments(item: InputItem, where: str) -> dict[str, Any]:
-    """Return what the function of the local shell was called with."""
-    encoded = parse.json_of(item.action)
+def _predefined_arguments(item: InputItem, where: str) -> dict[str, Any]:
+    """Return the arguments of a call of a shell or of apply_patch."""
+    name, field = (
+        ("operation", item.operation) if item.type == "apply_patch_call" else ("action", item.action)
+    )
+    encoded = parse.json_of(field)
     sent: Any = msgspec.json.decode(encoded) if encoded else None
     if not isinstance(sent, dict):
-        raise parse.invalid(f"{where}.action must be an object.", "input")
+        raise parse.invalid(f"{where}.{name} must be an object.", "input")
+    if name == "operation":
+        return sent
     action = {name: value for name, value in sent.items() if value not in (None, {}) and name != "type"}
     if "working_directory" in action:
         action["workdir"] = action.pop("working_directory")
@@ -232,8 +254,20 @@ def _text_of(part: ContentPart, where: str) -> str:
         return _given(part.text, f"{where}.text")
     if part.type == "refusal":
         return _given(part.refusal, f"{where}.refusal")
+    if part.type == "" and (part.stdout is not None or part.outcome is not None):
+        return _command_text(part)
     missing = UNSEEN_PARTS.get(part.type, "parts of that type")
     raise parse.not_implemented(f"{where}, of type {shown(part.type)},", missing, "Send text.")
+
+
+def _command_text(part: ContentPart) -> str:
+    """Return a command's output: standard output, standard error, and how it ended unless it succeeded."""
+    lines = [part.stdout, part.stderr]
+    if part.outcome is not None and part.outcome.type == "timeout":
+        lines.append("[timed out]")
+    elif part.outcome is not None and part.outcome.exit_code:
+        lines.append(f"[exit code {part.outcome.exit_code}]")
+    return "\n".join(line.rstrip("\n") for line in lines if line)
 
 
 def _given(value: parse.PartT | None, name: str) -> parse.PartT:

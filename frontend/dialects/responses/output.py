@@ -68,7 +68,11 @@ class CallForm(msgspec.Struct, array_like=True, frozen=True):
                 "input": _input_of(arguments),
             }
         elif self.kind == "local_shell":
-            return {"type": "local_shell_call", "call_id": call_id, "action": _action_of(arguments)}
+            return {"type": "local_shell_call", "call_id": call_id, "action": _local_shell_action(arguments)}
+        elif self.kind == "shell":
+            return {"type": "shell_call", "call_id": call_id, "action": _shell_action(arguments)}
+        elif self.kind == "apply_patch":
+            return {"type": "apply_patch_call", "call_id": call_id, "operation": _decoded(arguments) or {}}
         else:
             found = _decoded(arguments)
             return {
@@ -95,12 +99,25 @@ def _input_of(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-def _action_of(arguments: str) -> dict[str, Any]:
+def _commands(sent: object) -> list[Any]:
+    """Return a list of commands; models write one as a string, too."""
+    return sent if isinstance(sent, list) else [str(sent or "")]
+
+
+def _shell_action(arguments: str) -> dict[str, Any]:
     found = _decoded(arguments) or {}
-    command = found.get("command")
+    return {
+        "commands": _commands(found.get("commands")),
+        "timeout_ms": found.get("timeout_ms"),
+        "max_output_length": found.get("max_output_length"),
+    }
+
+
+def _local_shell_action(arguments: str) -> dict[str, Any]:
+    found = _decoded(arguments) or {}
     return {
         "type": "exec",
-        "command": command if isinstance(command, list) else [str(command or "")],
+        "command": _commands(found.get("command")),
         "env": found.get("env") or {},
         "timeout_ms": found.get("timeout_ms"),
         "working_directory": found.get("workdir"),

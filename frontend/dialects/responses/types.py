@@ -17,6 +17,18 @@ class ContentPart(msgspec.Struct, kw_only=True):
     """input_text, output_text, refusal, reasoning_text or summary_text; also text."""
     text: str | None = None
     refusal: str | None = None
+    stdout: str | None = None
+    """With ``stderr`` and ``outcome``: one command's output in a shell_call_output, which has no type."""
+    stderr: str | None = None
+    outcome: CommandOutcome | None = None
+
+
+class CommandOutcome(msgspec.Struct, kw_only=True):
+    """End of a command in a shell_call_output."""
+
+    type: str
+    """exit or timeout."""
+    exit_code: int | None = None
 
 
 class InputItem(msgspec.Struct, kw_only=True):
@@ -24,7 +36,8 @@ class InputItem(msgspec.Struct, kw_only=True):
 
     type: str | None = None
     """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
-    local_shell_call_output, tool_search_call, tool_search_output, additional_tools, mcp_call, reasoning or item_reference.
+    local_shell_call_output, shell_call, shell_call_output, apply_patch_call, apply_patch_call_output, tool_search_call,
+    tool_search_output, additional_tools, mcp_call, reasoning or item_reference.
     Items of other tools that a server ran are skipped."""
     id: str | None = None
     role: str | None = None
@@ -39,7 +52,9 @@ class InputItem(msgspec.Struct, kw_only=True):
     input: str | None = None
     """Of a call of a freeform tool."""
     action: RawField = msgspec.UNSET
-    """Of a call of the local shell: an object with the command."""
+    """Of a call of a shell: an object with the command or commands."""
+    operation: RawField = msgspec.UNSET
+    """Of an apply_patch_call: an object with type, path and diff."""
     tools: RawField = msgspec.UNSET
     """That a search has found, or that are added here."""
     execution: str | None = None
