@@ -153,7 +153,11 @@ def job_environment(logs: Path, num_parallel: int, dumps_core: bool) -> dict[str
 
     dumps_core: without the memory's content, and without ending the process.
     """
-    found = environment() | {"PYTHONFAULTHANDLER": "1", "TORCH_SHOW_CPP_STACKTRACES": "1"}
+    found = environment() | {
+        "PYTHONFAULTHANDLER": "1",
+        "TORCH_SHOW_CPP_STACKTRACES": "1",
+        "TORCH_DISABLE_ADDR2LINE": "1",  # looking up source lines takes a minute for each exception
+    }
     if num_parallel > 1:
         found["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // num_parallel))
     if not dumps_core:
