@@ -3,8 +3,9 @@
     python -m bench.routing_sim [--step-ms 10] [--seeds 6] [--duration 60]
 
 An engine computes prompts in the order they came, so many tokens a step beside those it draws for who is answered, as the core
-does. The choice is the real one (`quintet.frontend.router.choose`), by what a frontend knows. ``exact`` knows what each engine
-has left to compute to the token and takes the least: as good as one queue before all engines.
+does. The choice is the real one (`quintet.frontend.load_balancing.load_balancer.choose`), by what a frontend knows.
+``exact`` knows what each engine has left to compute to the token and takes the least: as good as one queue before all
+engines.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from functools import partial
 from statistics import median, quantiles
 
 from bench.routing import NUM_ENGINES, OUTPUT_LEN, SHAPES, sizes
-from quintet.frontend.beginnings import PIECE_TOKENS
-from quintet.frontend.engines import USUAL_OVER
-from quintet.frontend.router import Candidate, choose
+from quintet.frontend.load_balancing.engine_load import USUAL_OVER
+from quintet.frontend.load_balancing.load_balancer import Candidate, choose
+from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS
 from quintet.wire.config import Routing
 
 BUDGET = 128

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quintet.frontend.backlog import Backlog
+from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.load_balancing.queued_tokens import Backlog
 from quintet.frontend.prompt_size import embeds_bytes
-from quintet.frontend.router import Seats
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role

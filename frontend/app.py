@@ -16,33 +16,33 @@ from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
 from quintet.frontend import health, kv
-from quintet.frontend.dialects.anthropic import errors as anthropic_errors
-from quintet.frontend.dialects.anthropic.messages import count_tokens, messages, render_messages
-from quintet.frontend.dialects.go_on import go_on
-from quintet.frontend.dialects.inference.generate import generate
-from quintet.frontend.dialects.openai import errors as openai_errors
-from quintet.frontend.dialects.openai.batch import batch
-from quintet.frontend.dialects.openai.chat import chat_completions
-from quintet.frontend.dialects.openai.completions import completions
-from quintet.frontend.dialects.openai.derender import derender_chat, derender_completions
-from quintet.frontend.dialects.openai.invocations import invocations
-from quintet.frontend.dialects.openai.render import render_chat, render_completions
-from quintet.frontend.dialects.openai.tokenize import detokenize, tokenize, tokenizer_info
-from quintet.frontend.dialects.responses.background import look_for_lost
-from quintet.frontend.dialects.responses.conversations import conversation, conversations
-from quintet.frontend.dialects.responses.conversations import item as conversation_item
-from quintet.frontend.dialects.responses.conversations import items as conversation_items
-from quintet.frontend.dialects.responses.create import render_responses, responses
-from quintet.frontend.dialects.responses.stored import cancel_response, input_items, response
-from quintet.frontend.dialects.resume import resumable, streams
-from quintet.frontend.docs_page import docs, docs_part
-from quintet.frontend.error_shape import ErrorShape
-from quintet.frontend.exchange import ClientGone, Exchange, tidy_path
-from quintet.frontend.guard import Keys, operator_keys
-from quintet.frontend.leftovers import leave_behind
-from quintet.frontend.load_report import FORMAT_HEADER, LoadReport
+from quintet.frontend.api.anthropic import errors as anthropic_errors
+from quintet.frontend.api.anthropic.messages import count_tokens, messages, render_messages
+from quintet.frontend.api.inference.generate import generate
+from quintet.frontend.api.openai import errors as openai_errors
+from quintet.frontend.api.openai.batch import batch
+from quintet.frontend.api.openai.chat import chat_completions
+from quintet.frontend.api.openai.completions import completions
+from quintet.frontend.api.openai.derender import derender_chat, derender_completions
+from quintet.frontend.api.openai.invocations import invocations
+from quintet.frontend.api.openai.render import render_chat, render_completions
+from quintet.frontend.api.openai.tokenize import detokenize, tokenize, tokenizer_info
+from quintet.frontend.api.responses.background import look_for_lost
+from quintet.frontend.api.responses.conversations import conversation, conversations
+from quintet.frontend.api.responses.conversations import item as conversation_item
+from quintet.frontend.api.responses.conversations import items as conversation_items
+from quintet.frontend.api.responses.create import render_responses, responses
+from quintet.frontend.api.responses.stored import cancel_response, input_items, response
+from quintet.frontend.http.auth import Keys, operator_keys
+from quintet.frontend.http.docs_page import docs, docs_part
+from quintet.frontend.http.error_shape import ErrorShape
+from quintet.frontend.http.http_request import ClientGone, Exchange, tidy_path
+from quintet.frontend.http.openapi import openapi
+from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
+from quintet.frontend.malloc_trim import leave_behind
 from quintet.frontend.metrics import metrics
-from quintet.frontend.openapi import openapi
+from quintet.frontend.resume.continue_stream import go_on
+from quintet.frontend.resume.resume_stream import resumable, streams
 from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
-from quintet.frontend.exchange import Exchange
+from quintet.frontend.http.http_request import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN

@@ -1,8 +1,8 @@
 """GET /kv, POST /kv/pin, /kv/unpin, /kv/evict, /kv/export, /kv/import: which prefixes KV memory holds, which are to stay or to
 go, and which go elsewhere or come from there.
 
-For who operates the server (`quintet.frontend.guard`). Prompts are private: prefixes are told by hashes and counts, and in words
-only where that is asked for.
+For who operates the server (`quintet.frontend.http.auth`). Prompts are private: prefixes are told by hashes and
+counts, and in words only where that is asked for.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import math
 
 import msgspec
 
-from quintet.frontend.dialects.openai import parse
-from quintet.frontend.exchange import Exchange
+from quintet.frontend.api.openai import parse
+from quintet.frontend.http.http_request import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.disk_sense import is_file_name

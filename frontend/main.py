@@ -23,11 +23,11 @@ import uvloop
 from starlette.middleware.base import BaseHTTPMiddleware
 from starlette.types import ASGIApp
 
+from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.app import App
-from quintet.frontend.connection import IDLE_S, Protocol, bound_send_buffer
-from quintet.frontend.dialects.openai.errors import ERRORS
-from quintet.frontend.dispatch import ACCOUNT_S, ForRequests, Inbound
-from quintet.frontend.guard import open_to
+from quintet.frontend.http.auth import open_to
+from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
+from quintet.frontend.inbox_handlers import ACCOUNT_S, ForRequests, Inbound
 from quintet.frontend.service import Service
 from quintet.process.runtime import Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig

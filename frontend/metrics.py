@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from quintet.frontend.exchange import Exchange
+from quintet.frontend.http.http_request import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role

@@ -8,11 +8,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from quintet.frontend.admission import Admission
-from quintet.frontend.bodies import MAX_OPEN_BYTES, Bodies
-from quintet.frontend.dispatch import Dispatch, Inbound
-from quintet.frontend.exchange import Exchange
-from quintet.frontend.patience import Patience
-from quintet.frontend.placement import Send
+from quintet.frontend.http.bodies import MAX_OPEN_BYTES, Bodies
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.write_timeout import Patience
+from quintet.frontend.inbox_handlers import Dispatch, Inbound
+from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.response_store import ResponseStore
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig

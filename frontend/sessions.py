@@ -3,7 +3,7 @@
 Pure asyncio over messages: knows nothing of HTTP, so that the Python API uses it as well. Not thread-safe: everything
 happens on one event loop.
 
-    submit ──▶ placed (`quintet.frontend.placement`) ──▶ started ──▶ ended
+    submit ──▶ placed (`quintet.frontend.load_balancing.dispatcher`) ──▶ started ──▶ ended
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from quintet.frontend.accounts import Account, accounts_of
-from quintet.frontend.adoption import Seen, go_on, submission
-from quintet.frontend.backlog import Backlog
-from quintet.frontend.begun import Told, go_on_behind
 from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
-from quintet.frontend.lost import MAX_LOST, lost_output, lost_request
-from quintet.frontend.placement import Placement, Send, too_large
+from quintet.frontend.load_balancing.dispatcher import Placement, Send, too_large
+from quintet.frontend.load_balancing.queued_tokens import Backlog
+from quintet.frontend.reconcile import Account, accounts_of
+from quintet.frontend.resume.partial_response import Told, go_on_behind
+from quintet.frontend.resume.reattach import Seen, go_on, submission
+from quintet.frontend.resume.resend_errors import MAX_LOST, lost_output, lost_request
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
 from quintet.wire.codec import unpack_i32

@@ -14,8 +14,8 @@ from sys import getsizeof
 
 import msgspec
 
+from quintet.frontend.load_balancing.load_balancer import Choice as EngineChoice
 from quintet.frontend.prompt_size import num_prompt_tokens
-from quintet.frontend.router import Choice as EngineChoice
 from quintet.wire.channels import Channel, Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started, Submit

@@ -23,7 +23,7 @@ from bench.fleet.traces import SHAPES, draw
 from bench.overhead.run import Machine, _commit, machine
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.servers import Held
-from quintet.frontend.beginnings import PIECE_TOKENS
+from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS
 from quintet.wire.config import Routing
 
 OPEN_EACH = 8

@@ -21,7 +21,7 @@ from bench.fleet.engine import Machine, SimulatedEngine, prompt_ids
 from bench.fleet.traces import Trace
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.servers import OTHERS_SHARE, Held, Servers
-from quintet.frontend.beginnings import MAX_PIECES, PIECE_TOKENS
+from quintet.frontend.load_balancing.prefix_affinity import MAX_PIECES, PIECE_TOKENS
 from quintet.wire.config import Routing
 
 Spread = Literal["any", "conversation", "beginning"]
@@ -314,7 +314,9 @@ def make_router(
 
 
 class Names:
-    """The names of beginnings, as `quintet.frontend.beginnings.names_of` gives them: equal where prompts begin alike."""
+    """The names of beginnings, as `quintet.frontend.load_balancing.prefix_affinity.names_of` gives them: equal where
+    prompts begin alike.
+    """
 
     def __init__(self, trace: Trace) -> None:
         self._trace = trace

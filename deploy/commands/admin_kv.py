@@ -19,7 +19,7 @@ import msgspec
 
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.supervisor.commands import duration
-from quintet.frontend.guard import operator_keys
+from quintet.frontend.http.auth import operator_keys
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError

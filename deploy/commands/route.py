@@ -30,9 +30,9 @@ from quintet.deploy.router.sending import Hedging
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
-from quintet.frontend.bodies import Bodies
-from quintet.frontend.connection import bound_send_buffer
-from quintet.frontend.guard import Keys
+from quintet.frontend.http.auth import Keys
+from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.connection import bound_send_buffer
 from quintet.frontend.main import HttpServer, allow_many_connections, make_server
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig, Routing

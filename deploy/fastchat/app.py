@@ -19,9 +19,9 @@ from quintet.deploy.fastchat.errors import Code, WorkerError, as_worker, error_i
 from quintet.deploy.fastchat.peer import Peer
 from quintet.deploy.fastchat.registration import Registration
 from quintet.deploy.fastchat.told import Data, Saying
-from quintet.frontend.bodies import Bodies
-from quintet.frontend.error_shape import ErrorShape
-from quintet.frontend.exchange import ClientGone, Exchange
+from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.error_shape import ErrorShape
+from quintet.frontend.http.http_request import ClientGone, Exchange
 from quintet.wire.errors import ErrorCode, RequestError
 
 COMPLETIONS = "/v1/completions"

@@ -27,8 +27,8 @@ from quintet.deploy.fastchat.peer import Peer
 from quintet.deploy.fastchat.registration import Registration
 from quintet.deploy.load_client.connection import BadUrl, Target
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
-from quintet.frontend.bodies import Bodies
-from quintet.frontend.connection import bound_send_buffer
+from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.connection import bound_send_buffer
 from quintet.frontend.main import allow_many_connections, make_server
 from quintet.process.log import configure_logging
 from quintet.wire.config import FrontendConfig

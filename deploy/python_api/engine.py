@@ -27,7 +27,7 @@ from quintet.deploy.resolve.flag_table import make_options
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
-from quintet.frontend.dispatch import ACCOUNT_S, Dispatch, ForRequests
+from quintet.frontend.inbox_handlers import ACCOUNT_S, Dispatch, ForRequests
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig

@@ -15,13 +15,13 @@ from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.passing import Passing, Patience
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import RELAY, Outgoing
-from quintet.frontend.bodies import Bodies
-from quintet.frontend.dialects.anthropic import errors as anthropic_errors
-from quintet.frontend.dialects.openai import errors as openai_errors
-from quintet.frontend.dialects.routing import SESSION_HEADER
-from quintet.frontend.error_shape import ErrorShape
-from quintet.frontend.exchange import ClientGone, Exchange, tidy_path
-from quintet.frontend.guard import Keys
+from quintet.frontend.api.anthropic import errors as anthropic_errors
+from quintet.frontend.api.openai import errors as openai_errors
+from quintet.frontend.api.routing import SESSION_HEADER
+from quintet.frontend.http.auth import Keys
+from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.error_shape import ErrorShape
+from quintet.frontend.http.http_request import ClientGone, Exchange, tidy_path
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown

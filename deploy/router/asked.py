@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from quintet.frontend.beginnings import names_of
+from quintet.frontend.load_balancing.prefix_affinity import names_of
 from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.billing_header import without_billing_header_in_json
 from quintet.wire.codec import pack_i32

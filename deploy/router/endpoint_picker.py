@@ -43,7 +43,7 @@ from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to
 
 from quintet.deploy.router.picking import Head, Picker, Visit
 from quintet.deploy.router.upstream import RELAY
-from quintet.frontend.error_shape import headers_of, status_of
+from quintet.frontend.http.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 ENDPOINT = "x-gateway-destination-endpoint"

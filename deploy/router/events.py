@@ -2,7 +2,7 @@
 comments.
 
 From those comments, and the id of the last event, follows what another server needs to go on
-(`frontend/dialects/relay.py`).
+(`frontend/resume/token_relay.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import re
 
-from quintet.frontend.dialects.anthropic.errors import OVERLOADED
-from quintet.frontend.error_shape import STATUS
+from quintet.frontend.api.anthropic.errors import OVERLOADED
+from quintet.frontend.http.error_shape import STATUS
 from quintet.wire.errors import ErrorCode
 
 _NOTE = re.compile(rb"^: ((?:ids|told) \d+ \[(?:\d+(?:,\d+)*)?\])\r?\n", re.MULTILINE)

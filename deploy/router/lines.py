@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from quintet.deploy.load_client.connection import Connection, HttpAnswer, Target
-from quintet.frontend.exchange import Header
+from quintet.frontend.http.http_request import Header
 
 FULL_BYTES = 256 << 10
 """Of a stream that its client does not take: no more is read from the server then."""

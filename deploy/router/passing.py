@@ -30,7 +30,7 @@ from quintet.deploy.router.upstream import (
     retry_after_s,
     the_rest,
 )
-from quintet.frontend.exchange import ClientGone, Exchange
+from quintet.frontend.http.http_request import ClientGone, Exchange
 from quintet.frontend.streams import UNPROVEN_TOKENS
 from quintet.wire.errors import ErrorCode, RequestError
 

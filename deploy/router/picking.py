@@ -16,8 +16,8 @@ from quintet.deploy.router.asked import Asked, read
 from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.names import parsed
 from quintet.deploy.router.servers import Held, Server, Servers
-from quintet.frontend.dialects.routing import SESSION_HEADER
-from quintet.frontend.error_shape import ErrorShape
+from quintet.frontend.api.routing import SESSION_HEADER
+from quintet.frontend.http.error_shape import ErrorShape
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 

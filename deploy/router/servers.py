@@ -1,8 +1,8 @@
 """The servers behind the router: how each is, what it has to do, and which one a request goes to.
 
-The choice is that of a frontend among engines (`quintet.frontend.router.choose`), by the same accounts: what was sent there and
-what came of it, when it came, and the beginnings of prompts. What others send to a server, and what that takes of its KV memory,
-is added from its figures.
+The choice is that of a frontend among engines (`quintet.frontend.load_balancing.load_balancer.choose`), by the same
+accounts: what was sent there and what came of it, when it came, and the beginnings of prompts. What others send to a
+server, and what that takes of its KV memory, is added from its figures.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quintet.deploy.load_client.connection import Target
 from quintet.deploy.router.asked import Asked
 from quintet.deploy.router.lines import Lines
 from quintet.deploy.router.shortlist import Load, Shortlist
-from quintet.frontend.beginnings import MAX_NAMES, PIECE_TOKENS, Beginnings, Holders
-from quintet.frontend.engines import USUAL_OVER
-from quintet.frontend.pace import Pace, Usual
-from quintet.frontend.router import RUNNING_TOKENS, Candidate, Choice, choose, has_room
+from quintet.frontend.load_balancing.engine_load import USUAL_OVER
+from quintet.frontend.load_balancing.engine_speed import Pace, Usual
+from quintet.frontend.load_balancing.load_balancer import RUNNING_TOKENS, Candidate, Choice, choose, has_room
+from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOKENS, Beginnings, Holders
 from quintet.wire.config import Routing
 
 MAX_ALL_NAMES = 1 << 22

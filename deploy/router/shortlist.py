@@ -1,10 +1,11 @@
 """Which of many servers are worth comparing for a request, so that a choice among a thousand looks at a few of them.
 
-`quintet.frontend.router.choose` compares all that it is given. What it minimizes is what a server has to do less what it has of
-the prompt; so of the servers that know a prompt equally far, and are of one kind (equally fast, and both with memory that is full
-of beginnings, or neither), only the one with the least to do can be chosen, and of those that know nothing of it as well. Servers
-are kept in order of what they have to do, each kind by itself (there are few paces: `quintet.frontend.pace`), and who
-knows a prompt is asked of `Holders`.
+`quintet.frontend.load_balancing.load_balancer.choose` compares all that it is given. What it minimizes is what a
+server has to do less what it has of the prompt; so of the servers that know a prompt equally far, and are of one kind
+(equally fast, and both with memory that is full of beginnings, or neither), only the one with the least to do can be
+chosen, and of those that know nothing of it as well. Servers are kept in order of what they have to do, each kind by
+itself (there are few paces: `quintet.frontend.load_balancing.engine_speed`), and who knows a prompt is asked of
+`Holders`.
 
 Where other routers send to the same servers, what is known of those is a poll old, and all who go by it would choose the same
 few. So then the servers that are compared besides those that know the prompt are drawn by chance (Mitzenmacher, How useful is old

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from quintet.deploy.load_client.connection import Target
-from quintet.frontend.exchange import Header
+from quintet.frontend.http.http_request import Header
 
 HOP_BY_HOP = frozenset(
     b"connection proxy-connection keep-alive te trailer transfer-encoding upgrade proxy-authenticate proxy-authorization".split()

@@ -18,7 +18,7 @@ from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.hosts import hosts_config
 from quintet.frontend.app import ROUTES
-from quintet.frontend.guard import is_open
+from quintet.frontend.http.auth import is_open
 from tests.deploy.queries import DASHBOARD
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

@@ -19,7 +19,7 @@ from quintet.deploy.fastchat.registration import Registration
 from quintet.deploy.fastchat.told import Data
 from quintet.deploy.fastchat.worker import main
 from quintet.deploy.load_client.connection import Target
-from quintet.frontend.bodies import Bodies
+from quintet.frontend.http.bodies import Bodies
 from quintet.wire.errors import EXIT_CONFIG
 from tests.deploy.test_router import Upstream, head, run
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.frontend.guard import is_open
+from quintet.frontend.http.auth import is_open
 from tests.deploy.test_deployments import options_from
 
 ROOT = Path(__file__).parents[2]

@@ -28,8 +28,8 @@ from quintet.deploy.router.passing import Patience
 from quintet.deploy.router.sending import Hedging
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
-from quintet.frontend.bodies import Bodies
-from quintet.frontend.guard import Keys
+from quintet.frontend.http.auth import Keys
+from quintet.frontend.http.bodies import Bodies
 from quintet.wire.errors import ConfigError, RequestError
 
 C, M = "/v1/completions", "/v1/messages"

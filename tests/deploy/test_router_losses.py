@@ -11,7 +11,7 @@ import pytest
 
 from quintet.deploy.router.events import MAX_EVENT_BYTES, Events
 from quintet.deploy.router.passing import Patience
-from quintet.frontend.dialects.relay import told_comments
+from quintet.frontend.resume.token_relay import told_comments
 from tests.deploy.test_router import (
     BUSY,
     DONE,

@@ -17,8 +17,8 @@ from quintet.deploy.router.names import Names
 from quintet.deploy.router.picking import Head, Picker, by_address
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
-from quintet.frontend.bodies import Bodies
-from quintet.frontend.guard import Keys
+from quintet.frontend.http.auth import Keys
+from quintet.frontend.http.bodies import Bodies
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 URLS = ("http://10.0.0.5:8000", "http://[fd00::5]:8000")

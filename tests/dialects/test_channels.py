@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from quintet.frontend.dialects.channels import Channels
+from quintet.frontend.api.channels import Channels
 from quintet.frontend.streams import Choice, Stream, pieces
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from quintet.frontend.dialects.openai.parse import DEADLINE_HEADER
+from quintet.frontend.api.openai.parse import DEADLINE_HEADER
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Cancel, Failed, Submit
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quintet.frontend.exchange import tidy_path
+from quintet.frontend.http.http_request import tidy_path
 from quintet.wire.errors import ErrorCode
 
 C = "/v1/completions"

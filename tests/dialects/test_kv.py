@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.guard import operator_keys
+from quintet.frontend.http.auth import operator_keys
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvDiskConfig
 from quintet.wire.errors import ErrorCode

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from quintet.frontend.dialects.anthropic.parse import messages_of
-from quintet.frontend.dialects.anthropic.types import Block, Turn
+from quintet.frontend.api.anthropic.parse import messages_of
+from quintet.frontend.api.anthropic.types import Block, Turn
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt, Submit
 

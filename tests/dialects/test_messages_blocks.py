@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from quintet.frontend.dialects.anthropic.events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
-from quintet.frontend.dialects.channels import Channels
-from quintet.frontend.dialects.position import Position, StreamId
+from quintet.frontend.api.anthropic.events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
+from quintet.frontend.api.channels import Channels
+from quintet.frontend.resume.stream_cursor import Position, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig, ThinkMarks

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quintet.frontend.app import ROUTES
-from quintet.frontend.exchange import Exchange
+from quintet.frontend.http.http_request import Exchange
 from quintet.wire.supervision import SeatState
 
 

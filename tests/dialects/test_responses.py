@@ -14,14 +14,14 @@ from openai import OpenAI
 from openai.types.responses import Response, ResponseItemList, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from quintet.frontend.dialects.channels import Channels
-from quintet.frontend.dialects.openai.answer import AnswerOptions
-from quintet.frontend.dialects.position import Position, StreamId
-from quintet.frontend.dialects.responses.events import ResponsesWriter
-from quintet.frontend.dialects.responses.items import messages_of
-from quintet.frontend.dialects.responses.output import CallForm, ResponsesAnswer
-from quintet.frontend.dialects.responses.parse import items_of
-from quintet.frontend.dialects.responses.types import ResponsesBody
+from quintet.frontend.api.channels import Channels
+from quintet.frontend.api.openai.answer import AnswerOptions
+from quintet.frontend.api.responses.events import ResponsesWriter
+from quintet.frontend.api.responses.items import messages_of
+from quintet.frontend.api.responses.output import CallForm, ResponsesAnswer
+from quintet.frontend.api.responses.parse import items_of
+from quintet.frontend.api.responses.types import ResponsesBody
+from quintet.frontend.resume.stream_cursor import Position, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from quintet.frontend import connection as frontend_connection
+from quintet.frontend.http import connection as frontend_connection
 from quintet.wire import messages
 
 C = "/v1/completions"

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend import patience
+from quintet.frontend.http import write_timeout
 from quintet.wire.codec import pack_i32
 from quintet.wire.ids import Role
 from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text
@@ -395,7 +395,7 @@ def test_one_that_leaves_serves_what_comes_and_says_so_in_every_answer(serve: Ca
 def test_who_does_not_read_does_not_hold_up_a_shutdown(
     serve: Callable[..., Any], topology: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "DRAIN_WRITE_S", 0.05)
+    monkeypatch.setattr(write_timeout, "DRAIN_WRITE_S", 0.05)
     server = serve()
     raw, _ = blocked(server)
     server.call(server.service.handle, msgspec.structs.replace(topology(2), draining=True))

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from quintet.frontend.admission import Admission
-from quintet.frontend.backlog import Backlog
-from quintet.frontend.router import Seats
+from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.load_balancing.queued_tokens import Backlog
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import FrontendConfig

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.dispatch import Dispatch
+from quintet.frontend.inbox_handlers import Dispatch
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.frontend.beginnings import names_of
+from quintet.frontend.load_balancing.prefix_affinity import names_of
 from quintet.wire.codec import pack_i32, unpack_i64
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Admit, Cancel, FinishReason, Handed, Live, Reclaimed, Submit, TokenPrompt

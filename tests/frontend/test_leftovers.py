@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from quintet.frontend import leftovers
+from quintet.frontend import malloc_trim
 from quintet.process.leftovers import LEFTOVER_BYTES
 
 
@@ -15,11 +15,11 @@ def test_memory_is_given_back_behind_what_is_large(
     monkeypatch: pytest.MonkeyPatch, num_bytes: int, num_times: int
 ) -> None:
     given_back: list[None] = []
-    monkeypatch.setattr(leftovers, "AFTER_S", 0)
-    monkeypatch.setattr(leftovers, "give_back_memory", lambda: given_back.append(None))
+    monkeypatch.setattr(malloc_trim, "AFTER_S", 0)
+    monkeypatch.setattr(malloc_trim, "give_back_memory", lambda: given_back.append(None))
 
     async def end_one() -> None:
-        leftovers.leave_behind(num_bytes)
+        malloc_trim.leave_behind(num_bytes)
         passed = asyncio.Event()
         asyncio.get_running_loop().call_later(0, passed.set)  # fires behind a timer that was set before
         await passed.wait()

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quintet.frontend.pace import KNOWN_S, SURPRISE, Pace, Usual
+from quintet.frontend.load_balancing.engine_speed import KNOWN_S, SURPRISE, Pace, Usual
 
 ABSURD = (0.0, -1.0, math.nan, math.inf, -math.inf)
 

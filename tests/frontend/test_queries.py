@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.queries import Queries
-from quintet.frontend.router import Seats
+from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.rpc import Queries
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId

@@ -9,8 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from quintet.frontend.beginnings import MAX_PIECES, PIECE_BYTES, PIECE_TOKENS, Beginnings, names_of
-from quintet.frontend.router import RUNNING_TOKENS, Candidate, choose
+from quintet.frontend.load_balancing.load_balancer import RUNNING_TOKENS, Candidate, choose
+from quintet.frontend.load_balancing.prefix_affinity import (
+    MAX_PIECES,
+    PIECE_BYTES,
+    PIECE_TOKENS,
+    Beginnings,
+    names_of,
+)
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import Routing
 from quintet.wire.embeds import EmbedsPrompt

@@ -14,7 +14,7 @@ from typing import Any, cast
 import psutil
 import pytest
 
-from quintet.frontend.guard import Keys
+from quintet.frontend.http.auth import Keys
 from quintet.process.seal import KEY_FILE
 from quintet.wire.errors import RequestError
 

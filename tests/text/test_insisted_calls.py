@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from quintet.detokenizer_proc.parsers.forced import FORCED, forced_calls, think_marks
 from quintet.detokenizer_proc.parsers.registry import REASONING
-from quintet.frontend.dialects.openai.tools import form_of_calls, form_or_calls
-from quintet.frontend.dialects.openai.types import ChatBody
+from quintet.frontend.api.openai.tools import form_of_calls, form_or_calls
+from quintet.frontend.api.openai.types import ChatBody
 from quintet.process.grammars import named_tokens, open_vocabulary
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire.config import ForcedCalls, ModelConfig, ParsersConfig

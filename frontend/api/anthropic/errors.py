@@ -1,0 +1,36 @@
+"""How each error looks to a client of Anthropic's dialect."""
+
+from __future__ import annotations
+
+from quintet.frontend.api.anthropic.types import MessagesErrorBody, MessagesErrorDetail
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.http.error_shape import ErrorShape, status_of
+from quintet.wire.errors import ErrorCode, RequestError
+
+OVERLOADED = "overloaded_error"
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: OVERLOADED,
+    504: "timeout_error",
+}
+OTHER = "invalid_request_error"
+TOO_LONG = "prompt is too long: "
+"""How Anthropic's own message begins; agents that see it make their conversation shorter and try again."""
+_DETAILS = {"thread": {"error_code": "thread_unsupported_request"}}
+"""By the field that was wrong: packages that hear this send the whole conversation again, without a thread."""
+
+
+def error_body(error: RequestError, request_id: str) -> bytes:
+    """Return ``{"type": "error", "error": {type, message}, "request_id": …}``."""
+    kind = _TYPES.get(status_of(error), OTHER)
+    message = TOO_LONG + error.message if error.code is ErrorCode.TOO_LONG else error.message
+    detail = MessagesErrorDetail(type=kind, message=message, details=_DETAILS.get(error.param or ""))
+    return encode_json(MessagesErrorBody(type="error", error=detail, request_id=request_id))
+
+
+ERRORS = ErrorShape(error_body, b"request-id")

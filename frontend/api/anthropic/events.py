@@ -1,0 +1,368 @@
+"""The events of an answer in Anthropic's dialect, and the content blocks that they spell.
+
+    message_start  ping  { content_block_start  content_block_delta…  content_block_stop }…  message_delta  message_stop
+
+A block is text, thinking or one call of a tool; it ends where the next begins. An event's id says where its reader is:
+tokens, characters told of the text behind them, and what the blocks were until there. Text that follows some tokens is a
+function of the tokens, so any frontend can go on in the middle of a block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
+
+import msgspec
+
+from quintet.frontend.api import sse
+from quintet.frontend.api.answer import Output
+from quintet.frontend.api.anthropic.errors import error_body
+from quintet.frontend.api.channels import Channels
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.http.http_request import Header
+from quintet.frontend.resume.resume_token import Answer
+from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.token_relay import ids_comment
+from quintet.frontend.streams import Batch, Delta, Stream, pieces
+from quintet.wire.channels import Channel
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Finish, FinishReason, Started
+from quintet.wire.params import shown
+
+_NOTE = re.compile(r"(\d{1,6})([trscn])(?:\+(\d{1,9}))?")
+SIGNATURE_CHARS = 24
+PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+NO_BLOCK, SIGNED = "n", "s"
+"""Kinds beside those of text: nothing is open; thinking is, and its signature was told."""
+KINDS: dict[int, str] = {
+    Channel.CONTENT: "t",
+    Channel.REASONING: "r",
+    Channel.NAME: "c",
+    Channel.ARGUMENTS: "c",
+}
+"""Letters of blocks in notes of positions."""
+DELTAS = {
+    "t": b'{"type":"text_delta","text":',
+    "r": b'{"type":"thinking_delta","thinking":',
+    "c": b'{"type":"input_json_delta","partial_json":',
+}
+PLAIN = {kind: DELTAS[kind] for kind in ("t", "r")}
+"""Blocks of which there may be more without anything else to look at."""
+UNREADABLE_INPUT = "INVALID_JSON"
+"""Key under which a whole answer shows arguments that are no JSON object: the model erred."""
+
+
+class MessagesAnswer(Answer, tag="messages"):
+    """How the events of an answer are written."""
+
+    request_id: str
+    model: str
+    max_tokens: int
+    channels: Channels
+
+
+def usage_of(started: Started | None, num_output_tokens: int) -> dict[str, int]:
+    """Return the ``usage`` object: what was read from the prefix cache is no input."""
+    prompt = 0 if started is None else started.num_prompt_tokens
+    cached = 0 if started is None else started.num_cached_tokens
+    return {
+        "input_tokens": prompt - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": num_output_tokens,
+    }
+
+
+def message_of(answer: MessagesAnswer, output: Output) -> dict[str, object]:
+    """Return a whole answer. Raises `RequestError` for one that was cut off."""
+    finish, num_tokens = output.finish, len(output.token_ids)
+    is_cut = finish.reason is not FinishReason.STOP
+    return {
+        **_head(answer),
+        "content": list(_blocks(answer, pieces(output.text, output.spans), is_cut=is_cut)),
+        **_ending(answer, finish, num_tokens),
+        "usage": {**usage_of(output.stream.started, num_tokens), **_thinking(finish)},
+    }
+
+
+def _head(answer: MessagesAnswer) -> dict[str, object]:
+    return {"id": f"msg_{answer.request_id}", "type": "message", "role": "assistant", "model": answer.model}
+
+
+def _thinking(finish: Finish) -> dict[str, object]:
+    """Return what the usage says of reasoning; nothing where there was none."""
+    thinking = finish.num_reasoning_tokens
+    return {"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {}
+
+
+def _ending(answer: MessagesAnswer, finish: Finish, num_tokens: int) -> dict[str, object]:
+    """Return stop reason and sequence. Raises `RequestError` where no reason of this dialect says what happened."""
+    reason, sequence = "end_turn", None
+    match finish.reason:
+        case FinishReason.LENGTH:
+            is_whole = num_tokens >= answer.max_tokens
+            reason = "max_tokens" if is_whole else "model_context_window_exceeded"
+        case FinishReason.ABORT | FinishReason.ERROR:
+            raise RequestError(ErrorCode.INTERNAL, "The answer was cut off inside the server; ask again.")
+        case _ if finish.num_calls:  # however it stopped: the client has something to do
+            reason = "tool_use"
+        case _ if isinstance(finish.stop_reason, str):
+            reason, sequence = "stop_sequence", finish.stop_reason
+    return {"stop_reason": reason, "stop_sequence": sequence}
+
+
+def _signature(answer: MessagesAnswer, block: int) -> str:
+    """Name a block of thinking: clients send it back with the block, and nobody checks it."""
+    return sha256(f"{answer.request_id}:{block}".encode()).hexdigest()[:SIGNATURE_CHARS]
+
+
+def _is_told(answer: MessagesAnswer, channel: int, call: int) -> bool:
+    """Whether a piece is told: of calls only the first, where the client wants no more."""
+    return KINDS[channel] != "c" or call == 0 or answer.channels.parallel_calls
+
+
+def _blocks(
+    answer: MessagesAnswer, told: Iterator[tuple[int, int, str]], *, is_cut: bool
+) -> Iterator[dict[str, object]]:
+    """Yield the content blocks of a whole answer; of one that ``is_cut`` not the call that was not finished."""
+    found: list[tuple[str, int, list[str]]] = []
+    for channel, call, text in told:
+        if not _is_told(answer, channel, call):
+            continue
+        kind = KINDS[channel]
+        if channel == Channel.NAME or not found or found[-1][0] != kind:
+            found.append((kind, call, []))
+        found[-1][2].append(text)
+    for index, (kind, call, texts) in enumerate(found):
+        if kind == "c":
+            arguments = "".join(texts[1:])
+            given = _input_of(arguments)
+            if is_cut and index == len(found) - 1 and (not arguments or given is None):
+                continue
+            if given is None:
+                given = {UNREADABLE_INPUT: arguments}
+            call_id = answer.channels.call_id(0, call, texts[0])
+            yield {"type": "tool_use", "id": call_id, "name": texts[0], "input": given}
+        elif kind == "r":
+            thinking, signature = "".join(texts), _signature(answer, index)
+            yield {"type": "thinking", "thinking": thinking, "signature": signature}
+        else:
+            yield {"type": "text", "text": "".join(texts)}
+
+
+def _input_of(arguments: str) -> dict[str, object] | None:
+    try:
+        return msgspec.json.decode(arguments or "{}", type=dict[str, object])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+class MessagesWriter:
+    """Writes the events of one streamed answer (an `AnswerWriter`)."""
+
+    name, can_go_on = "", True
+    """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
+
+    def __init__(
+        self, answer: MessagesAnswer, stream_id: StreamId | None = None, position: Position | None = None
+    ) -> None:
+        """``stream_id``: events carry ids and go on after ``position``. Raises `RequestError` for one of another dialect."""
+        self.stream_id = stream_id
+        self.tells_ids = False
+        """Whether comments before the events tell their tokens: see `quintet.frontend.resume.token_relay`."""
+        self.foretold: list[bytes] = []
+        """Such comments, of tokens that were told before this writer's first event."""
+        self.created: int | None = None
+        """No event says when the answer began."""
+        self._answer = answer
+        self._position = position or Position(1)
+        self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
+        num_blocks, kind, self._num_skipped = _state_of(self._position.note)
+        self._set_open(num_blocks, kind)
+        self._num_beyond = self._num_skipped
+        """Characters told of what follows the tokens of the position."""
+        self._has_failed = False
+
+    # --- what an answer is made of ----------------------------------------------------------------------------
+
+    def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
+        """See `AnswerWriter.write`. There is one prompt, with one choice."""
+        told = self._position
+        if self.foretold:
+            frames += self.foretold
+            self.foretold = []
+        if batch.started is not None and told.counts[0] is None:
+            told.counts[0] = 0
+            usage = usage_of(batch.started, 0)
+            ending = {"stop_reason": None, "stop_sequence": None}
+            message = {**_head(self._answer), "content": [], **ending, "usage": usage}
+            frames.append(self._event("message_start", b'"message":' + encode_json(message)))
+            frames.append(PING)
+        num_taken = stream.choices[0].num_taken
+        for delta in batch.deltas:
+            if self.tells_ids and delta.token_ids:
+                frames.append(ids_comment(0, delta.token_ids))
+            if not self._is_more(delta):
+                self._write_delta(frames, delta, num_taken)
+            elif delta.text:
+                told.counts[0] = num_taken
+                head = self._event_id and b"%b%d%b" % (self._event_id, num_taken, self._note)
+                frames.append(b"%b%b%b}}\n\n" % (head, self._more, encode_json(delta.text)))
+
+    def _is_more(self, delta: Delta) -> bool:
+        """Whether a delta is nothing but more of the text, or of the thinking, that is being told: most are."""
+        if not self._more or self._num_skipped or delta.finish is not None:
+            return False
+        spans = delta.spans
+        if not spans:
+            return self._kind == "t"
+        return len(spans) == 1 and KINDS[spans[0][0]] == self._kind and spans[0][2] == len(delta.text)
+
+    def _write_delta(self, frames: list[bytes], delta: Delta, num_taken: int) -> None:
+        """Write what is new. The last piece of text brings the reader to the delta's last token.
+
+        Not so at the end: then comes text, too, that was held back behind these tokens until it was known that no more follow.
+        """
+        unseen = list(self._unseen(delta))
+        told = (i for i, (channel, call, _) in enumerate(unseen) if _is_told(self._answer, channel, call))
+        last = max(told, default=-1) if delta.finish is None else -1
+        for index, (channel, call, text) in enumerate(unseen):
+            if not _is_told(self._answer, channel, call):
+                self._num_beyond += len(text)
+                continue
+            kind = KINDS[channel]
+            is_name = channel == Channel.NAME
+            if is_name or kind != self._kind:
+                self._close_block(frames)
+            if not is_name and self._kind == NO_BLOCK:
+                self._open_block(frames, kind, call, "")
+            self._num_beyond += len(text)
+            if index == last:
+                self._be_at(num_taken)
+            if is_name:
+                self._open_block(frames, kind, call, text)
+            else:
+                new = DELTAS[kind] + encode_json(text) + b"}"
+                frames.append(
+                    self._block_event("content_block_delta", self._num_blocks - 1, b'"delta":' + new)
+                )
+        if delta.finish is None:
+            self._be_at(num_taken)
+        else:
+            self._close_block(frames)
+            frames.append(self._finish(delta.finish, num_taken))
+
+    def _finish(self, finish: Finish, num_taken: int) -> bytes:
+        """Return the event that says how the answer ended."""
+        try:
+            ending = _ending(self._answer, finish, num_taken)
+        except RequestError as error:
+            return self.failed(error)
+        self._be_at(num_taken)
+        self._position.ended[0] = True
+        usage = {"output_tokens": num_taken, **_thinking(finish)}
+        return self._event(
+            "message_delta", b'"delta":' + encode_json(ending) + b',"usage":' + encode_json(usage)
+        )
+
+    def _be_at(self, num_taken: int) -> None:
+        """Note that all text of so many tokens was told, but for what is to be skipped still."""
+        self._position.counts[0] = num_taken
+        self._num_beyond = self._num_skipped
+
+    def _unseen(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
+        """Yield the pieces of a delta, without characters that the client has from before."""
+        for channel, call, text in pieces(delta.text, delta.spans):
+            seen = min(self._num_skipped, len(text))
+            self._num_skipped -= seen
+            if seen < len(text):
+                yield channel, call, text[seen:]
+
+    def _open_block(self, frames: list[bytes], kind: str, call: int, text: str) -> None:
+        index = self._num_blocks
+        if kind == "c":
+            call_id = self._answer.channels.call_id(0, call, text)
+            block: dict[str, object] = {"type": "tool_use", "id": call_id, "name": text, "input": {}}
+        elif kind == "r":
+            block = {"type": "thinking", "thinking": "", "signature": ""}
+        else:
+            block = {"type": "text", "text": ""}
+        self._set_open(index + 1, kind)
+        frames.append(
+            self._block_event("content_block_start", index, b'"content_block":' + encode_json(block))
+        )
+
+    def _close_block(self, frames: list[bytes]) -> None:
+        if self._kind == NO_BLOCK:
+            return
+        index = self._num_blocks - 1
+        if self._kind == "r":
+            self._set_open(self._num_blocks, SIGNED)
+            signature = {"type": "signature_delta", "signature": _signature(self._answer, index)}
+            frames.append(
+                self._block_event("content_block_delta", index, b'"delta":' + encode_json(signature))
+            )
+        self._set_open(self._num_blocks, NO_BLOCK)
+        frames.append(self._block_event("content_block_stop", index))
+
+    def _set_open(self, num_blocks: int, kind: str) -> None:
+        """Note what is open, and how events begin that have more of it."""
+        self._num_blocks, self._kind = num_blocks, kind
+        self._note = b".%d%b\n" % (num_blocks, kind.encode())
+        self._more = b""
+        if kind in PLAIN:
+            self._more = (
+                b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":%b'
+                % (num_blocks - 1, PLAIN[kind])
+            )
+
+    # --- how it begins and ends -------------------------------------------------------------------------------
+
+    def tail(self, _streams: Sequence[Stream]) -> bytes:
+        """See `AnswerWriter.tail`."""
+        return b"" if self._has_failed else self._event("message_stop")
+
+    def failed(self, error: RequestError) -> bytes:
+        """See `AnswerWriter.failed`."""
+        self._has_failed = True
+        return b"event: error\ndata: " + error_body(error, self._answer.request_id) + b"\n\n"
+
+    def silence(self) -> bytes:
+        """See `AnswerWriter.silence`. Nothing is sent before an answer's first event but a comment."""
+        return PING if self._position.counts[0] is not None else sse.KEEP_ALIVE
+
+    def headers(self) -> tuple[Header, ...]:
+        """See `AnswerWriter.headers`."""
+        if self.stream_id is None:
+            return sse.HEADERS
+        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def _block_event(self, name: str, index: int, fields: bytes = b"") -> bytes:
+        return self._event(name, b'"index":%d' % index + (b"," + fields if fields else b""))
+
+    def _event(self, name: str, fields: bytes = b"") -> bytes:
+        """Return an event with the id of where its reader is after it. ``fields`` is JSON besides its type."""
+        data = b'{"type":"%b"%b}' % (name.encode(), b"," + fields if fields else b"")
+        event = b"event: %b\ndata: %b\n\n" % (name.encode(), data)
+        if not self._event_id:
+            return event
+        beyond = f"+{self._num_beyond}" if self._num_beyond else ""
+        self._position.note = f"{self._num_blocks}{self._kind}{beyond}"
+        return b"%b%b\n%b" % (self._event_id, str(self._position).encode(), event)
+
+
+def _state_of(note: str) -> tuple[int, str, int]:
+    """Return what a position's note says: blocks begun, kind of the open one, characters told beyond the tokens."""
+    if not note:
+        return 0, NO_BLOCK, 0
+    match = _NOTE.fullmatch(note)
+    if match is None:
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"The position ends with {shown(note)}; send the id of the last event that was received.",
+            "from",
+        )
+    return int(match[1]), match[2], int(match[3] or 0)

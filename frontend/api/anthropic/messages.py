@@ -1,0 +1,95 @@
+"""POST /v1/messages, and what is asked of such a request: /v1/messages/render and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.api.answer import stream_answer, submit_all, whole_answer
+from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
+from quintet.frontend.api.anthropic.parse import THEIR_NAMES, chat_body
+from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.chat import (
+    Conversation,
+    channels_of,
+    checked_chat,
+    parse_conversation,
+)
+from quintet.frontend.api.openai.render import respond_rendered
+from quintet.frontend.api.openai.types import ChatBody
+from quintet.frontend.api.routing import session_of
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.resume.resume_token import claim_for
+from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.service import Service
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import RequestError
+from quintet.wire.params import SamplingParams
+from quintet.wire.request import Reading
+
+_decoder = msgspec.json.Decoder(MessagesBody)
+_count_decoder = msgspec.json.Decoder(CountTokensBody)
+
+
+async def messages(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _decoder)
+    chat, conversation, params, reading = _checked(body, config)
+    request_id = parse.request_id(chat, exchange)
+    channels = channels_of(chat, conversation, request_id, config)
+    answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
+    claim = claim_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(chat, exchange)
+    seeds, position, begun = behind(exchange.begun, 1, 1)
+    submissions = submit_all(
+        service,
+        body,
+        [conversation.prompt],
+        params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=True,  # required by the dialect, so it says little: the context is a limit too
+        claim=claim,
+        reading=reading,
+        session=session_of(exchange),
+        begun=begun,
+        seeds=seeds,
+    )
+    if body.stream:
+        writer = MessagesWriter(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions))
+    else:
+        (output,) = await whole_answer(exchange, submissions)
+        await exchange.respond_json(message_of(answer, output))
+
+
+async def render_messages(service: Service, exchange: Exchange) -> None:
+    """Answer with the conversation's request in ids."""
+    body = await parse.read_body(service, exchange, _decoder)
+    chat, conversation, params, _ = _checked(body, service.config)
+    await respond_rendered(service, exchange, chat, conversation.prompt, params, "messages")
+
+
+def _checked(
+    body: MessagesBody, config: EngineConfig
+) -> tuple[ChatBody, Conversation, SamplingParams, Reading | None]:
+    """Return the request as the chat dialect spells it, and what that comes to."""
+    chat, translation = chat_body(body)
+    if body.thinking is not None and config.model.parsers.thinks is not None:
+        chat.thinking_token_budget = body.thinking.budget_tokens
+    try:
+        return chat, *checked_chat(chat, config, translation)
+    except RequestError as error:
+        raise parse.renamed(error, THEIR_NAMES) from None
+
+
+async def count_tokens(service: Service, exchange: Exchange) -> None:
+    """Answer with the tokens of the prompt that a request would have."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _count_decoder)
+    chat, translation = chat_body(body)
+    prompt = parse_conversation(chat, config, translation).prompt
+    counted = await service.queries.tokenize(prompt)
+    await exchange.respond_json({"input_tokens": len(unpack_i32(counted.token_ids))})

@@ -1,0 +1,359 @@
+"""From the bodies of Anthropic's dialect to what chat templates and parameters are made of: a `ChatBody`.
+
+Chat templates are written for OpenAI's messages: a turn of blocks becomes one message, or several where it holds results of
+tools. What a model without images or servers of its own cannot do is refused here, by the name it has in this dialect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+
+from quintet.frontend.api.anthropic.types import (
+    Block,
+    ConversationBody,
+    MessagesBody,
+    ThinkingChoice,
+    ToolChoice,
+    Turn,
+)
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.openai.chat import decode_part
+from quintet.frontend.api.openai.offered_tools import OfferedTool, SentTool, offered_tools
+from quintet.frontend.api.openai.translation import Translation
+from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, RawField, ResponseFormat
+from quintet.wire.billing_header import without_billing_header
+from quintet.wire.params import shown
+
+ROLES = ("user", "assistant", "system")
+MIN_THINKING = 1024
+THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
+THINKING_KWARGS = ("enable_thinking", "thinking")
+"""The names by which chat templates read whether the model shall reason."""
+THEIR_NAMES = {
+    "stop": "stop_sequences",
+    "reasoning_effort": "output_config.effort",
+    "response_format": "output_config.format",
+}
+"""Of fields, by those of the chat dialect."""
+
+SERVER_BLOCKS = ("server_tool_use", "mcp_tool_use", "_tool_result", "container_upload", "fallback")
+"""Ends of the types of blocks that tools of Anthropic's servers wrote."""
+
+Message = dict[str, Any]
+FieldT = TypeVar("FieldT")
+_mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_log = logging.getLogger("quintet")
+
+
+class _TextSource(msgspec.Struct, kw_only=True):
+    type: str
+    data: str | None = None
+
+
+class _OutputFormat(msgspec.Struct, kw_only=True):
+    type: str
+    schema: RawField = msgspec.UNSET
+
+
+_source = msgspec.json.Decoder(_TextSource)
+_output_format = msgspec.json.Decoder(_OutputFormat)
+
+
+@dataclass(slots=True)
+class _Reader:
+    """What is known of a conversation while its turns are read."""
+
+    tools: Mapping[str, OfferedTool]
+    names: dict[str, str] = field(default_factory=dict)
+    """Of the tools that were called, by the id of the call."""
+
+
+def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
+    """Return the same request as the chat dialect spells it. Raises `RequestError`."""
+    _refuse_unsupported(body)
+    tools = _tools(body.tools or ())
+    shown_tools = [tool for tool in tools if not tool.is_deferred]
+    messages, places = messages_of(body.system, body.messages, tools)
+    chat = ChatBody(
+        messages=msgspec.Raw(encode_json(messages)),
+        model=body.model,
+        chat_template_kwargs=_template_kwargs(body),
+    )
+    if messages[-1]["role"] == "assistant":  # the answer goes on with it
+        chat.continue_final_message = True
+    choice = None if body.tool_choice is None else _choice(body.tool_choice)
+    if shown_tools:
+        chat.tools = msgspec.Raw(encode_json([tool.nested() for tool in shown_tools]))
+    if body.tool_choice is not None and (shown_tools or not body.tools):
+        chat.tool_choice = choice
+        chat.parallel_tool_calls = not body.tool_choice.disable_parallel_tool_use
+    for name in FORM_FIELDS:
+        setattr(chat, name, getattr(body, name))
+    chat.response_format = _format(body.output_format, "output_format")
+    if body.output_config is not None:
+        chat.reasoning_effort = body.output_config.effort
+        form = _format(body.output_config.format, "output_config.format")
+        chat.response_format = form or chat.response_format
+    if isinstance(body, MessagesBody):
+        _check_thinking(body.thinking, body.max_tokens)
+        chat.max_tokens, chat.stop, chat.stream = body.max_tokens, body.stop_sequences, body.stream
+        chat.temperature, chat.top_p, chat.top_k = body.temperature, body.top_p, body.top_k
+        chat.seed = body.seed
+        chat.cache_salt, chat.priority, chat.timeout = body.cache_salt, body.priority, body.timeout
+    return chat, Translation(places, [tool for tool in tools if tool.is_deferred])
+
+
+def messages_of(
+    system: str | Sequence[Block] | None, turns: Sequence[Turn], tools: Sequence[OfferedTool] = ()
+) -> tuple[list[Message], list[str]]:
+    """Return the messages of a conversation as chat templates know them, and where each stands in the body.
+
+    Neighbours of one role become one, but for system messages, which chat templates take in different ways.
+    """
+    if not turns:
+        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+    reader = _Reader({tool.name: tool for tool in tools})
+    found: list[Message] = []
+    places: list[str] = []
+    text = without_billing_header(_text(system, "system", reader)) if system else ""
+    if text:
+        found.append({"role": "system", "content": text})
+        places.append("system")
+    for index, turn in enumerate(turns):
+        where = f"messages[{index}]"
+        if turn.role not in ROLES:
+            raise parse.invalid(
+                f"{where}.role is {shown(turn.role)}; it must be one of {', '.join(ROLES)}.", "messages"
+            )
+        for message in _messages_of(turn, where, reader):
+            if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
+                _join(found[-1], message)
+            else:
+                found.append(message)
+                places.append(where)
+    last = found[-1]
+    if last["role"] == "assistant" and ("tool_calls" in last or not last["content"]):
+        raise parse.invalid(
+            "messages ends with an assistant's message that is no text; send the result of each tool_use as a "
+            "tool_result in a user's message after it.",
+            "messages",
+        )
+    return found, places
+
+
+def _messages_of(turn: Turn, where: str, reader: _Reader) -> list[Message]:
+    """Return what one turn becomes."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    if turn.role == "assistant":
+        return [_assistant(turn.content, f"{where}.content", reader)]
+    found: list[Message] = []
+    texts: list[str] = []
+
+    def flush() -> None:
+        if texts:
+            found.append({"role": turn.role, "content": "\n".join(texts)})
+            texts.clear()
+
+    for index, block in enumerate(turn.content):
+        at = f"{where}.content[{index}]"
+        if block.type == "tool_result" and turn.role == "user":
+            flush()
+            call = _given(block.tool_use_id, f"{at}.tool_use_id")
+            result = {
+                "role": "tool",
+                "tool_call_id": call,
+                "content": _text(block.content or "", f"{at}.content", reader),
+            }
+            found.append(result | ({"name": reader.names[call]} if call in reader.names else {}))
+        else:
+            texts += _text_of(block, at, reader)
+    flush()
+    return found or [{"role": turn.role, "content": ""}]
+
+
+def _assistant(blocks: Sequence[Block], where: str, reader: _Reader) -> Message:
+    """Return one message: its text, reasoning and calls."""
+    texts: list[str] = []
+    thoughts: list[str] = []
+    calls: list[Message] = []
+    for index, block in enumerate(blocks):
+        at = f"{where}[{index}]"
+        match block.type:
+            case "thinking":
+                thoughts.append(_given(block.thinking, f"{at}.thinking"))
+            case "redacted_thinking":
+                pass  # nobody but who wrote it can read it
+            case "tool_use":
+                call = _given(block.id, f"{at}.id")
+                name = reader.names[call] = _given(block.name, f"{at}.name")
+                arguments = msgspec.Raw(parse.json_of(block.input) or b"{}")
+                function = {"name": name, "arguments": arguments}
+                calls.append({"id": call, "type": "function", "function": function})
+            case _:
+                texts += _text_of(block, at, reader)
+    message: Message = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _join(message: Message, more: Message) -> None:
+    """Append a message of the same role."""
+    message["content"] = "\n".join(filter(None, (message["content"], more["content"])))
+    if "reasoning_content" in more:
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = "\n".join(filter(None, (before, more["reasoning_content"])))
+    if "tool_calls" in more:
+        message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
+
+
+def _text(content: str | Sequence[Block] | Block, where: str, reader: _Reader) -> str:
+    if isinstance(content, str):
+        return content
+    blocks = [content] if isinstance(content, Block) else content
+    return "\n".join(
+        text for i, block in enumerate(blocks) for text in _text_of(block, f"{where}[{i}]", reader)
+    )
+
+
+def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
+    """Return the text of a block; none of one that a server's tool wrote. Raises `RequestError` for other blocks."""
+    match block.type:
+        case "text":
+            return [_given(block.text, f"{where}.text")]
+        case "document":
+            return [_document(block, where)]
+        case "search_result":
+            source = parse.json_of(block.source).decode().strip('"')
+            found = _text(block.content or "", f"{where}.content", reader)
+            return ["\n".join(filter(None, (block.title, source, found)))]
+        case "tool_reference":
+            return [_reference(_given(block.tool_name or block.name, f"{where}.tool_name"), reader)]
+        case "tool_addition" | "tool_removal":
+            tool = _given(block.tool, f"{where}.tool")
+            name = _given(tool.name or tool.tool_name, f"{where}.tool.name")
+            return [_reference(name, reader) if block.type == "tool_addition" else f"Tool removed: {name}"]
+        case "compaction":
+            return [_text(block.content or "", f"{where}.content", reader)]
+        case "image":
+            raise parse.not_implemented(f"{where}: a block of type image", "models that see", "Send text.")
+    if block.type.endswith(SERVER_BLOCKS):
+        _log.info("%s, a block of type %s, is left out: another server's tools wrote it", where, block.type)
+        return []
+    raise parse.not_implemented(
+        f"{where}: a block of type {shown(block.type)}",
+        "blocks of that type here",
+        "It takes text; in an assistant's message also thinking and tool_use, in a user's also tool_result.",
+    )
+
+
+def _reference(name: str, reader: _Reader) -> str:
+    """Return the text that tells the model of a tool: its definition, where the template does not show it."""
+    tool = reader.tools.get(name)
+    return f"Tool available: {name if tool is None or not tool.is_deferred else tool.definition()}"
+
+
+def _document(block: Block, where: str) -> str:
+    """Return a document that is plain text, under its title."""
+    source = decode_part(block.source, _source, f"{where}.source")
+    if source.type != "text" or source.data is None:
+        raise parse.not_implemented(
+            f"{where}: a document whose source is {shown(source.type)}",
+            "a reader of files",
+            "Send its text: a source of type text, with media_type text/plain.",
+        )
+    return f"{block.title}\n{source.data}" if block.title else source.data
+
+
+def _given(value: FieldT | None, name: str) -> FieldT:
+    if value is None:
+        raise parse.invalid(f"{name} is missing; it is required.", "messages")
+    return value
+
+
+def _tools(sent: Sequence[SentTool]) -> list[OfferedTool]:
+    for index, tool in enumerate(sent):
+        has_schema = parse.json_of(tool.input_schema) or parse.json_of(tool.parameters) or tool.function
+        if tool.type in (None, "custom") and not has_schema and not tool.defer_loading:
+            name = f"tools[{index}].input_schema"
+            raise parse.invalid(f"{name} is missing; it is required.", name)
+    return offered_tools(sent)
+
+
+def _choice(choice: ToolChoice) -> str | dict[str, msgspec.Raw]:
+    match choice.type:
+        case "auto" | "none":
+            return choice.type
+        case "any":
+            return "required"
+        case "tool":
+            name = _given(choice.name, "tool_choice.name")
+            return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
+        case _:
+            raise parse.invalid(
+                f"tool_choice.type is {shown(choice.type)}; it must be 'auto', 'any', 'tool' or 'none'.",
+                "tool_choice",
+            )
+
+
+def _format(raw: RawField, name: str) -> ResponseFormat | None:
+    """Return the form of the output as the chat dialect spells it."""
+    if not parse.json_of(raw):
+        return None
+    asked = decode_part(raw, _output_format, name)
+    if asked.type != "json_schema":
+        raise parse.invalid(f"{name}.type is {shown(asked.type)}; it must be 'json_schema'.", name)
+    schema: dict[str, msgspec.Raw] = decode_part(asked.schema, _mapping, f"{name}.schema")
+    named = {"name": "output", "schema": schema, "strict": True}
+    return ResponseFormat(type=asked.type, json_schema=msgspec.Raw(encode_json(named)))
+
+
+def _check_thinking(thinking: ThinkingChoice | None, max_tokens: int) -> None:
+    budget = None if thinking is None else thinking.budget_tokens
+    if budget is not None and not MIN_THINKING <= budget < max_tokens:
+        raise parse.invalid(
+            f"thinking.budget_tokens is {shown(budget)}; it must be at least {MIN_THINKING} and less than max_tokens, which "
+            f"is {shown(max_tokens)}.",
+            "thinking",
+        )
+
+
+def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
+    """Return the arguments of the chat template: the request's own, and whether the model shall reason."""
+    kwargs: dict[str, Any] = {}
+    if body.thinking is not None:
+        if body.thinking.type not in THINKING:
+            raise parse.invalid(
+                f"thinking.type is {shown(body.thinking.type)}; it must be one of {', '.join(THINKING)}.",
+                "thinking",
+            )
+        kwargs = dict.fromkeys(THINKING_KWARGS, THINKING[body.thinking.type])
+    if parse.json_of(body.chat_template_kwargs):
+        own: dict[str, msgspec.Raw] = decode_part(body.chat_template_kwargs, _mapping, "chat_template_kwargs")
+        kwargs.update(own)
+    return msgspec.Raw(encode_json(kwargs))
+
+
+def _refuse_unsupported(body: ConversationBody) -> None:
+    if body.response_format is not None and body.response_format.type != "text":
+        raise parse.invalid(
+            "response_format is of chat completions; send output_config.format here.", "response_format"
+        )
+    if parse.json_of(body.thread):  # without it, the next request would hold nothing but its last turn
+        raise parse.invalid(
+            "thread was sent, but this server keeps no conversations; send the whole conversation each time, without "
+            "thread.",
+            "thread",
+        )
+    for name, raw in (("mcp_servers", body.mcp_servers), ("container", body.container)):
+        if parse.json_of(raw) not in {b"", b"[]"}:
+            raise parse.not_implemented(name, "servers of tools", "Run the tools, and send their results.")

@@ -1,0 +1,149 @@
+"""POST /inference/v1/generate: token ids in, token ids out, for those who bring a tokenizer of their own."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.inference.types import GenerateBody
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import (
+    AnswerOptions,
+    ChunkWriter,
+    Shape,
+    encode_json,
+    finish_name,
+    options_of,
+    usage_of,
+)
+from quintet.frontend.api.openai.completions import token_prompt
+from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.api.openai.types import CompletionBody
+from quintet.frontend.api.routing import session_of
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.resume.resume_token import Answer, claim_for
+from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.service import Service
+from quintet.wire.config import EngineConfig
+from quintet.wire.params import SamplingParams
+
+_decoder = msgspec.json.Decoder(GenerateBody)
+_fields_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+class GenerateAnswer(Answer, tag="generate"):
+    """How the events of an answer in ids are written."""
+
+    options: AnswerOptions
+
+
+async def generate(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _decoder)
+    fields = sampling_fields(body)
+    parse.check_combinations(fields, config)
+    prompt = token_prompt(body.token_ids, fields.truncate_prompt_tokens, config.model, "token_ids")
+    params = _params(fields, config)
+    options = msgspec.structs.replace(
+        options_of("", fields, params, exchange, config),
+        response_id=parse.request_id(fields, exchange),
+        return_token_ids=True,
+    )
+    interval = body.stream_interval or 1
+    answer = GenerateAnswer(1, params.n, interval, options)
+    claim = claim_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(fields, exchange)
+    _refuse_missing(body, fields)
+    seeds, position, begun = behind(exchange.begun, params.n, 1)
+    submissions = submit_all(
+        service,
+        body,
+        [prompt],
+        params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=fields.max_tokens is None,
+        claim=claim,
+        interval=interval,
+        session=session_of(exchange),
+        begun=begun,
+        seeds=seeds,
+    )
+    if body.stream:
+        chunks = writer(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+    else:
+        outputs = await whole_answer(exchange, submissions)
+        await exchange.respond_json(_whole(outputs, submissions, options))
+
+
+def sampling_fields(body: GenerateBody) -> CompletionBody:
+    """Return the body's sampling parameters, and what of it concerns them, as another endpoint takes them."""
+    fields = CompletionBody()
+    given = parse.json_of(body.sampling_params)
+    if given:
+        if not given.startswith(b"{"):
+            raise parse.invalid("sampling_params is no object; send one, or leave it out.", "sampling_params")
+        fields = parse.decode(given, _fields_decoder)
+    fields.echo = fields.detokenize = None  # ids are all there is
+    for name in GenerateBody.__struct_fields__:
+        if name in CompletionBody.__struct_fields__:
+            setattr(fields, name, getattr(body, name))
+    return fields
+
+
+def _params(fields: CompletionBody, config: EngineConfig) -> SamplingParams:
+    """Return the checked parameters. Text is made only where stop strings are looked for in it."""
+    model = config.model
+    params = parse.sampling_params(fields, model, max_tokens=fields.max_tokens, logprobs=fields.logprobs)
+    params.detokenize = bool(params.stop)
+    return parse.checked(params, config.frontend.max_logprobs, model, {})
+
+
+def _refuse_missing(body: GenerateBody, fields: CompletionBody) -> None:
+    for name, raw in (("features", body.features), ("content_parts", body.content_parts)):
+        if parse.json_of(raw) not in {b"", b"{}", b"[]"}:
+            raise parse.not_implemented(name, "input other than text", "Leave it out.")
+    parse.refuse_missing(fields)
+    parse.refuse_search(fields)
+
+
+SHAPE = Shape(
+    head=lambda options: {"request_id": options.response_id},
+    open=b'"token_ids":',
+    close=b"",
+    plain_end=b"",
+    logprobs=chat_logprobs,
+    ids=lambda token_ids, prompt_ids: b"",
+    on_start=lambda writer, index, started: [],
+    channels=lambda index, delta: b'"token_ids":' + encode_json(list(delta.token_ids)),
+)
+
+
+def writer(
+    answer: GenerateAnswer, stream_id: StreamId | None, position: Position | None = None
+) -> ChunkWriter:
+    """Return who writes the events of an answer."""
+    return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
+
+
+def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
+    started = submissions.streams[0].started
+    return {
+        "request_id": options.response_id,
+        "choices": [
+            {
+                "index": output.index,
+                "logprobs": chat_logprobs(output.logprobs, options) if options.logprobs is not None else None,
+                "finish_reason": finish_name(output.finish),
+                "stop_reason": output.finish.stop_reason,
+                "token_ids": list(output.token_ids),
+            }
+            for output in outputs
+        ],
+        "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
+        "usage": usage_of(submissions.streams),
+        "kv_transfer_params": None,
+    }

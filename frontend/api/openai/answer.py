@@ -1,0 +1,339 @@
+"""What answers of the OpenAI dialect are made of: the part completions and chat have in common.
+
+The hot path is `ChunkWriter.write`: an event is a prefix made once per choice, the text as JSON, and a suffix.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quintet.frontend.api import sse
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.errors import error_body
+from quintet.frontend.api.openai.types import CompletionBody, GenerationBody
+from quintet.frontend.http.http_request import Exchange, Header
+from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.token_relay import ids_comment
+from quintet.frontend.streams import Batch, Delta, Stream
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
+from quintet.wire.params import SamplingParams
+
+USAGE_TOLD = "u"
+"""`Position.note` once the usage was told."""
+
+encode_json = msgspec.json.Encoder().encode
+
+_FINISH_NAMES = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.ABORT: "abort",
+    FinishReason.ERROR: "error",
+    FinishReason.REPETITION: "repetition",
+}
+
+
+def reason_named(name: str | None) -> FinishReason | None:
+    """Return the reason that is told by this name; None where there is none."""
+    if name == "tool_calls":
+        return FinishReason.STOP
+    return next((reason for reason, known in _FINISH_NAMES.items() if known == name), None)
+
+
+def finish_name(finish: Finish) -> str:
+    """Return why a choice ended, in this dialect's words."""
+    has_called = finish.num_calls > 0 and finish.reason is FinishReason.STOP
+    return "tool_calls" if has_called else _FINISH_NAMES[finish.reason]
+
+
+class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
+    """What an answer carries besides text."""
+
+    response_id: str
+    created: int
+    model: str
+    num_choices: int
+    """``n``: choices per prompt."""
+    include_usage: bool = False
+    continuous_usage: bool = False
+    logprobs: int | None = None
+    max_alternatives: int = 0
+    """Tokens shown at each position besides the chosen one."""
+    tokens_as_ids: bool = False
+    """Spell tokens as ``token_id:7`` in log-probabilities."""
+    return_token_ids: bool = False
+    echo: bool = False
+    echo_only: bool = False
+    """The prompt was asked for and nothing else (``max_tokens: 0``): what was generated is not shown."""
+
+
+def options_of(
+    id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: Exchange, config: EngineConfig
+) -> AnswerOptions:
+    """Return what the client asked for besides text, or the server adds; its id begins with ``id_prefix``."""
+    wanted, as_ids = body.stream_options, body.return_tokens_as_token_ids
+    include_usage = config.frontend.force_include_usage or (wanted is not None and bool(wanted.include_usage))
+    return AnswerOptions(
+        response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
+        created=int(time.time()) if exchange.begun is None else exchange.begun.created,
+        model=config.model.served_names[0],
+        num_choices=params.n,
+        include_usage=include_usage,
+        continuous_usage=include_usage and wanted is not None and bool(wanted.continuous_usage_stats),
+        logprobs=params.logprobs,
+        max_alternatives=parse.max_alternatives(params),
+        tokens_as_ids=config.frontend.tokens_as_ids if as_ids is None else as_ids,
+        return_token_ids=bool(body.return_token_ids),
+        echo=bool(body.echo),
+        echo_only=isinstance(body, CompletionBody) and bool(body.echo) and body.max_tokens == 0,
+    )
+
+
+def running_usage(started: Started, num_outputs: int) -> dict[str, object]:
+    """Return the ``usage`` object of an event in the middle of a stream."""
+    prompt = started.num_prompt_tokens
+    return {"prompt_tokens": prompt, "total_tokens": prompt + num_outputs, "completion_tokens": num_outputs}
+
+
+def usage_of(
+    streams: Sequence[Stream], echo_only: bool = False, streams_per_prompt: int = 1
+) -> dict[str, object]:
+    """Return the ``usage`` object of an answer. streams_per_prompt: as in `quintet.frontend.api.answer.Submissions`."""
+    prompt = completion = cached = 0
+    is_read = False
+    for number, stream in enumerate(streams):
+        if not number % streams_per_prompt and stream.started is not None:
+            prompt += stream.started.num_prompt_tokens
+            cached += stream.started.num_cached_tokens
+        completion += 0 if echo_only else stream.num_output_tokens
+        is_read |= stream.submit.spec.reading is not None
+    usage: dict[str, object] = {
+        "prompt_tokens": prompt,
+        "total_tokens": prompt + completion,
+        "completion_tokens": completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+    if is_read:
+        finishes = [choice.finish for stream in streams for choice in stream.choices if choice.finish]
+        num_reasoning = sum(finish.num_reasoning_tokens for finish in finishes)
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return usage
+
+
+def head_of(object_name: str) -> Callable[[AnswerOptions], dict[str, object]]:
+    """Return how events of this kind begin in OpenAI's own streams."""
+    return lambda options: {
+        "id": options.response_id,
+        "object": object_name,
+        "created": options.created,
+        "model": options.model,
+    }
+
+
+def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
+    """Return a choice's ``token_ids`` as JSON that goes on."""
+    return b',"token_ids":' + (b"null" if token_ids is None else encode_json(list(token_ids)))
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a dialect spells one choice of a streamed chunk."""
+
+    head: Callable[[AnswerOptions], dict[str, object]]
+    """What every event begins with, before its choices."""
+    open: bytes
+    """Before the text."""
+    close: bytes
+    """After the text."""
+    plain_end: bytes
+    """The rest of a choice that has neither log-probabilities nor a finish."""
+    logprobs: Callable[[Sequence[PositionLogprobs], AnswerOptions], object]
+    ids: Callable[[Sequence[int] | None, bytes], bytes]
+    """What an event's choice says of ids at its end, as JSON that goes on: of its tokens (None: not asked for), and its
+    prompt's (int32; empty: nothing to tell)."""
+    on_start: Callable[[ChunkWriter, int, Started], list[bytes]]
+    """The events that come before the text of a choice, given its index."""
+    channels: Callable[[int, Delta], bytes] | None = None
+    """What stands in the place of ``open``, text and ``close`` where text is told by channels, given the choice's index;
+    nothing when there is nothing to tell."""
+
+
+class ChunkWriter:
+    """Writes the events of one streamed answer."""
+
+    name, can_go_on = "", True
+    """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        options: AnswerOptions,
+        num_prompts: int,
+        stream_id: StreamId | None = None,
+        position: Position | None = None,
+    ) -> None:
+        """``stream_id``: events carry ids and go on after ``position`` (default: from the beginning)."""
+        self.stream_id = stream_id
+        self.streams_per_prompt = 1
+        """As in `Submissions`."""
+        self.tells_ids = False
+        """Whether comments before the events tell their tokens: see `quintet.frontend.resume.token_relay`."""
+        self.foretold: list[bytes] = []
+        """Such comments, of tokens that were told before this writer's first event."""
+        self.created: int | None = options.created
+        self._position = position or Position(num_prompts * options.num_choices)
+        self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
+        self.shape = shape
+        self.options = options
+        self._head = b"data: " + encode_json(shape.head(options))[:-1] + b',"choices":['
+        self._prefixes = [
+            b'%s{"index":%d,%s' % (self._head, index, shape.open)
+            for index in range(num_prompts * options.num_choices)
+        ]
+        no_usage = b',"usage":null' if options.include_usage else b""
+        self._end = b"]" + no_usage + b"}\n\n"
+        self._plain_tail = shape.close + shape.plain_end + b"}" + self._end
+        self._tells_tokens = (
+            options.logprobs is not None
+            or options.return_token_ids
+            or options.continuous_usage
+            or options.echo_only
+        )
+        self._is_plain = not self._tells_tokens and shape.channels is None
+
+    def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
+        """See `AnswerWriter.write`."""
+        n = self.options.num_choices
+        base = position * n
+        told = self._position
+        if self.foretold:
+            frames += self.foretold
+            self.foretold = []
+        if batch.started is not None:
+            for index in range(base, base + n):
+                if told.counts[index] is None:
+                    frames += self._start(index, batch.started)
+        is_plain, prefixes, tail = self._is_plain, self._prefixes, self._plain_tail
+        for delta in batch.deltas:
+            index = base + delta.choice
+            told.counts[index] = stream.choices[delta.choice].num_taken
+            if self.tells_ids and delta.token_ids:
+                frames.append(ids_comment(index, delta.token_ids))
+            if is_plain and delta.finish is None:
+                if delta.text:
+                    frame = prefixes[index] + encode_json(delta.text) + tail
+                    frames.append(self._identified(frame) if self._event_id else frame)
+            else:
+                told.ended[index] = delta.finish is not None
+                full = self._full(base, stream, delta)
+                if full is not None:
+                    frames.append(self._identified(full))
+
+    def _start(self, index: int, started: Started) -> list[bytes]:
+        """Return the events that come before the text of a choice; its beginning is told with the last of them."""
+        *first, last = self.shape.on_start(self, index, started) or [b""]
+        frames = [self._identified(frame) for frame in first]
+        self._position.counts[index] = 0
+        return [*frames, self._identified(last)] if last else frames
+
+    def _identified(self, frame: bytes) -> bytes:
+        """Return an event with the id of where its reader is after it."""
+        if not self._event_id:
+            return frame
+        told = self._position
+        if len(told.counts) == 1 and not told.ended[0] and told.counts[0] is not None:
+            return b"%b%d\n%b" % (self._event_id, told.counts[0], frame)
+        return b"%b%b\n%b" % (self._event_id, str(told).encode(), frame)
+
+    def _full(self, base: int, stream: Stream, delta: Delta) -> bytes | None:
+        """Return an event with everything the client asked for, or None when there is nothing to tell."""
+        options = self.options
+        text, token_ids, positions = delta.text, delta.token_ids, delta.logprobs
+        if options.echo_only:
+            text, token_ids, positions = "", (), []
+        body = None if self.shape.channels is None else self.shape.channels(base + delta.choice, delta)
+        is_empty = not text if body is None else not body
+        if delta.finish is None and is_empty and not (token_ids and self._tells_tokens):
+            return None
+        usage, started = None, stream.started
+        num_taken = stream.choices[delta.choice].num_taken
+        if options.continuous_usage and started is not None:
+            usage = running_usage(started, 0 if options.echo_only else num_taken)
+        is_first = num_taken == len(delta.token_ids) and not options.echo
+        return self.chunk(
+            base + delta.choice,
+            text,
+            logprobs=self.shape.logprobs(positions, options) if positions else None,
+            finish=delta.finish,
+            token_ids=token_ids if options.return_token_ids else None,
+            prompt_ids=started.prompt_ids if is_first and started is not None else b"",
+            usage=usage,
+            body=None if body is None else body or self.shape.open + b'""' + self.shape.close,
+        )
+
+    def usage_at_start(self, started: Started) -> object:
+        """Return the usage that the events before any text tell, or None where they tell none."""
+        return running_usage(started, 0) if self.options.continuous_usage else None
+
+    def chunk(
+        self,
+        index: int,
+        text: str,
+        logprobs: object = None,
+        finish: Finish | None = None,
+        token_ids: Sequence[int] | None = None,
+        prompt_ids: bytes = b"",
+        usage: object = None,
+        body: bytes | None = None,
+    ) -> bytes:
+        """Return one event with any combination of fields. ``prompt_ids`` are int32; ``body`` replaces the text."""
+        reason, stop = (None, None) if finish is None else (finish_name(finish), finish.stop_reason)
+        return b"".join(
+            (
+                b'%s{"index":%d,' % (self._head, index),
+                self.shape.open + encode_json(text) + self.shape.close if body is None else body,
+                b',"logprobs":',
+                encode_json(logprobs),
+                b',"finish_reason":',
+                encode_json(reason),
+                b',"stop_reason":',
+                encode_json(stop),
+                self.shape.ids(token_ids, prompt_ids),
+                b"}",
+                self._end_with(usage),
+            )
+        )
+
+    def raw_choice(self, choice: bytes, after: bytes = b"", usage: object = None) -> bytes:
+        """Return an event with one choice spelled by the dialect; ``after`` is JSON added to the chunk."""
+        return self._head + choice + b"]" + after + self._end_with(usage)[1:]
+
+    def _end_with(self, usage: object) -> bytes:
+        return self._end if usage is None else b'],"usage":' + encode_json(usage) + b"}\n\n"
+
+    def headers(self) -> tuple[Header, ...]:
+        """See `AnswerWriter.headers`."""
+        if self.stream_id is None:
+            return sse.HEADERS
+        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+
+    def failed(self, error: RequestError) -> bytes:
+        """See `AnswerWriter.failed`."""
+        return sse.frame(error_body(error)) + sse.DONE
+
+    def silence(self) -> bytes:
+        """See `AnswerWriter.silence`."""
+        return sse.KEEP_ALIVE
+
+    def tail(self, streams: Sequence[Stream]) -> bytes:
+        """Return what ends the stream: usage when asked for, and ``[DONE]``."""
+        if not self.options.include_usage or self._position.note == USAGE_TOLD:
+            return sse.DONE
+        self._position.note = USAGE_TOLD
+        usage = encode_json(usage_of(streams, self.options.echo_only, self.streams_per_prompt))
+        return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE

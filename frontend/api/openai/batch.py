@@ -1,0 +1,109 @@
+"""POST /v1/chat/completions/batch: several conversations in one request, all with its parameters, answered together."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.api.answer import Output, submit_all, whole_answer
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import options_of, usage_of
+from quintet.frontend.api.openai.chat import (
+    ChatAnswer,
+    Conversation,
+    channels_of,
+    chat_params,
+    check_chat,
+    choice_of,
+    decode_part,
+    parse_conversation,
+    refuse_missing,
+)
+from quintet.frontend.api.openai.logprobs import prompt_logprobs
+from quintet.frontend.api.openai.tools import reading_of
+from quintet.frontend.api.openai.types import ChatBody
+from quintet.frontend.api.routing import session_of
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+
+_decoder = msgspec.json.Decoder(ChatBody)
+_conversations_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+async def batch(service: Service, exchange: Exchange) -> None:
+    """Answer one request. Its choices are numbered through, those of the first conversation first."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _decoder)
+    check_chat(body, config)
+    if body.prompt_token_ids is not None:
+        raise parse.invalid(
+            "prompt_token_ids is one prompt, and a batch has several; leave it out.", "prompt_token_ids"
+        )
+    conversations = _conversations(body, config)
+    params = chat_params(body, config)
+    options = options_of("chatcmpl", body, params, exchange, config)
+    tools, form = conversations[0].prompt.tools, params.structured_outputs
+    reading = reading_of(body, tools, config.model.parsers, form)
+    deadline_ns = parse.deadline_ns(body, exchange)
+    refuse_missing(body)
+    parse.refuse_search(body)
+    submissions = submit_all(
+        service,
+        body,
+        [each.prompt for each in conversations],
+        params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=parse.chat_max_tokens(body) is None,
+        reading=reading,
+        return_prompt_ids=options.return_token_ids,
+        session=session_of(exchange, body.user),
+    )
+    outputs = await whole_answer(exchange, submissions)
+    answers = [
+        ChatAnswer(
+            1,
+            params.n,
+            1,
+            options,
+            each.role,
+            each.last_text if options.echo else "",
+            None if reading is None else channels_of(body, each, options.response_id, config),
+        )
+        for each in conversations
+    ]
+    await exchange.respond_json(
+        {
+            "id": options.response_id,
+            "object": "chat.completion",
+            "created": options.created,
+            "model": options.model,
+            "choices": [_choice(output, answers[output.index // params.n]) for output in outputs],
+            "usage": usage_of(submissions.streams),
+        }
+    )
+
+
+def _conversations(body: ChatBody, config: EngineConfig) -> list[Conversation]:
+    if body.stream:
+        raise parse.invalid(
+            "stream is true; conversations that are answered together cannot be streamed: send each to "
+            "/v1/chat/completions.",
+            "stream",
+        )
+    given = decode_part(body.messages, _conversations_decoder, "messages")
+    if not given:
+        raise parse.invalid("messages is []; it must hold at least one conversation.", "messages")
+    return [parse_conversation(msgspec.structs.replace(body, messages=each), config) for each in given]
+
+
+def _choice(output: Output, how: ChatAnswer) -> dict[str, object]:
+    """Return a choice, with what a single conversation's answer says beside its choices."""
+    started, options = output.stream.started, how.options
+    assert started is not None, f"choice {output.index} has ended and never begun"
+    return {
+        **choice_of(output, how),
+        "prompt_logprobs": prompt_logprobs(started, options),
+        "prompt_token_ids": list(unpack_i32(started.prompt_ids)) if options.return_token_ids else None,
+    }

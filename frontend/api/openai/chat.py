@@ -1,0 +1,400 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.channels import Channels
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import (
+    AnswerOptions,
+    ChunkWriter,
+    Shape,
+    encode_json,
+    finish_name,
+    head_of,
+    options_of,
+    token_ids_json,
+    usage_of,
+)
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.api.openai.completions import token_prompt
+from quintet.frontend.api.openai.kv_transfer_params import take_handover, with_params
+from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
+from quintet.frontend.api.openai.offered_tools import shown_tools, with_deferred
+from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, form_or_calls, reading_of
+from quintet.frontend.api.openai.translation import AS_SENT, Translation
+from quintet.frontend.api.openai.types import (
+    ChatBody,
+    ChatMessage,
+    RawField,
+    TextPart,
+    TokenizeBody,
+)
+from quintet.frontend.api.openai.usage_replay import recall
+from quintet.frontend.api.routing import session_of
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.resume.resume_token import Answer, claim_for
+from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.service import Service
+from quintet.frontend.streams import Delta
+from quintet.wire.channels import Span
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.messages import ChatPrompt, Started, TokenPrompt
+from quintet.wire.params import SamplingParams, shown
+from quintet.wire.request import Reading
+
+_decoder = msgspec.json.Decoder(ChatBody)
+_messages_decoder = msgspec.json.Decoder(list[ChatMessage])
+_mapping_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
+
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+
+
+class ChatAnswer(Answer, tag="chat"):
+    """How the events of a chat answer are written."""
+
+    options: AnswerOptions
+    role: str
+    """Who speaks."""
+    prefix: str
+    """What is echoed before the answer."""
+    channels: Channels | None = None
+    """Set where the output is read by parsers."""
+
+
+@dataclass(slots=True)
+class Conversation:
+    """A checked prompt, and what its messages say of the answer."""
+
+    prompt: ChatPrompt
+    role: str
+    """Who speaks in the answer."""
+    last_text: str
+    """Text of the last message, when the answer's role wrote it."""
+    num_calls: int
+    """Calls of tools in its messages."""
+    tools: bytes
+    """All tools that the model may call, as JSON; the prompt has those that the template shows."""
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _decoder)
+    conversation, params, reading = checked_chat(body, config)
+    prompt = prompt_of(body, conversation, config)
+    options = options_of("chatcmpl", body, params, exchange, config)
+    prefix, interval = conversation.last_text if options.echo else "", body.stream_interval or 1
+    channels = None if reading is None else channels_of(body, conversation, options.response_id, config)
+    answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
+    claim = claim_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(body, exchange)
+    handover = take_handover(body, 1, config)
+    refuse_missing(body)
+    session = session_of(exchange, body.user)
+    if body.use_beam_search:
+        prompts, gives_way = [prompt], parse.chat_max_tokens(body) is None
+        request = BeamRequest(
+            prompts, body, params, "messages", gives_way, options, deadline_ns, session, reading
+        )
+        if body.stream:
+            shape = chat_shape(answer.role, prefix, channels)
+            await stream_beams(service, exchange, request, functools.partial(ChunkWriter, shape))
+            return
+        outputs, submissions = await beam_answer(service, exchange, request)
+        await exchange.respond_json(_whole(outputs, submissions, answer))
+        return
+    seeds, position, begun = behind(exchange.begun, params.n, 1)
+    submissions = submit_all(
+        service,
+        body,
+        [prompt],
+        ranked(params, body),
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=parse.chat_max_tokens(body) is None,
+        claim=claim,
+        reading=reading,
+        interval=interval,
+        return_prompt_ids=options.return_token_ids,
+        session=session,
+        begun=begun,
+        seeds=seeds,
+        handover=handover,
+    )
+    if exchange.begun is not None and options.include_usage:
+        await recall(service, submissions)
+    if body.stream:
+        chunks = writer(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+    else:
+        outputs = best(await whole_answer(exchange, submissions), body)
+        whole = _whole(outputs, submissions, answer)
+        await exchange.respond_json(with_params(whole, submissions.streams, config))
+
+
+def checked_chat(
+    body: ChatBody, config: EngineConfig, translation: Translation = AS_SENT
+) -> tuple[Conversation, SamplingParams, Reading | None]:
+    """Validate the body except unsupported fields; return prompt, parameters and output parsing."""
+    check_chat(body, config)
+    conversation = parse_conversation(body, config, translation)
+    body.tools = msgspec.Raw(conversation.tools) if conversation.tools else msgspec.UNSET
+    params, parsers = chat_params(body, config), config.model.parsers
+    return conversation, params, reading_of(body, conversation.tools, parsers, params.structured_outputs)
+
+
+def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
+    """Return what is sent to the tokenizer: the conversation, or the ids that the client made of it. Raises `RequestError`."""
+    ids = body.prompt_token_ids
+    if ids is None:
+        return conversation.prompt
+    return token_prompt(ids, body.truncate_prompt_tokens, config.model, "prompt_token_ids")
+
+
+def parse_conversation(
+    body: ChatBody | TokenizeBody, config: EngineConfig, translation: Translation = AS_SENT
+) -> Conversation:
+    """Check messages, tools and template arguments, and return the prompt they make."""
+    _check_template(body.chat_template, config)
+    messages = decode_part(body.messages, _messages_decoder, "messages")
+    if not messages:
+        raise parse.invalid("messages is []; it must hold at least one message.", "messages")
+    continues = bool(body.continue_final_message)
+    generates = not continues if body.add_generation_prompt is None else body.add_generation_prompt
+    if continues and generates:
+        raise parse.invalid(
+            "add_generation_prompt and continue_final_message are both true; set one of them to false.",
+            "continue_final_message",
+        )
+    tools = shown_tools(body.tools)
+    role = "assistant" if generates else messages[-1].role
+    return Conversation(
+        ChatPrompt(
+            messages=parse.json_of(body.messages),
+            tools=tools,
+            template_kwargs=_template_kwargs(body, config.frontend.chat_template_kwargs),
+            chat_template=body.chat_template,
+            add_generation_prompt=generates,
+            continue_final_message=continues,
+            add_special_tokens=bool(body.add_special_tokens),
+            message_names=list(translation.message_names),
+        ),
+        role,
+        _text_of(messages[-1]) if messages[-1].role == role else "",
+        sum(len(message.tool_calls or ()) for message in messages),
+        with_deferred(tools, translation.deferred),
+    )
+
+
+def channels_of(
+    body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig
+) -> Channels:
+    """Return how an answer tells what was read."""
+    return Channels(
+        response_id,
+        config.model.parsers.call_ids,
+        conversation.num_calls,
+        include_reasoning=body.include_reasoning is not False,
+        parallel_calls=body.parallel_tool_calls is not False,
+    )
+
+
+def _check_template(asked: str | None, config: EngineConfig) -> None:
+    """Refuse a template that is not the model's, unless those of requests are trusted."""
+    names = config.model.chat_templates
+    if asked is None or asked in names or config.frontend.trust_request_chat_template:
+        return
+    what = f"one of the model's templates ({', '.join(names)})" if names else "left out: the model has none"
+    raise parse.invalid(
+        f"chat_template is {shown(asked)}; it must be {what}. This server does not run templates of a request's own "
+        "(the operator can allow it with --trust-request-chat-template).",
+        "chat_template",
+    )
+
+
+def decode_part(raw: RawField, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
+    """Decode a field that was kept as it came. Raises `RequestError` naming the field.
+
+    All of it is decoded, also what the struct skips: the chat template will see it.
+    """
+    encoded = parse.json_of(raw)
+    if not encoded:
+        raise parse.invalid(f"{name} is missing; it is required.", name)
+    try:
+        part = decoder.decode(encoded)
+        msgspec.json.decode(encoded)
+    except msgspec.ValidationError as error:
+        raise parse.explain(error, encoded, name) from None
+    except parse.INVALID_JSON as error:
+        raise parse.not_json(error, encoded, name) from None
+    return part
+
+
+def _text_of(message: ChatMessage) -> str:
+    content = message.content
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text or "" if isinstance(part, TextPart) else part for part in content)
+
+
+def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, object]) -> bytes:
+    """Return the arguments of the chat template as a JSON object; empty when there are none. defaults: where none are given."""
+    kwargs: dict[str, msgspec.Raw] = {}
+    if parse.json_of(body.chat_template_kwargs):
+        kwargs = decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
+    if isinstance(body, ChatBody):
+        if body.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", msgspec.Raw(encode_json(body.reasoning_effort)))
+        if parse.json_of(body.documents):
+            decode_part(body.documents, _any_decoder, "documents")
+            kwargs.setdefault("documents", msgspec.Raw(parse.json_of(body.documents)))
+    for name, value in defaults.items():
+        kwargs.setdefault(name, msgspec.Raw(encode_json(value)))
+    return encode_json(kwargs) if kwargs else b""
+
+
+def check_chat(body: ChatBody, config: EngineConfig) -> None:
+    """Refuse what makes no sense, together or with this server."""
+    parse.check_combinations(body, config)
+    if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
+        allowed = ", ".join(REASONING_EFFORTS)
+        raise parse.invalid(
+            f"reasoning_effort is {shown(body.reasoning_effort)}; it must be one of {allowed}.",
+            "reasoning_effort",
+        )
+    check_tool_choice(body)
+    parse.check_logprob_token_ids(body, has_logprobs=bool(body.logprobs))
+    if body.top_logprobs and not body.logprobs:
+        raise parse.invalid(
+            f"top_logprobs is {body.top_logprobs} but logprobs is not true; set logprobs to true.",
+            "top_logprobs",
+        )
+
+
+def refuse_missing(body: ChatBody) -> None:
+    """Refuse what this server does not have."""
+    for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
+        if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
+            raise parse.not_implemented(
+                name,
+                "this older form of tools",
+                "Send `tools`, which the model's template shows to the model.",
+            )
+    for name, raw in (
+        ("media_io_kwargs", body.media_io_kwargs),
+        ("mm_processor_kwargs", body.mm_processor_kwargs),
+        ("mm_payload", body.mm_payload),
+    ):
+        if parse.json_of(raw) not in {b"", b"{}"}:
+            raise parse.not_implemented(name, "input other than text", "Leave it out.")
+    parse.refuse_missing(body)
+
+
+def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
+    """Return the checked sampling parameters of a request, whose tools were checked."""
+    model = config.model
+    max_tokens = parse.chat_max_tokens(body)
+    if max_tokens is None and "max_tokens" in model.generation_defaults:
+        max_tokens = int(model.generation_defaults["max_tokens"])
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
+    form = form_of_calls(body, model.parsers.forced)
+    is_format = body.response_format is not None and body.response_format.type != "text"
+    if form is not None and params.structured_outputs is not None and not is_format:
+        raise parse.invalid(
+            "tool_choice insists on calls, and the request asks for an answer of another form; send one of them.",
+            "tool_choice",
+        )
+    params.structured_outputs = form or form_or_calls(params.structured_outputs, body, model.parsers)
+    names = {"logprobs": "top_logprobs", **parse.names_of(body)}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    return parse.checked(params, config.frontend.max_logprobs, model, names)
+
+
+def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shape:
+    """Return how chunks of this answer are spelled; its first events name the role and repeat the echoed text."""
+
+    def by_channel(told: Channels, index: int, delta: Delta) -> bytes:
+        found = told.told(index, delta.text, delta.spans).delta()
+        return b'"delta":' + encode_json(found) if found else b""
+
+    def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
+        first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
+        first += (
+            b',"content":""},"logprobs":null,"finish_reason":null}'  # no ids: clients extend a list by them
+        )
+        asked = writer.options.return_token_ids
+        ids = encode_json(list(unpack_i32(started.prompt_ids)) if asked else None)
+        usage = writer.usage_at_start(started)
+        frames = [writer.raw_choice(first % index, b',"prompt_token_ids":' + ids, usage)]
+        return [*frames, writer.chunk(index, prefix, usage=usage)] if prefix else frames
+
+    return Shape(
+        head=head_of("chat.completion.chunk"),
+        open=b'"delta":{"content":',
+        close=b"}",
+        plain_end=b',"logprobs":null,"finish_reason":null,"token_ids":null',
+        logprobs=chat_logprobs,
+        ids=lambda token_ids, _: token_ids_json(
+            token_ids
+        ),  # the first event has the prompt's, beside its choice
+        on_start=on_start,
+        channels=None if channels is None else functools.partial(by_channel, channels),
+    )
+
+
+def writer(answer: ChatAnswer, stream_id: StreamId | None, position: Position | None = None) -> ChunkWriter:
+    """Return who writes the events of a chat answer."""
+    shape = chat_shape(answer.role, answer.prefix, answer.channels)
+    return ChunkWriter(shape, answer.options, answer.num_prompts, stream_id, position)
+
+
+def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> dict[str, object]:
+    options = how.options
+    started = submissions.streams[0].started
+    answer: dict[str, object] = {
+        "id": options.response_id,
+        "object": "chat.completion",
+        "created": options.created,
+        "model": options.model,
+        "choices": [choice_of(output, how) for output in outputs],
+        "usage": usage_of(submissions.streams, streams_per_prompt=submissions.streams_per_prompt),
+        "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
+    }
+    asked = options.return_token_ids and started is not None
+    answer["prompt_token_ids"] = (
+        list(unpack_i32(started.prompt_ids)) if started is not None and asked else None
+    )
+    return answer
+
+
+def message_of(index: int, text: str, spans: Sequence[Span], how: ChatAnswer) -> dict[str, object]:
+    """Return the message of a whole answer's choice."""
+    if how.channels is None:
+        return {"role": how.role, "content": how.prefix + text, "refusal": None}
+    return how.channels.told(index, text, spans).message(how.role, how.prefix)
+
+
+def choice_of(output: Output, how: ChatAnswer) -> dict[str, object]:
+    """Return one choice of a whole answer."""
+    options = how.options
+    choice: dict[str, object] = {
+        "index": output.index,
+        "message": message_of(output.index, output.text, output.spans, how),
+        "logprobs": chat_logprobs(output.logprobs, options) if options.logprobs is not None else None,
+        "finish_reason": finish_name(output.finish),
+        "stop_reason": output.finish.stop_reason,
+    }
+    choice["token_ids"] = list(output.token_ids) if options.return_token_ids else None
+    return choice

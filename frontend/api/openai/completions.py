@@ -1,0 +1,270 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import (
+    AnswerOptions,
+    ChunkWriter,
+    Shape,
+    encode_json,
+    finish_name,
+    head_of,
+    options_of,
+    token_ids_json,
+    usage_of,
+)
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.api.openai.embeds import embeds_prompts
+from quintet.frontend.api.openai.kv_transfer_params import take_handover, with_params
+from quintet.frontend.api.openai.logprobs import (
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs,
+)
+from quintet.frontend.api.openai.types import CompletionBody
+from quintet.frontend.api.openai.usage_replay import recall
+from quintet.frontend.api.routing import session_of
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.resume.resume_token import Answer, claim_for
+from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.service import Service
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Prompt, Started, TextPrompt, TokenPrompt
+from quintet.wire.params import SamplingParams, check_token_ids
+
+DEFAULT_MAX_TOKENS = 16
+_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+class CompletionAnswer(Answer, tag="completion"):
+    """How the events of a completion are written."""
+
+    options: AnswerOptions
+
+
+async def completions(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _decoder)
+    parse.check_combinations(body, config)
+    parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
+    prompts = await _prompts(body, config)
+    params = completion_params(body, config)
+    options = options_of("cmpl", body, params, exchange, config)
+    interval = body.stream_interval or 1
+    answer = CompletionAnswer(len(prompts), params.n, interval, options)
+    claim = claim_for(answer, config) if body.stream else None
+    deadline_ns = parse.deadline_ns(body, exchange)
+    handover = take_handover(body, len(prompts), config)
+    parse.refuse_missing(body)
+    session = session_of(exchange, body.user)
+    if body.use_beam_search:
+        gives_way = body.max_tokens is None
+        request = BeamRequest(prompts, body, params, "prompt", gives_way, options, deadline_ns, session)
+        if body.stream:
+            await stream_beams(service, exchange, request, partial(ChunkWriter, SHAPE))
+            return
+        outputs, submissions = await beam_answer(service, exchange, request)
+        await exchange.respond_json(_whole(outputs, submissions, options))
+        return
+    seeds, position, begun = behind(exchange.begun, params.n, len(prompts))
+    submissions = submit_all(
+        service,
+        body,
+        prompts,
+        ranked(params, body),
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=deadline_ns,
+        limit_gives_way=body.max_tokens is None,
+        claim=claim,
+        interval=interval,
+        echo=options.echo,
+        return_prompt_ids=options.return_token_ids,
+        session=session,
+        begun=begun,
+        seeds=seeds,
+        handover=handover,
+    )
+    if exchange.begun is not None and options.include_usage:
+        await recall(service, submissions)
+    if body.stream:
+        chunks = writer(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+    else:
+        outputs = best(await whole_answer(exchange, submissions), body)
+        if options.echo_only:
+            for output in outputs:
+                output.text, output.token_ids, output.logprobs = "", (), []
+        whole = _whole(outputs, submissions, options)
+        await exchange.respond_json(with_params(whole, submissions.streams, config))
+
+
+async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:
+    """Return those that are vectors, then the others: clients that send vectors may leave ``prompt`` empty."""
+    prompts: list[Prompt] = [*await embeds_prompts(body, config)]
+    if not prompts or body.prompt:
+        others = parse_prompts(body, config.model)
+        _check_suffix(body, others)
+        prompts += others
+    return prompts
+
+
+def _check_suffix(body: CompletionBody, prompts: Sequence[TextPrompt | TokenPrompt]) -> None:
+    if not body.suffix:
+        return
+    if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
+        raise parse.invalid(
+            "suffix was sent with a prompt of token ids; send the prompt as text, so that it can be put between the model's "
+            "marks, or put the ids of the marks between the ids yourself and leave suffix out.",
+            "suffix",
+        )
+    for name in ("echo", "truncate_prompt_tokens", "use_beam_search"):
+        if getattr(body, name) not in (None, False):
+            raise parse.invalid(
+                f"suffix was sent with {name}, which it does not go with: leave one of them out.", name
+            )
+
+
+def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
+    """Return the prompts of a body: one, or one per element of a list of texts or of lists of ids."""
+    given = body.prompt
+    if given is None:
+        raise parse.invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
+    special, suffix = body.add_special_tokens is not False, body.suffix or ""
+    if isinstance(given, str):
+        return [TextPrompt(given, special, suffix)]
+    if not given:
+        raise parse.invalid("prompt is []; it must hold at least one token id or prompt.", "prompt")
+    ids = [item for item in given if isinstance(item, int)]
+    if len(ids) == len(given):
+        return [token_prompt(ids, body.truncate_prompt_tokens, model)]
+    if ids:
+        raise parse.invalid(
+            "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
+            "lists of ids.",
+            "prompt",
+        )
+    return [
+        TextPrompt(item, special, suffix)
+        if isinstance(item, str)
+        else token_prompt(item, body.truncate_prompt_tokens, model)
+        for item in given
+        if not isinstance(item, int)
+    ]
+
+
+def token_prompt(
+    ids: Sequence[int], truncate_prompt_tokens: int | None, model: ModelConfig, field: str = "prompt"
+) -> TokenPrompt:
+    """Return checked ids as a prompt. Raises `RequestError` naming the ``field``."""
+    if len(ids) > model.max_model_len and truncate_prompt_tokens is None:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"{field} holds {len(ids)} token ids, and this model's maximum context length is {model.max_model_len} tokens. "
+            "Please reduce the length of the prompt, or set truncate_prompt_tokens.",
+            field,
+        )
+    if not ids:
+        raise parse.invalid(f"{field} holds an empty list of token ids; send at least one token.", field)
+    check_token_ids(ids, model.vocab_size, field)
+    return TokenPrompt(pack_i32(ids))
+
+
+def completion_params(body: CompletionBody, config: EngineConfig) -> SamplingParams:
+    """Return the checked sampling parameters of a request."""
+    model = config.model
+    default = int(model.generation_defaults.get("max_tokens", DEFAULT_MAX_TOKENS))
+    max_tokens = default if body.max_tokens is None else body.max_tokens
+    if body.echo and max_tokens == 0:
+        max_tokens = 1
+    params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs = body.logprobs
+    return parse.checked(params, config.frontend.max_logprobs, model, parse.names_of(body))
+
+
+def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
+    """Return the events of an echoed prompt."""
+    options = writer.options
+    if not options.echo:
+        return []
+    logprobs = echoed_logprobs(started, options) if options.logprobs is not None else None
+    return [
+        writer.chunk(
+            index,
+            started.prompt_text or "",
+            logprobs,
+            token_ids=() if options.return_token_ids else None,
+            prompt_ids=started.prompt_ids,
+            usage=writer.usage_at_start(started),
+        )
+    ]
+
+
+def _ids(token_ids: Sequence[int] | None, prompt_ids: bytes) -> bytes:
+    prompt = encode_json(list(unpack_i32(prompt_ids)) if prompt_ids else None)
+    return token_ids_json(token_ids) + b',"prompt_token_ids":' + prompt
+
+
+SHAPE = Shape(
+    head=head_of("text_completion"),
+    open=b'"text":',
+    close=b"",
+    plain_end=b',"logprobs":null,"finish_reason":null,"stop_reason":null,"token_ids":null,"prompt_token_ids":null',
+    logprobs=completion_logprobs,
+    ids=_ids,
+    on_start=_on_start,
+)
+
+
+def writer(
+    answer: CompletionAnswer, stream_id: StreamId | None, position: Position | None = None
+) -> ChunkWriter:
+    """Return who writes the events of a completion."""
+    return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
+
+
+def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
+    return {
+        "id": options.response_id,
+        "object": "text_completion",
+        "created": options.created,
+        "model": options.model,
+        "choices": [_choice(output, options) for output in outputs],
+        "usage": usage_of(submissions.streams, options.echo_only, submissions.streams_per_prompt),
+    }
+
+
+def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
+    started = output.stream.started
+    text = output.text
+    logprobs = completion_logprobs(output.logprobs, options) if options.logprobs is not None else None
+    if options.echo and started is not None:
+        text = (started.prompt_text or "") + text
+        if logprobs is not None:
+            logprobs = joined(echoed_logprobs(started, options), logprobs)
+    choice: dict[str, object] = {
+        "index": output.index,
+        "text": text,
+        "logprobs": logprobs,
+        "finish_reason": finish_name(output.finish),
+        "stop_reason": output.finish.stop_reason,
+        "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
+    }
+    asked = options.return_token_ids
+    choice["token_ids"] = list(output.token_ids) if asked else None
+    choice["prompt_token_ids"] = (
+        list(unpack_i32(started.prompt_ids)) if started is not None and started.prompt_ids and asked else None
+    )
+    return choice

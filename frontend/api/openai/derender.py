@@ -1,0 +1,193 @@
+"""POST …/derender: an answer of `/inference/v1/generate` as the one that the rendered request would have got."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from quintet.frontend.api.inference.types import (
+    DerenderChatBody,
+    DerenderCompletionBody,
+    Generated,
+    GeneratedChoice,
+)
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import AnswerOptions, finish_name, reason_named
+from quintet.frontend.api.openai.chat import (
+    ChatAnswer,
+    channels_of,
+    checked_chat,
+    message_of,
+)
+from quintet.frontend.api.openai.completions import completion_params
+from quintet.frontend.api.openai.redetokenize import reread
+from quintet.frontend.api.openai.types import ChatBody, CompletionBody
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.messages import Detokenized, Finish, FinishReason
+from quintet.wire.params import SamplingParams, check_token_ids, shown
+from quintet.wire.request import Reading
+
+MAX_CHOICES = 256
+"""Of one request: they are read one after the other."""
+
+_chat_decoder = msgspec.json.Decoder(DerenderChatBody)
+_completion_decoder = msgspec.json.Decoder(DerenderCompletionBody)
+_chat_request_decoder = msgspec.json.Decoder(ChatBody)
+_completion_request_decoder = msgspec.json.Decoder(CompletionBody)
+
+
+async def derender_chat(service: Service, exchange: Exchange) -> None:
+    """Answer with the conversation's next message."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _chat_decoder)
+    generated = body.generate_response
+    _check([generated], body.stream, config)
+    options = _options("chatcmpl", generated, exchange, config)
+    how, params, reading, prompt_ids = (
+        ChatAnswer(1, 1, 1, options, "assistant", ""),
+        SamplingParams(),
+        None,
+        b"",
+    )
+    given = parse.json_of(body.chat_request)
+    if given:
+        chat = parse.decode(given, _chat_request_decoder)
+        conversation, params, reading = checked_chat(chat, config)
+        prompt_ids = (await service.queries.tokenize(conversation.prompt)).token_ids
+        how.role, how.prefix = conversation.role, conversation.last_text if chat.echo else ""
+        how.channels = (
+            None if reading is None else channels_of(chat, conversation, options.response_id, config)
+        )
+    choices: list[dict[str, object]] = []
+    num_reasoning = 0
+    for choice in generated.choices:
+        answer = await _read(service, choice, params, prompt_ids, reading)
+        num_reasoning += answer.num_reasoning_tokens
+        message = message_of(choice.index, answer.text, answer.spans, how)
+        choices.append(_choice(choice, answer, {"message": message}))
+    told = None if body.prompt_tokens is None else [body.prompt_tokens]
+    usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else told)
+    if reading is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    answer_body = {**_head(options, "chat.completion"), "choices": choices, "usage": usage}
+    await exchange.respond_json({**answer_body, "prompt_logprobs": _as_it_came(generated.prompt_logprobs)})
+
+
+async def derender_completions(service: Service, exchange: Exchange) -> None:
+    """Answer with the texts behind the prompts."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _completion_decoder)
+    answers = body.generate_responses
+    if not answers or len(body.prompt_tokens or answers) != len(answers):
+        raise parse.invalid(
+            f"generate_responses has {len(answers)} answers and prompt_tokens {len(body.prompt_tokens or ())} numbers; send "
+            "one answer or more, and as many numbers, or none.",
+            "prompt_tokens",
+        )
+    _check(answers, body.stream, config)
+    params, given = SamplingParams(), parse.json_of(body.completion_request)
+    if given:
+        request = parse.decode(given, _completion_request_decoder)
+        params = completion_params(request, config)
+        if request.echo:
+            raise parse.not_implemented("echo", "prompts in answers that are derendered", "Leave it out.")
+    options = _options("cmpl", answers[0], exchange, config)
+    choices: list[dict[str, object]] = []
+    for generated in answers:
+        for choice in generated.choices:
+            answer = await _read(service, choice, params, b"", None)
+            told = _choice(choice, answer, {"text": answer.text})
+            choices.append(
+                {**told, "index": len(choices), "prompt_logprobs": _as_it_came(generated.prompt_logprobs)}
+            )
+    usage = _usage(answers, body.prompt_tokens)
+    await exchange.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
+
+
+def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConfig) -> None:
+    if stream:
+        raise parse.invalid("stream is true; what is derendered is whole: set stream to false.", "stream")
+    choices = [choice for generated in answers for choice in generated.choices]
+    if len(choices) > MAX_CHOICES:
+        raise parse.invalid(
+            f"There are {len(choices)} choices; send {MAX_CHOICES} at most at a time.", "choices"
+        )
+    for choice in choices:
+        ids = choice.token_ids or ()
+        if len(ids) > config.model.max_model_len:
+            raise parse.invalid(
+                f"token_ids holds {len(ids)} ids; no answer of this model has more than {config.model.max_model_len}.",
+                "token_ids",
+            )
+        check_token_ids(ids, config.model.vocab_size, "token_ids")
+        if choice.finish_reason is not None and reason_named(choice.finish_reason) is None:
+            raise parse.invalid(
+                f"finish_reason is {shown(choice.finish_reason)}; it must be as /inference/v1/generate said it.",
+                "finish_reason",
+            )
+
+
+def _options(prefix: str, generated: Generated, exchange: Exchange, config: EngineConfig) -> AnswerOptions:
+    given = generated.request_id
+    fields = CompletionBody(request_id=given.removeprefix(f"{prefix}-") if given else None)
+    response_id = f"{prefix}-{parse.request_id(fields, exchange)}"
+    return AnswerOptions(response_id, int(time.time()), config.model.served_names[0], 1)
+
+
+async def _read(
+    service: Service,
+    choice: GeneratedChoice,
+    params: SamplingParams,
+    prompt_ids: bytes,
+    reading: Reading | None,
+) -> Detokenized:
+    """Return a choice's text."""
+    ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
+    is_cut = choice.finish_reason is not None and not ends_with_stop
+    ids = choice.token_ids or ()
+    return await reread(service, ids, ends_with_stop, params, prompt_ids, reading, is_cut=is_cut)
+
+
+def _choice(choice: GeneratedChoice, answer: Detokenized, told: dict[str, object]) -> dict[str, object]:
+    reason = reason_named(choice.finish_reason) or FinishReason.STOP
+    finish = Finish(0, reason, choice.stop_reason, 0, answer.num_reasoning_tokens, answer.num_calls)
+    return {
+        "index": choice.index,
+        **told,
+        "logprobs": _as_it_came(choice.logprobs),
+        "finish_reason": finish_name(finish),
+        "stop_reason": choice.stop_reason,
+    }
+
+
+def _as_it_came(raw: msgspec.Raw | msgspec.UnsetType) -> object:
+    return msgspec.Raw(parse.json_of(raw) or b"null")
+
+
+def _head(options: AnswerOptions, object_name: str) -> dict[str, object]:
+    return {
+        "id": options.response_id,
+        "object": object_name,
+        "created": options.created,
+        "model": options.model,
+    }
+
+
+def _usage(answers: Sequence[Generated], prompt_tokens: Sequence[int] | None) -> dict[str, object]:
+    """Count; of the prompts the answers tell it where nobody else does."""
+    num_prompt = sum(
+        [generated.usage.prompt_tokens for generated in answers if generated.usage]
+        if prompt_tokens is None
+        else prompt_tokens
+    )
+    num_outputs = sum(len(choice.token_ids or ()) for generated in answers for choice in generated.choices)
+    return {
+        "prompt_tokens": num_prompt,
+        "total_tokens": num_prompt + num_outputs,
+        "completion_tokens": num_outputs,
+    }

@@ -1,0 +1,142 @@
+"""``prompt_embeds`` of completions: from base64 of a safetensors file to vectors.
+
+A file's header is read, and every size compared, before the rest is decoded. Whether the numbers are finite the tokenizer
+looks at, in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.types import CompletionBody
+from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.embeds import FLOAT_BYTES, WIDEST_BYTES, EmbedsPrompt
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
+
+FIELD = "prompt_embeds"
+HOW = "base64.b64encode(safetensors.torch.save({'prompt_embeds': tensor}))"
+MAX_HEADER_BYTES = 1 << 14
+PIECE_CHARS = 4 << 20
+"""Decoded at once: a few milliseconds. Others have their turn in between."""
+
+_PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+"""What files of torch.save begin with, the zipped ones and the older ones."""
+
+
+class Tensor(msgspec.Struct):
+    """What a header says of a tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: tuple[int, int]
+
+
+_header = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_tensor = msgspec.json.Decoder(Tensor)
+
+
+async def embeds_prompts(body: CompletionBody, config: EngineConfig) -> list[EmbedsPrompt]:
+    """Return the prompts that a body brings as vectors, none where it brings none. Raises `RequestError`."""
+    given = body.prompt_embeds
+    if given is None or given == []:
+        return []
+    if not config.frontend.prompt_embeds:
+        raise parse.invalid(
+            f"{FIELD} was sent, and this server takes text and token ids only; send `prompt`, or start the server with "
+            "--enable-prompt-embeds.",
+            FIELD,
+        )
+    refused = ("suffix", "echo", "use_beam_search")
+    for name in refused:
+        if getattr(body, name):
+            raise parse.invalid(
+                f"{name} was sent with {FIELD}, and it needs a prompt's text or tokens, which vectors do not have: leave one of "
+                "them out.",
+                name,
+            )
+    return [await _decoded(text, config.model) for text in ([given] if isinstance(given, str) else given)]
+
+
+async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
+    most = model.max_model_len * model.embedding_width * WIDEST_BYTES + MAX_HEADER_BYTES
+    if 3 * (len(text) // 4) > most:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {len(text)} "
+            f"characters of base64, and so many vectors of {model.embedding_width} numbers are at most {most} bytes. Send "
+            "fewer vectors.",
+            FIELD,
+        )
+    head = _base64(text[: 4 * (8 // 3 + 1)])
+    if head.startswith(_PICKLES):
+        raise _bad(
+            "is a file of torch.save, a pickle: a program that would run where it is read. Only safetensors are taken"
+        )
+    header_bytes = int.from_bytes(head[:8], "little")
+    if len(head) < 8 or not 2 <= header_bytes <= MAX_HEADER_BYTES:
+        raise _bad("is no safetensors file")
+    begin = 8 + header_bytes
+    header = _base64(text[: 4 * -(-begin // 3)])[8:begin]
+    tensor = _tensor_of(header)
+    _check_shape(tensor, model)
+    size = FLOAT_BYTES[tensor.dtype]
+    for count in tensor.shape:
+        size *= count
+    num_bytes = 3 * (len(text) // 4) - text[-2:].count("=")
+    if tensor.data_offsets != (0, size) or num_bytes != begin + size:
+        raise _bad(
+            f"has {num_bytes} bytes; its header says {begin + size}, of which {size} are numbers at {list(tensor.data_offsets)}"
+        )
+    pieces = bytearray()
+    for at in range(0, len(text), PIECE_CHARS):
+        pieces += _base64(text[at : at + PIECE_CHARS])
+        await asyncio.sleep(0)
+    return EmbedsPrompt(tensor.dtype, model.embedding_width, bytes(memoryview(pieces)[begin:]))
+
+
+def _tensor_of(header: bytes) -> Tensor:
+    try:
+        named = _header.decode(header)
+        named.pop("__metadata__", None)
+        tensors = [_tensor.decode(raw) for raw in named.values()]
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(f"is no safetensors file: its header is not as it should be ({error})") from None
+    if len(tensors) != 1:
+        raise _bad(f"holds {len(tensors)} tensors; it must hold one")
+    return tensors[0]
+
+
+def _check_shape(tensor: Tensor, model: ModelConfig) -> None:
+    if tensor.dtype not in FLOAT_BYTES:
+        raise _bad(
+            f"holds numbers of the format {shown(tensor.dtype)}; it must be one of {', '.join(FLOAT_BYTES)}"
+        )
+    shape = tensor.shape[1:] if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor.shape
+    if len(shape) != 2 or shape[0] < 1 or shape[1] != model.embedding_width:
+        raise _bad(
+            f"has the shape {shown(tensor.shape)}; it must be [tokens, {model.embedding_width}], one vector of the model's "
+            "embedding for each token"
+        )
+    if shape[0] >= model.max_model_len:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"This model's maximum context length is {model.max_model_len} tokens. However, {FIELD} holds {shape[0]} vectors, "
+            "and one output token needs room too. Send fewer.",
+            FIELD,
+        )
+
+
+def _base64(text: str) -> bytes:
+    try:
+        return binascii.a2b_base64(text.encode("ascii"), strict_mode=True)
+    except (ValueError, UnicodeEncodeError) as error:
+        raise _bad(f"is not base64 ({error})") from None
+
+
+def _bad(what: str) -> RequestError:
+    return parse.invalid(f"{FIELD} {what}. Send {HOW}.", FIELD)

@@ -1,0 +1,46 @@
+"""How each error looks to a client of the OpenAI dialect, and to whoever asks for what belongs to no dialect."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.http.error_shape import ErrorShape, status_of
+from quintet.wire.errors import ErrorCode, RequestError
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "TimeoutError",
+    413: "RequestEntityTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    422: "UnprocessableEntityError",
+    429: "RateLimitError",
+    431: "RequestHeaderFieldsTooLargeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+    504: "GatewayTimeoutError",
+}
+
+
+def error_body(error: RequestError, _request_id: str = "") -> bytes:
+    """Return ``{"error": {message, type, param, code}}``.
+
+    ``code`` is the status, as vLLM has it; but where the context is too short for a request it is OpenAI's word, by which
+    clients know that they have to shorten the conversation.
+    """
+    status = status_of(error)
+    return msgspec.json.encode(
+        {
+            "error": {
+                "message": error.message,
+                "type": _TYPES[status],
+                "param": error.param,
+                "code": error.code.value if error.code is ErrorCode.TOO_LONG else status,
+            }
+        }
+    )
+
+
+ERRORS = ErrorShape(error_body)

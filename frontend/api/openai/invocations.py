@@ -1,0 +1,35 @@
+"""POST /invocations: one door for what has doors of its own, as SageMaker calls a container. The body's fields say which."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.chat import chat_completions
+from quintet.frontend.api.openai.completions import completions
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.service import Service
+
+
+class _Kind(msgspec.Struct):
+    """The fields that tell the kinds of requests apart."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+_decoder = msgspec.json.Decoder(_Kind)
+
+
+async def invocations(service: Service, exchange: Exchange) -> None:
+    """Answer a conversation (``messages``) or complete a text (``prompt``)."""
+    kind = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    if kind.messages is not msgspec.UNSET:
+        await chat_completions(service, exchange)
+    elif kind.prompt is not msgspec.UNSET:
+        await completions(service, exchange)
+    else:
+        raise parse.invalid(
+            "messages and prompt are both missing; send one of them: a conversation to answer or a text to complete.",
+            "messages",
+        )

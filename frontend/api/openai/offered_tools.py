@@ -1,0 +1,344 @@
+"""Tools of every dialect as the functions that chat templates show to the model.
+
+Agents send more than functions: freeform tools, shells, namespaces, searches of tools, and tools that the API's own servers
+run. What the client runs is offered as a function; what only a server could run is skipped, with a line of log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.openai.types import RawField
+from quintet.wire.params import shown
+
+CallKind = Literal["function", "custom", "local_shell", "shell", "apply_patch", "tool_search"]
+"""Of a call, by the type of its tool in the Responses dialect."""
+
+SERVER_TOOLS = (
+    "web_search",
+    "web_fetch",
+    "file_search",
+    "code_interpreter",
+    "code_execution",
+    "image_generation",
+    "mcp",
+    "computer",
+    "tool_search",
+    "x_search",
+    "advisor",
+)
+"""Beginnings of the types of tools that a server would run."""
+SEARCH = "tool_search"
+NO_ARGUMENTS = {"type": "object", "properties": {}}
+TEXT: dict[str, Any] = {"type": "string"}
+NUMBER: dict[str, Any] = {"type": "number"}
+PREDEFINED_TOOLS: dict[CallKind, tuple[str, dict[str, Any]]] = {
+    "local_shell": (
+        "Run a command on the user's machine.",
+        {
+            "type": "object",
+            "properties": {
+                "command": {"type": "array", "items": TEXT, "description": "The program and its arguments."},
+                "workdir": TEXT,
+                "timeout_ms": NUMBER,
+                "env": {"type": "object", "additionalProperties": TEXT},
+            },
+            "required": ["command"],
+        },
+    ),
+    "shell": (
+        "Run shell commands on the user's machine.",
+        {
+            "type": "object",
+            "properties": {
+                "commands": {"type": "array", "items": TEXT, "description": "Command lines of the shell."},
+                "timeout_ms": NUMBER,
+                "max_output_length": {**NUMBER, "description": "Characters of output to return."},
+            },
+            "required": ["commands"],
+        },
+    ),
+    "apply_patch": (
+        "Create, update or delete a file.",
+        {
+            "type": "object",
+            "properties": {
+                "type": {"type": "string", "enum": ["create_file", "update_file", "delete_file"]},
+                "path": TEXT,
+                "diff": {**TEXT, "description": "A diff in V4A form. Absent for delete_file."},
+            },
+            "required": ["type", "path"],
+        },
+    ),
+}
+"""Tools of the Responses API that the client runs and that have a type instead of a schema: description and parameters."""
+_COMMANDS = ["view", "create", "str_replace", "insert"]
+CLIENT_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bash_": (
+        "Run a command in a persistent shell.",
+        {
+            "type": "object",
+            "properties": {
+                "command": TEXT,
+                "restart": {"type": "boolean", "description": "Restart the shell."},
+            },
+        },
+    ),
+    "text_editor_": (
+        "View, create and edit text files.",
+        {
+            "type": "object",
+            "properties": {
+                "command": {"type": "string", "enum": _COMMANDS},
+                "path": TEXT,
+                "view_range": {"type": "array", "items": {"type": "integer"}},
+                "file_text": TEXT,
+                "old_str": TEXT,
+                "new_str": TEXT,
+                "insert_line": {"type": "integer"},
+                "insert_text": TEXT,
+            },
+            "required": ["command", "path"],
+        },
+    ),
+    "memory_": (
+        "View and edit files of a memory that outlasts the conversation.",
+        {
+            "type": "object",
+            "properties": {
+                "command": {"type": "string", "enum": [*_COMMANDS, "delete", "rename"]},
+                "path": TEXT,
+                "view_range": {"type": "array", "items": {"type": "integer"}},
+                "file_text": TEXT,
+                "old_str": TEXT,
+                "new_str": TEXT,
+                "insert_line": {"type": "integer"},
+                "insert_text": TEXT,
+                "old_path": TEXT,
+                "new_path": TEXT,
+            },
+            "required": ["command"],
+        },
+    ),
+}
+"""Anthropic's tools that the client runs and that come without a schema, by the beginning of their type."""
+
+_log = logging.getLogger("quintet")
+
+
+class SentFunction(msgspec.Struct, kw_only=True):
+    """The function of a tool in the form of chat completions."""
+
+    name: str
+    description: str | None = None
+    parameters: RawField = msgspec.UNSET
+    strict: bool | None = None
+
+
+class SentCustom(msgspec.Struct, kw_only=True):
+    """The freeform tool of chat completions."""
+
+    name: str
+    description: str | None = None
+    format: RawField = msgspec.UNSET
+
+
+class SentTool(msgspec.Struct, kw_only=True):
+    """A tool in any form: nested in ``function``, flat, or Anthropic's."""
+
+    type: str | None = None
+    name: str | None = None
+    description: str | None = None
+    parameters: RawField = msgspec.UNSET
+    input_schema: RawField = msgspec.UNSET
+    strict: bool | None = None
+    function: SentFunction | None = None
+    custom: SentCustom | None = None
+    format: RawField = msgspec.UNSET
+    tools: list[SentTool] | None = None
+    """Of a namespace."""
+    defer_loading: bool | None = None
+    execution: str | None = None
+    """``client`` for a search that the client runs."""
+
+
+class OfferedTool(msgspec.Struct, kw_only=True):
+    """A function that the model may call."""
+
+    name: str
+    """As the model is shown it."""
+    description: str | None = None
+    parameters: Any = None
+    strict: bool | None = None
+    kind: CallKind = "function"
+    own_name: str
+    """As the client calls it."""
+    namespace: str | None = None
+    is_deferred: bool = False
+    """Whether the model shall see it only once a search has found it."""
+
+    def nested(self) -> dict[str, Any]:
+        """Return the tool in the form of chat completions."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = NO_ARGUMENTS if self.parameters is None else self.parameters
+        if self.strict is not None:
+            function["strict"] = self.strict
+        return {"type": "function", "function": function}
+
+    def definition(self) -> str:
+        """Return the tool as text, for a conversation in which a search found it."""
+        return encode_json(self.nested()).decode()
+
+
+_decoder = msgspec.json.Decoder(list[SentTool])
+_list_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_any_decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(object)
+
+
+def sent_tools(raw: RawField, where: str) -> list[SentTool]:
+    """Decode a list of tools. Raises `RequestError`."""
+    encoded = parse.json_of(raw)
+    if not encoded:
+        return []
+    try:
+        tools = _decoder.decode(encoded)
+        _any_decoder.decode(encoded)
+    except msgspec.ValidationError as error:
+        raise parse.explain(error, encoded, where) from None
+    except parse.INVALID_JSON as error:
+        raise parse.not_json(error, encoded, where) from None
+    return tools
+
+
+def offered_tools(tools: Sequence[SentTool], where: str = "tools") -> list[OfferedTool]:
+    """Return the functions that the model is offered for a request's tools. Raises `RequestError`.
+
+    Where a server's search would load deferred tools, all of them are offered: this server has no search.
+    """
+    found = [each for i, tool in enumerate(tools) for each in _offered(tool, f"{where}[{i}]")]
+    if any(_is_servers_search(tool) for tool in tools):
+        for offered in found:
+            offered.is_deferred = False
+    return found
+
+
+def shown_tools(raw: RawField) -> bytes:
+    """Return the tools that a template shows, each nested in ``function``, as JSON; empty where there are none."""
+    sent = sent_tools(raw, "tools")
+    if all(tool.function is not None and tool.type == "function" for tool in sent):
+        return parse.json_of(raw) if sent else b""
+    offered = offered_tools(sent)
+    return encode_json([tool.nested() for tool in offered]) if offered else b""
+
+
+def with_deferred(tools: bytes, deferred: Sequence[OfferedTool]) -> bytes:
+    """Return tools as JSON together with those that the template does not show."""
+    if not deferred:
+        return tools
+    shown_ones = _list_decoder.decode(tools) if tools else []
+    return encode_json([*shown_ones, *(tool.nested() for tool in deferred)])
+
+
+def _is_servers_search(tool: SentTool) -> bool:
+    return (tool.type or "").startswith(SEARCH) and tool.execution != "client"
+
+
+def _offered(tool: SentTool, where: str, namespace: str | None = None) -> Iterator[OfferedTool]:
+    kind = tool.type or "function"
+    if tool.function is not None:
+        sent = tool.function
+        yield _function(tool, sent.name, sent.description, sent.parameters, sent.strict, namespace)
+    elif kind == "namespace":
+        name = _given(tool.name, f"{where}.name")
+        for i, member in enumerate(tool.tools or ()):
+            yield from _offered(member, f"{where}.tools[{i}]", name)
+    elif kind == "custom" and parse.json_of(tool.input_schema) == b"":
+        yield _freeform(tool, where, namespace)
+    elif (predefined := next((each for each in PREDEFINED_TOOLS if each == kind), None)) is not None:
+        description, parameters = PREDEFINED_TOOLS[predefined]
+        yield OfferedTool(
+            name=kind, own_name=kind, description=description, parameters=parameters, kind=predefined
+        )
+    elif kind == SEARCH and tool.execution == "client":
+        offered = _function(tool, SEARCH, tool.description, tool.parameters, None, None)
+        offered.kind = "tool_search"
+        yield offered
+    elif kind in ("function", "custom"):
+        name = _given(tool.name, f"{where}.name")
+        schema = tool.parameters if parse.json_of(tool.parameters) else tool.input_schema
+        yield _function(tool, name, tool.description, schema, tool.strict, namespace)
+    elif (known := next((key for key in CLIENT_TOOLS if kind.startswith(key)), None)) is not None:
+        description, parameters = CLIENT_TOOLS[known]
+        name = tool.name or known.rstrip("_")
+        yield OfferedTool(name=name, own_name=name, description=description, parameters=parameters)
+    elif kind.startswith(SERVER_TOOLS):
+        _log.info("%s, of type %s, is not offered to the model: this server runs no tools", where, kind)
+    else:
+        raise parse.not_implemented(
+            f"{where}, of type {shown(kind)},",
+            "tools of that type",
+            "Describe it as one of yours: type function, with name, description and parameters.",
+        )
+
+
+def _function(
+    tool: SentTool,
+    name: str,
+    description: str | None,
+    schema: RawField,
+    strict: bool | None,
+    namespace: str | None,
+) -> OfferedTool:
+    encoded = parse.json_of(schema)
+    return OfferedTool(
+        name=joined_name(namespace, name),
+        own_name=name,
+        description=description,
+        parameters=msgspec.Raw(encoded) if encoded else None,
+        strict=strict,
+        namespace=namespace,
+        is_deferred=bool(tool.defer_loading),
+    )
+
+
+def _freeform(tool: SentTool, where: str, namespace: str | None) -> OfferedTool:
+    """Return a function of one text for a tool whose input is no JSON."""
+    sent = tool.custom or SentCustom(
+        name=_given(tool.name, f"{where}.name"), description=tool.description, format=tool.format
+    )
+    about: Any = msgspec.json.decode(parse.json_of(sent.format) or b"{}")
+    grammar = about.get("grammar", about) if isinstance(about, dict) else {}
+    description = "The whole input of the tool, as text."
+    if isinstance(grammar, dict) and isinstance(grammar.get("definition"), str):
+        description += f" It follows this {grammar.get('syntax', '')} grammar:\n{grammar['definition']}"
+    text = {"type": "string", "description": description}
+    return OfferedTool(
+        name=joined_name(namespace, sent.name),
+        own_name=sent.name,
+        description=sent.description,
+        parameters={"type": "object", "properties": {"input": text}, "required": ["input"]},
+        kind="custom",
+        namespace=namespace,
+        is_deferred=bool(tool.defer_loading),
+    )
+
+
+def joined_name(namespace: str | None, name: str) -> str:
+    """Return the name by which the model knows a tool of a namespace."""
+    if not namespace:
+        return name
+    return namespace + ("" if namespace.endswith("_") or name.startswith("_") else "__") + name
+
+
+def _given(name: str | None, field: str) -> str:
+    if name is None:
+        raise parse.invalid(f"{field} is missing; it is required, here or in function.", "tools")
+    return name

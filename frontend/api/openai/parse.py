@@ -1,0 +1,325 @@
+"""From the bytes of a body to checked sampling parameters, or an error that names field, value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from quintet.frontend.api.openai.structured import form_of
+from quintet.frontend.api.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
+from quintet.frontend.http.http_request import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, Exchange
+from quintet.frontend.service import Service
+from quintet.wire.config import EngineConfig, ModelConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import MAX_SHOWN, RepetitionDetectionParams, SamplingParams, shown
+
+BodyT = TypeVar("BodyT")
+NamingT = TypeVar("NamingT", bound="NamesModel")
+PartT = TypeVar("PartT")
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+MAX_CACHE_SALT = 1024
+MAX_ID_DIGITS = 10
+MAX_TIMEOUT_S = 1_000_000
+DEADLINE_HEADER = "x-request-deadline-ms"
+"""Milliseconds from the request's arrival to its deadline."""
+INVALID_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `(?:key in )?\$(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<field>[^`]+)`")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_MILLISECONDS = re.compile(r"[0-9]{1,12}")
+_STEP = re.compile(r"\.([^.\[\]]+)|\[(\d+|\.\.\.)\]")
+_SHARED = frozenset(SHARED_SAMPLING_FIELDS)
+_shared_of = attrgetter(*SHARED_SAMPLING_FIELDS)
+_MISSING_FIELDS = ("kv_transfer_params", "ec_transfer_params", "watermarking")
+_MISSING_FLAGS = ("return_token_offsets", "return_prompt_text", "return_weight_versions")
+_missing_of = attrgetter(*_MISSING_FIELDS, *_MISSING_FLAGS, "detokenize")
+_NOTHING_MISSING = (*[msgspec.UNSET] * len(_MISSING_FIELDS), *[None] * len(_MISSING_FLAGS), None)
+
+
+class NamesModel(Protocol):
+    """A body that says which model is to answer."""
+
+    model: str | None
+
+
+async def read_body(service: Service, exchange: Exchange, decoder: msgspec.json.Decoder[NamingT]) -> NamingT:
+    """Return the body of a request to the model that is served. Raises `RequestError`."""
+    body = decode(await exchange.read_json_body(service.bodies), decoder)
+    check_model(body.model, service.config.model)
+    return body
+
+
+def decode(body: bytes, decoder: msgspec.json.Decoder[BodyT]) -> BodyT:
+    """Decode a body into its struct. Raises `RequestError` for bad JSON, wrong types and missing fields.
+
+    Where nothing else can be meant, numbers and truth values may be strings (``"5"``, ``"true"``): clients send them.
+    """
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:
+        pass
+    except INVALID_JSON as error:
+        if not body.strip():
+            raise invalid("The request body is empty; send a JSON object.") from None
+        raise not_json(error, body) from None
+    try:
+        return msgspec.json.decode(body, type=decoder.type, strict=False)
+    except msgspec.ValidationError as error:
+        raise explain(error, body) from None
+
+
+def not_json(error: Exception, body: bytes, name: str | None = None) -> RequestError:
+    """Make the error for what no JSON parser takes: the body, or the field of this name."""
+    what = f"The request body's {name}" if name else "The request body"
+    hint = ""
+    if _SURROGATE.search(body):
+        hint = r" It holds \ud800 to \udfff escapes: these must come in pairs, each pair one character."
+    return invalid(f"{what} is not valid JSON: {error}.{hint}", name)
+
+
+def explain(error: msgspec.ValidationError, body: bytes, prefix: str = "") -> RequestError:
+    """Turn msgspec's complaint about ``body`` into one that names the field and the value that was sent."""
+    match = _PATH.match(str(error))
+    assert match is not None, str(error)
+    what, path = match["what"], match["path"] or ""
+    missing = _MISSING.match(what)
+    field = (prefix + path).lstrip(".")
+    if missing:
+        name = f"{field}.{missing['field']}" if field else missing["field"]
+        return invalid(f"{name} is missing; it is required.", name)
+    try:
+        value = _value_at(msgspec.json.decode(body), path)
+    except INVALID_JSON as deeper:
+        return not_json(deeper, body, prefix or None)
+    sent = msgspec.json.encode(value).decode()
+    if len(sent) > 80:
+        sent = sent[:77] + "..."
+    if not field:
+        return invalid(f"The request body is {sent}; send a JSON object.")
+    what = what.replace("`", "").replace("Expected ", "").replace(" | null", "")
+    expected, _, got = what.partition(", got ")
+    return invalid(
+        f"{field} is {sent}; it must be {expected}{f', not {got}' if got else ''}.", field.split("[")[0]
+    )
+
+
+def _value_at(value: Json, path: str) -> Json:
+    for name, index in _STEP.findall(path):
+        if name and isinstance(value, dict) and name in value:
+            value = value[name]
+        elif index.isdigit() and isinstance(value, list) and int(index) < len(value):
+            value = value[int(index)]
+        else:
+            break
+    return value
+
+
+def json_of(raw: RawField) -> bytes:
+    """Return a raw field as JSON; empty when it was not sent or null."""
+    encoded = b"" if raw is msgspec.UNSET else bytes(raw)
+    return b"" if encoded == b"null" else encoded
+
+
+def check_model(model: str | None, config: ModelConfig) -> None:
+    """Refuse a model that is not served. No name means the first one."""
+    if model and model not in config.served_names:
+        names = ", ".join(f"`{name}`" for name in config.served_names)
+        raise RequestError(
+            ErrorCode.MODEL_NOT_FOUND,
+            f"The model `{model[:MAX_SHOWN]}` does not exist. This server serves {names}.",
+            "model",
+        )
+
+
+def sampling_params(
+    body: GenerationBody, config: ModelConfig, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """Return the sampling parameters a body asks for, over the model's own defaults; not yet checked."""
+    values: dict[str, Any] = {n: value for n, value in config.generation_defaults.items() if n in _SHARED}
+    sent = zip(SHARED_SAMPLING_FIELDS, _shared_of(body), strict=True)
+    values.update([item for item in sent if item[1] is not None])
+    if isinstance(body.stop, str):
+        values["stop"] = [body.stop]
+    if body.logit_bias is not None:
+        values["logit_bias"] = _logit_bias(body.logit_bias)
+    if body.use_beam_search:
+        values["n"] = 1  # beams are requests of their own
+    elif body.best_of is not None:
+        values["n"] = body.best_of
+    values["max_tokens"] = max_tokens
+    values["logprobs"] = logprobs
+    values["structured_outputs"] = form_of(body)
+    if body.repetition_detection is not None:
+        watched = msgspec.structs.asdict(body.repetition_detection)
+        values["repetition_detection"] = RepetitionDetectionParams(**watched)
+    return SamplingParams(**values)
+
+
+def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
+    bias: dict[int, float] = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= MAX_ID_DIGITS):
+            raise invalid(
+                f"logit_bias has the key {shown(key)}; keys must be token ids, written as strings of digits.",
+                "logit_bias",
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def refuse_missing(body: GenerationBody) -> None:
+    """Refuse, by name, what would change the output and is not built yet. What is wrong in itself is told before."""
+    if _missing_of(body) == _NOTHING_MISSING:  # as a rule, and every request comes by
+        return
+    for name in _MISSING_FIELDS:
+        if json_of(getattr(body, name)) not in {b"", b"{}", b"false"}:
+            raise not_implemented(name, f"`{name}`", "Leave it out.")
+    for name in _MISSING_FLAGS:
+        if getattr(body, name):
+            raise not_implemented(name, f"`{name}`", "Leave it out.")
+    if body.detokenize is False:
+        raise not_implemented(
+            "detokenize", "answers without text", "Use `return_token_ids` to get ids as well."
+        )
+
+
+def check_logprob_token_ids(body: GenerationBody, *, has_logprobs: bool) -> None:
+    """Refuse tokens to show where no log-probabilities are shown."""
+    if body.logprob_token_ids is not None and not has_logprobs:
+        raise invalid("logprob_token_ids was sent without logprobs; send both.", "logprob_token_ids")
+
+
+def refuse_search(body: GenerationBody) -> None:
+    """Refuse a search for the best outputs, where what was found could not be told."""
+    for name in ("use_beam_search", "suffix"):
+        if getattr(body, name, None):
+            raise not_implemented(
+                name, f"`{name}` at this endpoint", "Leave it out, or send it to /v1/completions."
+            )
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise not_implemented("best_of", "`best_of` at this endpoint", "Leave it out.")
+
+
+def check_combinations(body: GenerationBody, config: EngineConfig) -> None:
+    """Refuse what makes no sense together, or with this server."""
+    if body.priority and config.scheduler.policy != "priority":
+        raise invalid(
+            f"priority is {shown(body.priority)}, but this server runs requests first come, first served; leave it "
+            "out, or start the server with --scheduling-policy priority.",
+            "priority",
+        )
+    if body.stream_options is not None and not body.stream:
+        raise invalid("stream_options is set but stream is not true; set stream to true.", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise invalid(
+            "prompt_logprobs cannot be streamed; set stream to false, or leave prompt_logprobs out.",
+            "prompt_logprobs",
+        )
+    if body.logprob_token_ids == []:
+        raise invalid(
+            "logprob_token_ids is []; name at least one token, or leave it out.", "logprob_token_ids"
+        )
+    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT:
+        raise invalid(
+            f"cache_salt has {len(body.cache_salt)} characters; it must have between 1 and {MAX_CACHE_SALT}.",
+            "cache_salt",
+        )
+    if body.stream_interval is not None and body.stream_interval < 1:
+        raise invalid(f"stream_interval is {body.stream_interval}; it must be at least 1.", "stream_interval")
+
+
+def checked(
+    params: SamplingParams, max_logprobs: int | None, model: ModelConfig, names: Mapping[str, str]
+) -> SamplingParams:
+    """Return the parameters' normal form; errors name a field as this body spells it (``names``: ours to theirs)."""
+    try:
+        return params.checked(max_logprobs, model.vocab_size)
+    except RequestError as error:
+        ours = error.param or ""
+        if ours not in names:
+            raise
+        raise invalid(names[ours] + error.message.removeprefix(ours), names[ours]) from None
+
+
+def names_of(body: GenerationBody) -> dict[str, str]:
+    """Return the fields of sampling parameters that this body has under other names."""
+    return {} if body.best_of is None else {"n": "best_of"}
+
+
+def max_alternatives(params: SamplingParams) -> int:
+    """Return how many tokens each position's log-probabilities show besides the chosen one."""
+    return max(params.logprobs or 0, len(params.logprob_token_ids or ()))
+
+
+def deadline_ns(body: GenerationBody, exchange: Exchange) -> int:
+    """Return the moment after which the answer is of no use (monotonic): the earlier of body's and header's; 0 for none."""
+    waits_s: list[float] = []
+    if body.timeout is not None:
+        if not 0 < body.timeout <= MAX_TIMEOUT_S:
+            raise invalid(
+                f"timeout is {shown(body.timeout)}; it must be more than 0 and at most {MAX_TIMEOUT_S} seconds.",
+                "timeout",
+            )
+        waits_s.append(body.timeout)
+    given = exchange.header(DEADLINE_HEADER)
+    if given is not None:
+        if not _MILLISECONDS.fullmatch(given) or not 0 < int(given) <= 1000 * MAX_TIMEOUT_S:
+            raise invalid(
+                f"The header {DEADLINE_HEADER} is {shown(given)}; it must be a whole number of milliseconds, more than 0 "
+                f"and at most {1000 * MAX_TIMEOUT_S}."
+            )
+        waits_s.append(int(given) * 1e-3)
+    return exchange.arrival_ns + max(1, int(min(waits_s) * 1e9)) if waits_s else 0
+
+
+def request_id(body: GenerationBody, exchange: Exchange) -> str:
+    """Return the id that the answer's own begins with: the body's, else the header's, else the one that was made."""
+    if body.request_id:
+        _check_request_id("request_id", "request_id", body.request_id)
+    if exchange.given_id:
+        _check_request_id(f"The header {REQUEST_ID_HEADER}", None, exchange.given_id)
+    return body.request_id or exchange.request_id
+
+
+def _check_request_id(name: str, param: str | None, given: str) -> None:
+    if not REQUEST_ID.fullmatch(given):
+        raise invalid(
+            f"{name} is {shown(given)}; it must be 1 to {MAX_REQUEST_ID} printable ASCII characters without spaces.",
+            param,
+        )
+
+
+def chat_max_tokens(body: ChatBody) -> int | None:
+    """Return the limit of a chat answer: the newer field's name wins."""
+    return body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+
+
+def invalid(message: str, param: str | None = None) -> RequestError:
+    """Make a 400."""
+    return RequestError(ErrorCode.INVALID, message, param)
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """Return an error that names a field as another dialect does (``names``: ours to theirs)."""
+    ours = error.param or ""
+    if ours not in names or not error.message.startswith(ours):
+        return error
+    return RequestError(error.code, names[ours] + error.message.removeprefix(ours), names[ours])
+
+
+def not_implemented(sent: str, what: str, advice: str) -> RequestError:
+    """Make a 400 that names what is missing: SDKs would send the request again after a 5xx.
+
+    ``sent`` begins with the field's name.
+    """
+    field = re.match(r"[\w.]+", sent)
+    return RequestError(
+        ErrorCode.NOT_IMPLEMENTED,
+        f"{sent} was sent, but this server does not have {what} yet. {advice}",
+        field[0] if field is not None else sent,
+    )

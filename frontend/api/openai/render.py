@@ -1,0 +1,141 @@
+"""POST …/render: what a request is to the engine, which `/inference/v1/generate` takes: its prompt as ids, its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.chat import chat_params, check_chat, parse_conversation, prompt_of
+from quintet.frontend.api.openai.chat import refuse_missing as refuse_missing_in_chat
+from quintet.frontend.api.openai.completions import completion_params, parse_prompts
+from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import unpack_i32
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import ChatPrompt, TextPrompt, TokenPrompt
+from quintet.wire.params import SamplingParams
+from quintet.wire.structured import StructuredOutputsParams
+
+_chat_decoder = msgspec.json.Decoder(ChatBody)
+_completion_decoder = msgspec.json.Decoder(CompletionBody)
+
+NOT_TOLD = frozenset({"output_kind", "detokenize", "structured_outputs", "truncate_prompt_tokens"})
+"""Parameters that say nothing to the endpoint that generates, or are told in a form of their own."""
+
+
+async def render_chat(service: Service, exchange: Exchange) -> None:
+    """Answer with the conversation's request in ids."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _chat_decoder)
+    check_chat(body, config)
+    prompt = prompt_of(body, parse_conversation(body, config), config)
+    params = chat_params(body, config)
+    refuse_missing_in_chat(body)
+    parse.refuse_search(body)
+    limit = params.max_tokens if parse.chat_max_tokens(body) is not None else None
+    ids = await _ids_of(prompt, limit, service, "messages")
+    await exchange.respond_json(_rendered(ids, body, params, exchange, config))
+
+
+async def respond_rendered(
+    service: Service,
+    exchange: Exchange,
+    chat: ChatBody,
+    prompt: ChatPrompt,
+    params: SamplingParams,
+    field: str,
+) -> None:
+    """Answer with the request of a dialect whose limit on the output gives way to the context.
+
+    ``field``: where its conversation stands. ``params.max_tokens`` becomes no more than there is room for.
+    """
+    ids = await _ids_of(prompt, None, service, field)
+    if params.max_tokens is not None:
+        params.max_tokens = min(params.max_tokens, service.config.model.max_model_len - len(ids))
+    await exchange.respond_json(_rendered(ids, chat, params, exchange, service.config))
+
+
+async def render_completions(service: Service, exchange: Exchange) -> None:
+    """Answer with a list of requests in ids, one per prompt."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _completion_decoder)
+    parse.check_combinations(body, config)
+    parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
+    if body.prompt_embeds:
+        raise parse.invalid("prompt_embeds was sent, and vectors have no ids; leave it out.", "prompt_embeds")
+    prompts = parse_prompts(body, config.model)
+    params = completion_params(body, config)
+    parse.refuse_missing(body)
+    parse.refuse_search(body)
+    rendered = []
+    for prompt in prompts:
+        ids = await _ids_of(prompt, body.max_tokens, service, "prompt")
+        rendered.append(_rendered(ids, body, params, exchange, config))
+    await exchange.respond_json(rendered)
+
+
+async def _ids_of(
+    prompt: TextPrompt | TokenPrompt | ChatPrompt, max_tokens: int | None, service: Service, field: str
+) -> Sequence[int]:
+    """Return a prompt's ids. Raises `RequestError` where they leave no room for the output."""
+    if isinstance(prompt, TokenPrompt):
+        ids: Sequence[int] = unpack_i32(prompt.token_ids)
+    else:
+        ids = unpack_i32((await service.queries.tokenize(prompt)).token_ids)
+    limit, room = service.config.model.max_model_len, max_tokens or 1
+    if not ids:
+        raise parse.invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
+    if len(ids) + room > limit:
+        raise RequestError(
+            ErrorCode.TOO_LONG,
+            f"This model's maximum context length is {limit} tokens. However, you requested {len(ids) + room} tokens "
+            f"({len(ids)} in the {field}, {room} in the completion). Please reduce the length of the {field} or completion.",
+            field,
+        )
+    return ids
+
+
+def _rendered(
+    ids: Sequence[int], body: GenerationBody, params: SamplingParams, exchange: Exchange, config: EngineConfig
+) -> dict[str, object]:
+    if params.truncate_prompt_tokens is not None:
+        raise parse.not_implemented(
+            "truncate_prompt_tokens",
+            "prompts that are truncated before they are rendered",
+            "Truncate the ids.",
+        )
+    return {
+        "request_id": parse.request_id(body, exchange),
+        "token_ids": list(ids),
+        "sampling_params": _told(params),
+        "model": config.model.served_names[0],
+        "stream": bool(body.stream),
+        "stream_options": None if body.stream_options is None else msgspec.to_builtins(body.stream_options),
+        "cache_salt": body.cache_salt,
+        "priority": body.priority or 0,
+    }
+
+
+def _told(params: SamplingParams) -> dict[str, object]:
+    """Return what is not a parameter's default, by name."""
+    told = {name: value for name, value in _changed(params, SamplingParams()).items() if name not in NOT_TOLD}
+    told["max_tokens"] = params.max_tokens
+    form = params.structured_outputs
+    if params.repetition_detection is not None:
+        told["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
+    if form is not None:
+        told["structured_outputs"] = _changed(
+            msgspec.structs.replace(form, calls=""), StructuredOutputsParams()
+        )
+    return told
+
+
+def _changed(given: msgspec.Struct, default: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of one struct that are not as in another of its kind."""
+    as_default = msgspec.structs.asdict(default)
+    return {name: value for name, value in msgspec.structs.asdict(given).items() if value != as_default[name]}

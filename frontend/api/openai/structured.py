@@ -1,0 +1,207 @@
+"""The form that a body asks its answer to have: ``response_format``, ``structured_outputs``, and what other servers call it.
+
+Each is enforced or refused; none is dropped.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.api.openai.types import FORM_FIELDS, FormFields, RawField, ResponseFormat
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
+from quintet.wire.structured import FIELD, StructuredOutputsParams
+
+FORMATS: dict[str, tuple[str, ...]] = {
+    "text": (),
+    "json_object": ("schema", "json_schema", "value"),
+    "json_schema": ("json_schema", "schema", "value"),
+    "structural_tag": ("structures", "triggers", "format"),
+    "regex": ("regex", "pattern", "value"),
+    "grammar": ("grammar", "value"),
+}
+"""Types of ``response_format``, and the fields that may hold what they speak of."""
+ALIASES = {"json": "json_object"}
+"""Types that TGI calls otherwise."""
+FIELDS = ("json_schema", "schema", "value", "regex", "pattern", "grammar", "structures", "triggers", "format")
+"""Of ``response_format``, besides its type."""
+GUIDED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "regex": "regex",
+    "regex_pattern": "regex",
+    "ebnf": "grammar",
+    "grammar_string": "grammar",
+}
+"""Names that older clients send, or clients of other servers, and what they are called now."""
+SCHEMA_WORDS = frozenset(
+    {
+        "type",
+        "properties",
+        "items",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "$ref",
+        "enum",
+        "const",
+        "$defs",
+        "definitions",
+    }
+)
+"""Keys by which a schema is told from an object that has one in ``schema``."""
+_forms_of = attrgetter("response_format", *FORM_FIELDS)
+_NO_FORM = _forms_of(FormFields())
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True):
+    """``structured_outputs``: exactly one of the first six."""
+
+    json: str | bool | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True):
+    """``response_format.json_schema``. Enforced, ``strict`` or not; an object that names properties has no others."""
+
+    schema: dict[str, Any] | bool
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+def form_of(body: FormFields) -> StructuredOutputsParams | None:
+    """Return the form in its normal form; None where any text will do. Raises `RequestError` naming the body's field."""
+    for name, form in _asked(body).items():
+        try:
+            return form.checked()
+        except RequestError as error:
+            raise _bad(name + error.message.removeprefix(FIELD), name) from None
+    return None
+
+
+def form_field(body: FormFields) -> str | None:
+    """Return the field in which a body asks for a form; None where any text will do. Raises `RequestError`."""
+    return next(iter(_asked(body)), None)
+
+
+def _asked(body: FormFields) -> dict[str, StructuredOutputsParams]:
+    """Return the form by the field that asks for it: one at most. Raises `RequestError`."""
+    asked: dict[str, StructuredOutputsParams] = {}
+    if _forms_of(body) == _NO_FORM:  # as a rule, and every request comes by
+        return asked
+    if body.response_format is not None and (form := _of_format(body.response_format)) is not None:
+        asked["response_format"] = form
+    if _was_sent(body.structured_outputs):
+        given = _decoded(body.structured_outputs, StructuredOutputs, FIELD)
+        asked[FIELD] = StructuredOutputsParams(**msgspec.structs.asdict(given))
+    if body.grammar_lazy:
+        raise _bad(
+            "grammar_lazy is true; leave it out: a grammar counts from the first token here.", "grammar_lazy"
+        )
+    for name, kind in GUIDED.items():
+        raw = getattr(body, name)
+        if _was_sent(raw):
+            value = _decoded(raw, Any, name)
+            pattern = body.guided_whitespace_pattern
+            asked[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
+    if _was_sent(body.json_schema):
+        asked["json_schema"] = _of_schema(body.json_schema, "json_schema")
+    if _was_sent(body.grammar) and (form := _of_grammar(body.grammar)) is not None:
+        asked["grammar"] = form
+    if len(asked) > 1:
+        raise _bad(f"{' and '.join(asked)} were sent; an answer has one form: send one of them.", FIELD)
+    return asked
+
+
+def _of_grammar(raw: RawField) -> StructuredOutputsParams | None:
+    """Return what ``grammar`` says: llama.cpp's is a grammar, TGI's names what it is."""
+    given = _decoded(raw, str | dict[str, msgspec.Raw], "grammar")
+    if isinstance(given, str):
+        return StructuredOutputsParams(grammar=given) if given else None
+    return _of_format(_decoded(raw, ResponseFormat, "grammar"), "grammar")
+
+
+def _of_format(given: ResponseFormat, name: str = "response_format") -> StructuredOutputsParams | None:
+    kind = ALIASES.get(given.type, given.type)
+    if kind not in FORMATS:
+        raise _bad(f"{name}.type is {shown(given.type)}; it must be one of {', '.join(FORMATS)}.", name)
+    sent = [field for field in FIELDS if _was_sent(getattr(given, field))]
+    strange = [field for field in sent if field not in FORMATS[kind]]
+    if strange or (kind != "structural_tag" and len(sent) > 1):
+        allowed = " or ".join(FORMATS[kind]) or "nothing"
+        raise _bad(
+            f"{name} has {' and '.join(sent)} with the type {given.type}, which takes {allowed} besides it.",
+            name,
+        )
+    if kind == "text":
+        return None
+    if kind == "structural_tag":
+        parts = {field: _decoded(getattr(given, field), Any, f"{name}.{field}") for field in sent}
+        return StructuredOutputsParams(structural_tag=parts)
+    if not sent:
+        if kind == "json_object":
+            return StructuredOutputsParams(json_object=True)
+        raise _bad(f"{name}.{FORMATS[kind][0]} is missing; it is required.", name)
+    field = f"{name}.{sent[0]}"
+    raw: RawField = getattr(given, sent[0])
+    if kind in {"regex", "grammar"}:
+        return StructuredOutputsParams(**{kind: _decoded(raw, str, field)})
+    form = _of_schema(raw, field)
+    return (
+        StructuredOutputsParams(json_object=True)
+        if kind == "json_object" and form.json in ({}, True)
+        else form
+    )
+
+
+def _of_schema(raw: RawField, name: str) -> StructuredOutputsParams:
+    """Return what a schema says: as an object or as text, or in an object that also names it."""
+    given = _decoded(raw, dict[str, Any] | bool | str, name)
+    if isinstance(given, str):
+        given = _decoded(msgspec.Raw(given.encode()), dict[str, Any] | bool, name)
+    if isinstance(given, dict) and given and not given.keys() & SCHEMA_WORDS:
+        given = _convert(given, JsonSchemaFormat, name).schema
+    return StructuredOutputsParams(json=given, disable_additional_properties=True)
+
+
+def _was_sent(raw: RawField) -> bool:
+    return raw is not msgspec.UNSET and bytes(raw) != b"null"
+
+
+def _decoded(raw: RawField, kind: Any, name: str) -> Any:
+    try:
+        return msgspec.json.decode(bytes(raw), type=kind)  # type: ignore[arg-type]
+    except msgspec.ValidationError as error:
+        raise _not_as_it_must_be(error, name) from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _bad(f"{name} is not valid JSON: {error}.", name.split(".", maxsplit=1)[0]) from None
+
+
+def _convert(value: dict[str, Any], kind: type[JsonSchemaFormat], name: str) -> JsonSchemaFormat:
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _not_as_it_must_be(error, name) from None
+
+
+def _not_as_it_must_be(error: msgspec.ValidationError, name: str) -> RequestError:
+    return _bad(
+        f"{name} is not as it must be: {str(error).replace('`', '')}.", name.split(".", maxsplit=1)[0]
+    )
+
+
+def _bad(message: str, param: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID, message, param)

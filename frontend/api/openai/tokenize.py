@@ -1,0 +1,81 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.chat import parse_conversation
+from quintet.frontend.api.openai.types import DetokenizeBody, TokenizeBody
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.codec import unpack_i32
+from quintet.wire.columns import ID_BYTES
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import ChatPrompt, TextPrompt
+from quintet.wire.params import check_token_ids
+
+PART_IDS = 1 << 16
+"""Ids that are written at a time."""
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+async def tokenize(service: Service, exchange: Exchange) -> None:
+    """Answer with the ids of a text, or of a conversation as the chat template renders it."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _tokenize_decoder)
+    prompt: TextPrompt | ChatPrompt
+    if body.prompt is not None:
+        prompt = TextPrompt(body.prompt, body.add_special_tokens is not False)
+    elif parse.json_of(body.messages):
+        prompt = parse_conversation(body, config).prompt
+    else:
+        raise parse.invalid("prompt and messages are both missing; send one of them.", "prompt")
+    answer = await service.queries.tokenize(prompt, bool(body.return_token_strs))
+    await exchange.respond_json(
+        {
+            "count": len(answer.token_ids) // ID_BYTES,
+            "max_model_len": config.model.max_model_len,
+            "tokens": await _as_json(answer.token_ids),
+            "token_strs": answer.token_strs,
+        }
+    )
+
+
+async def _as_json(column: bytes) -> msgspec.Raw:
+    """Return ids as a list in JSON, made a part at a time: millions of Python's numbers would take ten times as much memory.
+
+    Of twenty million it takes more than a second, in which everybody else's events are written too.
+    """
+    ids, parts = unpack_i32(column), list[bytes]()
+    for at in range(0, len(ids), PART_IDS):
+        parts.append(msgspec.json.encode(list(ids[at : at + PART_IDS]))[1:-1])
+        await asyncio.sleep(0)
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
+
+
+async def tokenizer_info(service: Service, exchange: Exchange) -> None:
+    """Answer with what the model's files say of its tokenizer, and with its chat template."""
+    config = service.config
+    if not config.frontend.tokenizer_info:
+        raise RequestError(
+            ErrorCode.NOT_FOUND,
+            "This server does not tell its tokenizer's configuration; it does with --enable-tokenizer-info-endpoint.",
+        )
+    path = Path(config.model.tokenizer_path) / "tokenizer_config.json"
+    told: dict[str, object] = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    template = config.model.chat_templates.get("default")
+    await exchange.respond_json(told if template is None else {**told, "chat_template": template})
+
+
+async def detokenize(service: Service, exchange: Exchange) -> None:
+    """Answer with the text of some ids."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _detokenize_decoder)
+    check_token_ids(body.tokens, config.model.vocab_size, "tokens")
+    await exchange.respond_json({"prompt": await service.queries.detokenize(body.tokens)})

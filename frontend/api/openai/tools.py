@@ -1,0 +1,214 @@
+"""``tools`` and ``tool_choice``: how an answer's calls are read, and the form of an answer that must have some.
+
+Calls that are insisted on are enforced, so that they are there and their arguments are what the tools' schemas allow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.offered_tools import shown_tools
+from quintet.frontend.api.openai.types import ChatBody, FunctionTool, Tool
+from quintet.wire.config import ForcedCalls, ParsersConfig
+from quintet.wire.params import shown
+from quintet.wire.request import MAX_SCHEMAS_BYTES, Reading
+from quintet.wire.structured import StructuredOutputsParams
+
+WORDS = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
+"""Choices, by the type of an object that holds nothing else."""
+_NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
+_COMBINED = {"allOf", "anyOf", "oneOf", "$ref"}
+_tools_decoder = msgspec.json.Decoder(list[Tool])
+
+
+def check_tool_choice(body: ChatBody) -> None:
+    """Refuse a choice that makes no sense. The tools have not been looked at yet.
+
+    Some agents send Anthropic's objects, ``{"type": "auto"}``: they become the words of this dialect.
+    """
+    choice = body.tool_choice
+    if isinstance(choice, dict) and len(choice) == 1:
+        choice = body.tool_choice = WORDS.get(bytes(choice.get("type", msgspec.Raw(b""))), choice)
+    if choice is None or choice == "none":
+        return
+    if isinstance(choice, str) and choice not in {"auto", "required"}:
+        raise parse.invalid(
+            f"tool_choice is {shown(choice)}; it must be 'none', 'auto', 'required' or an object naming a function.",
+            "tool_choice",
+        )
+    if not parse.json_of(body.tools):
+        raise parse.invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
+
+
+def insisted_functions(body: ChatBody) -> list[FunctionTool]:
+    """Return the functions of which the answer must call one: none unless it must. The tools were checked.
+
+    Where no tool of the request can be offered to the model, nothing is insisted on.
+    """
+    choice = body.tool_choice
+    if choice is None or choice in ("none", "auto"):
+        return []
+    tools = shown_tools(body.tools)
+    if not tools:
+        return []
+    functions = [tool.function for tool in _tools_decoder.decode(tools)]
+    if not isinstance(choice, str):
+        name = _named(choice)
+        known = [function.name for function in functions]
+        functions = [function for function in functions if function.name == name][:1]
+        if not functions:
+            raise parse.invalid(
+                f"tool_choice names {shown(name)}, which is none of the tools ({', '.join(known)}).",
+                "tool_choice",
+            )
+    for function in functions:
+        if _NAME.fullmatch(function.name) is None:
+            raise parse.invalid(
+                f"tools has a function named {shown(function.name)}; calls of it can only be insisted on if its name is "
+                "letters, digits, _, ., :, / and -.",
+                "tools",
+            )
+    return functions
+
+
+def _named(choice: Mapping[str, msgspec.Raw]) -> str:
+    try:
+        kind = msgspec.json.decode(choice["type"], type=str)
+        if kind not in ("function", "custom", "tool"):
+            raise KeyError(kind)
+        tool = msgspec.json.decode(choice[kind], type=dict[str, msgspec.Raw]) if kind in choice else choice
+        return msgspec.json.decode(tool["name"], type=str)
+    except (KeyError, msgspec.MsgspecError):
+        raise parse.invalid(
+            'tool_choice is an object; it must be {"type": "function", "function": {"name": …}}.',
+            "tool_choice",
+        ) from None
+
+
+def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams | None:
+    """Return the form of an answer that must have calls; None where it need not.
+
+    Without ``parallel_tool_calls``, for a named function, or where the format has one call at most, it is one call.
+    """
+    functions = insisted_functions(body)
+    if not functions:
+        return None
+    is_one = how.is_single or body.parallel_tool_calls is False or body.tool_choice != "required"
+    tags = [_tag(function.name, _object_schema(function), how) for function in functions]
+    tag = _structural_tag(tags, how, is_one=is_one)
+    pattern = body.guided_whitespace_pattern
+    return StructuredOutputsParams(structural_tag=tag, whitespace_pattern=pattern).checked()
+
+
+def form_or_calls(
+    form: StructuredOutputsParams | None, body: ChatBody, parsers: ParsersConfig
+) -> StructuredOutputsParams | None:
+    """Return a form of JSON that leaves room for calls, where the model may call tools: it is of the final text.
+
+    Arguments are any object, as in answers without a form: a schema that cannot be enforced does not refuse the request.
+    """
+    is_json = form is not None and form.kind in ("json", "json_object")
+    tools = parse.json_of(body.tools)
+    if (
+        form is None
+        or not is_json
+        or not tools
+        or not parsers.tools
+        or body.tool_choice not in (None, "auto")
+    ):
+        return form
+    named = [tool.function.name for tool in _tools_decoder.decode(tools)]
+    names = [name for name in dict.fromkeys(named) if _NAME.fullmatch(name)]
+    if not names:
+        return form
+    how = parsers.forced
+    is_bare = (how.begin + how.call_begin).lstrip("[").startswith("{")
+    tags = [_described(names, how)] if is_bare else [_tag(name, {"type": "object"}, how) for name in names]
+    tag = _structural_tag(tags, how, is_one=how.is_single or body.parallel_tool_calls is False)
+    return msgspec.structs.replace(form, calls=tag)
+
+
+def _tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str, object]:
+    """Return the tag of one call. schema: of its arguments."""
+    content = {"type": "json_schema", "json_schema": schema}
+    return {
+        "type": "tag",
+        "begin": how.call_begin + name + how.name_end,
+        "content": content,
+        "end": how.call_end,
+    }
+
+
+def _described(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
+    """Return the tag of a call that is JSON alone: beside other JSON, a text that begins it could not be told apart."""
+    key = "parameters" if "parameters" in how.name_end else "arguments"
+    properties = {"name": {"enum": names}, key: {"type": "object"}}
+    schema = {
+        "type": "object",
+        "properties": properties,
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "tag",
+        "begin": "",
+        "content": {"type": "json_schema", "json_schema": schema},
+        "end": "",
+    }
+
+
+def _structural_tag(tags: Sequence[Mapping[str, object]], how: ForcedCalls, *, is_one: bool) -> str:
+    """Return the tag of one or more calls, of which each is one of these."""
+    calls: dict[str, object] = {
+        "type": "tags_with_separator",
+        "tags": tags,
+        "separator": how.separator,
+        "at_least_one": True,
+        "stop_after_first": is_one,
+    }
+    before, after = ({"type": "const_string", "value": value} for value in (how.begin, how.end))
+    elements = [before, calls, after] if how.begin or how.end else [calls]
+    return msgspec.json.encode({"format": {"type": "sequence", "elements": elements}}).decode()
+
+
+def _object_schema(function: FunctionTool) -> dict[str, object]:
+    """Return the schema of a function's arguments, which are an object; one that names its properties has no others."""
+    encoded = parse.json_of(function.parameters)
+    schema = msgspec.json.decode(encoded) if encoded else None
+    if not isinstance(schema, dict):
+        return {"type": "object"}
+    found = {"type": "object", **schema}
+    if (
+        "properties" in found and not found.keys() & _COMBINED
+    ):  # else those of one are additional ones of the other
+        found.setdefault("additionalProperties", False)
+    return found
+
+
+def reading_of(
+    body: ChatBody, tools: bytes, parsers: ParsersConfig, form: StructuredOutputsParams | None = None
+) -> Reading | None:
+    """Return how the output is read; calls are only looked for where the model was shown ``tools`` that it may call.
+
+    form: that the answer must have. Calls beside it are written as those that are insisted on.
+    """
+    tools = tools if body.tool_choice != "none" else b""
+    if tools and body.tool_choice not in (None, "auto"):
+        return Reading(parsers.reasoning, parsers.forced.reader, insists=True)
+    if tools and form is not None and form.calls:
+        return Reading(parsers.reasoning, parsers.forced.reader)
+    name = parsers.tools if tools else ""
+    if not (parsers.reasoning or name):
+        return None
+    schemas = tools if name and parsers.needs_schemas else b""
+    if len(schemas) > MAX_SCHEMAS_BYTES:
+        raise parse.invalid(
+            f"tools has {len(schemas)} bytes; at most {MAX_SCHEMAS_BYTES} can be read with this model, whose calls have no "
+            "types of their own. Send fewer tools, or shorter descriptions.",
+            "tools",
+        )
+    return Reading(parsers.reasoning, name, schemas)

@@ -1,0 +1,61 @@
+"""What usage tells of an answer that began elsewhere, where nothing is computed here that would say it.
+
+A prompt all of whose choices had ended is not sent to the engine any more, and of a choice that had ended nobody here has read
+the reasoning. Both are made of what is known: the prompt is encoded again, the output read again.
+"""
+
+from __future__ import annotations
+
+from quintet.frontend.api.answer import Submissions
+from quintet.frontend.api.openai.redetokenize import reread
+from quintet.frontend.service import Service
+from quintet.frontend.streams import Choice, Stream
+from quintet.wire.embeds import EmbedsPrompt
+from quintet.wire.messages import Finish, Started, TokenPrompt
+from quintet.wire.request import room_for_output
+
+
+async def recall(service: Service, submissions: Submissions) -> None:
+    """Count what had ended when the request came here. Call right after it was sent. Raises `RequestError`."""
+    ended = [
+        [(choice, choice.finish) for choice in stream.choices if choice.finish is not None]
+        for stream in submissions.streams
+    ]
+    try:
+        for stream, choices in zip(submissions.streams, ended, strict=True):
+            if choices:
+                await _count(service, stream, choices)
+    except BaseException:
+        submissions.close()
+        raise
+
+
+async def _count(service: Service, stream: Stream, ended: list[tuple[Choice, Finish]]) -> None:
+    submit, is_over = stream.submit, len(ended) == len(stream.choices)
+    params, reading, arrival_ns = submit.spec.params, submit.spec.reading, submit.spec.arrival_ns
+    if reading is None and not is_over:
+        return  # its prompt is computed here, which says how long it is
+    prompt = submit.prompt
+    if isinstance(prompt, EmbedsPrompt):
+        prompt_ids, num_prompt_tokens = b"", prompt.num_tokens
+    else:
+        encoded = prompt if isinstance(prompt, TokenPrompt) else await service.queries.tokenize(prompt)
+        prompt_ids = encoded.token_ids
+        num_prompt_tokens = min(len(prompt_ids) // 4, _most_tokens(service, stream))
+    if is_over:
+        stream.started = Started(submit.request_id, num_prompt_tokens, 0, arrival_ns, arrival_ns)
+    if reading is not None:
+        for choice, finish in ended:
+            read = await reread(service, choice.output_ids.tolist(), True, params, prompt_ids, reading)
+            finish.num_reasoning_tokens = read.num_reasoning_tokens
+
+
+def _most_tokens(service: Service, stream: Stream) -> int:
+    """Return how many tokens a prompt has at most, as it asked to be truncated."""
+    limit, params = service.config.model.max_model_len, stream.submit.spec.params
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return limit
+    if keep != -1:
+        return keep
+    return max(1, limit - room_for_output(params.max_tokens, stream.submit.limit_gives_way, limit))

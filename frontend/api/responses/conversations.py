@@ -1,0 +1,154 @@
+"""/v1/conversations: items that are kept under a name, which responses read and add their turns to.
+
+A conversation lies where responses lie, and makes room as they do. A turn is added in the write that notes how its response
+ended, so there is never one without the other.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.responses.items import messages_of
+from quintet.frontend.api.responses.parse import check_metadata
+from quintet.frontend.api.responses.response_history import add_items, asked_of, id_of, kept_items
+from quintet.frontend.api.responses.stored import page_of
+from quintet.frontend.api.responses.types import (
+    ConversationBody,
+    ConversationChange,
+    InputItem,
+    ItemsBody,
+)
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.response_store import CONVERSATION, Record, ResponseStore
+from quintet.frontend.service import Service
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
+
+ID_BYTES = 24
+_decoder = msgspec.json.Decoder(ConversationBody)
+_change_decoder = msgspec.json.Decoder(ConversationChange)
+_items_decoder = msgspec.json.Decoder(ItemsBody)
+_raw_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+async def conversations(service: Service, exchange: Exchange) -> None:
+    """POST /v1/conversations."""
+    body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
+    check_metadata(body.metadata or {})
+    items = encode_json(_named(body.items or []))
+    if not service.responses.keeps:
+        raise parse.invalid("This server keeps no conversations (--response-store-entries 0).")
+    head = {
+        "id": f"conv_{secrets.token_hex(ID_BYTES)}",
+        "object": "conversation",
+        "created_at": int(time.time()),
+        "metadata": body.metadata or {},
+    }
+    record = Record(str(head["id"]), "", CONVERSATION, False, False, None, items, encode_json(head))
+    await service.responses.do(lambda file: file.begin(record))
+    await exchange.respond(200, record.answer)
+
+
+async def conversation(service: Service, exchange: Exchange) -> None:
+    """GET, POST (other metadata) or DELETE /v1/conversations/{id}."""
+    record = await _find(service.responses, exchange.path_params["id"])
+    if exchange.method == "DELETE":
+        await service.responses.do(lambda file: file.delete(record.id))
+        await exchange.respond_json({"id": record.id, "object": "conversation.deleted", "deleted": True})
+        return
+    if exchange.method == "POST":
+        body = parse.decode(await exchange.read_json_body(service.bodies), _change_decoder)
+        metadata = body.metadata or {}
+        check_metadata(metadata)
+
+        def change(record: Record) -> None:
+            record.answer = encode_json({**msgspec.json.decode(record.answer), "metadata": metadata})
+
+        record = _there(await service.responses.do(lambda file: file.rewrite(record.id, change)), record.id)
+    await exchange.respond(200, record.answer)
+
+
+async def items(service: Service, exchange: Exchange) -> None:
+    """GET or POST /v1/conversations/{id}/items: a page of them, or more of them."""
+    record = await _find(service.responses, exchange.path_params["id"])
+    if exchange.method != "POST":
+        await exchange.respond_json(page_of(exchange, msgspec.json.decode(record.items)))
+        return
+    body = parse.decode(await exchange.read_json_body(service.bodies), _items_decoder)
+    new = _named(body.items)
+    raw = _raw_items_decoder.decode(encode_json(new))
+    _there(
+        await service.responses.do(lambda file: file.rewrite(record.id, lambda held: add_items(held, raw))),
+        record.id,
+    )
+    ends = {"first_id": new[0]["id"] if new else None, "last_id": new[-1]["id"] if new else None}
+    await exchange.respond_json({"object": "list", "data": new, **ends, "has_more": False})
+
+
+async def item(service: Service, exchange: Exchange) -> None:
+    """GET or DELETE /v1/conversations/{id}/items/{item_id}."""
+    record, item_id = (
+        await _find(service.responses, exchange.path_params["id"]),
+        exchange.path_params["item_id"],
+    )
+    found = [each for each in _raw_items_decoder.decode(record.items) if id_of(each) == item_id]
+    if not found:
+        raise RequestError(
+            ErrorCode.NOT_FOUND,
+            f"The conversation {record.id} has no item {shown(item_id)}; GET its items for those it has.",
+            "item_id",
+        )
+    if exchange.method != "DELETE":
+        await exchange.respond(200, bytes(found[0]))
+        return
+
+    def change(record: Record) -> None:
+        held = _raw_items_decoder.decode(record.items)
+        record.items = encode_json([each for each in held if id_of(each) != item_id])
+
+    changed = await service.responses.do(lambda file: file.rewrite(record.id, change))
+    await exchange.respond(200, _there(changed, record.id).answer)
+
+
+async def items_so_far(store: ResponseStore, conversation_id: str) -> list[InputItem]:
+    """Return the items of a conversation, which counts as used. Raises `RequestError` where there is none of this id."""
+    if not store.keeps:
+        return asked_of(_there(None, conversation_id))
+    try:
+        records = await store.do(lambda file: file.conversation(conversation_id))
+    except RequestError as error:
+        raise RequestError(error.code, error.message, "conversation") from None
+    return asked_of(_there(records[0] if records else None, conversation_id))
+
+
+def _named(given: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Return items as they are kept, each with an id. Raises `RequestError` for what no response could be asked with."""
+    try:
+        messages_of(None, given)
+    except RequestError as error:
+        message = error.message.replace("input[", "items[")
+        raise RequestError(error.code, message, "items") from None
+    return kept_items(given, f"item_{secrets.token_hex(ID_BYTES)}")
+
+
+async def _find(store: ResponseStore, conversation_id: str) -> Record:
+    record = await store.do(lambda file: file.find(conversation_id)) if store.keeps else None
+    return _there(record, conversation_id)
+
+
+def _there(record: Record | None, conversation_id: str) -> Record:
+    if record is None or record.status != CONVERSATION:
+        raise RequestError(
+            ErrorCode.NOT_FOUND,
+            f"The conversation {shown(conversation_id)} is not kept here: it was deleted, or made room for others "
+            "(--response-store-entries, --response-store-size, --response-store-hours).",
+            "conversation",
+        )
+    return record

@@ -1,0 +1,293 @@
+"""POST /v1/responses, and what such a request is to the engine: /v1/responses/render."""
+
+from __future__ import annotations
+
+import functools
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from quintet.frontend.api.answer import Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
+from quintet.frontend.api.openai.chat import channels_of, checked_chat
+from quintet.frontend.api.openai.render import respond_rendered
+from quintet.frontend.api.openai.translation import Translation
+from quintet.frontend.api.responses.background import note_request, run, start, tell_start
+from quintet.frontend.api.responses.conversations import items_so_far
+from quintet.frontend.api.responses.events import ResponsesWriter, response_of_output
+from quintet.frontend.api.responses.output import CANCELLED, ResponsesAnswer, response_json
+from quintet.frontend.api.responses.parse import (
+    LOGPROBS,
+    THEIR_NAMES,
+    chat_body,
+    conversation_of,
+    echo_of,
+    items_of,
+)
+from quintet.frontend.api.responses.response_history import (
+    conversation,
+    keep_end,
+    record_of,
+    resolved,
+    response_of,
+    turn_of,
+)
+from quintet.frontend.api.responses.stored import tell_events
+from quintet.frontend.api.responses.types import InputItem, ResponsesBody
+from quintet.frontend.api.routing import session_of
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
+from quintet.frontend.resume.partial_response import Begun
+from quintet.frontend.resume.resume_token import claim_for
+from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.service import Service
+from quintet.wire.codec import pack_i32
+from quintet.wire.errors import RequestError
+from quintet.wire.messages import ChatPrompt
+from quintet.wire.params import SamplingParams, shown
+from quintet.wire.request import Claim, Reading
+
+ID_BYTES = 24
+RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
+PLACE = re.compile(r"input\[(\d+)\]")
+_decoder = msgspec.json.Decoder(ResponsesBody)
+
+
+@dataclass(slots=True)
+class Asked:
+    """A checked request."""
+
+    body: ResponsesBody
+    items: list[InputItem]
+    """Its own."""
+    prompt: ChatPrompt
+    params: SamplingParams
+    reading: Reading | None
+    answer: ResponsesAnswer
+    deadline_ns: int
+
+    @property
+    def response_id(self) -> str:
+        """The id of the response."""
+        return self.answer.options.response_id
+
+
+async def responses(service: Service, exchange: Exchange) -> None:
+    """Answer one request."""
+    body = await parse.read_body(service, exchange, _decoder)
+    asked = await _read(service, exchange, body)
+    if not asked.answer.is_kept:
+        await _answer(service, exchange, asked)
+        return
+    service.admission.enter([asked.prompt], asked.params)  # before anything is written for it
+    record = record_of(
+        asked.answer,
+        service.responses.owner(service.me),
+        QUEUED if body.background else IN_PROGRESS,
+        asked.items,
+        body.previous_response_id,
+        background=bool(body.background),
+        streams=bool(body.background and body.stream),
+    )
+    is_new = await service.responses.do(functools.partial(_keep, record, exchange.begun))
+    is_told = False
+    try:
+        if body.background:
+            is_told = await _answer_later(service, exchange, asked, record)
+        else:
+            is_told = await _answer(service, exchange, asked)
+    finally:
+        if not is_told:
+            await _forget(service, exchange, asked, is_new)
+    if body.background and body.stream:
+        await tell_events(service, exchange, record, 0)
+    elif body.background:
+        await exchange.respond(200, response_of(record))
+
+
+def _keep(record: Record, begun: Begun | None, file: ResponseFile) -> bool:
+    """Keep a response; return whether it was not kept yet: this server may be the one that was lost with it, and has its file."""
+    if begun is not None and file.find(record.id) is not None:
+        return False
+    file.begin(record)
+    return True
+
+
+async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> Asked:
+    """Check a request, with the conversation that it goes on with."""
+    config, store = service.config, service.responses
+    if exchange.begun is not None:
+        _check_begun(exchange.begun, body)
+    is_kept = store.keeps and body.store is not False
+    if body.background and not is_kept:
+        why = "store is false" if store.keeps else "this server keeps none (--response-store-entries 0)"
+        raise parse.invalid(
+            f"background is true, but nobody could read the response: {why}. Leave one of them out.",
+            "background",
+        )
+    try:
+        named = conversation_of(body)
+        if named and not is_kept:
+            raise parse.invalid(
+                "conversation was sent, and nothing is kept of this response: leave out store: false, or send the items "
+                "themselves.",
+                "conversation",
+            )
+        items, former = await _items_of(store, body, named)
+        chat, translation, forms = chat_body(body, [*former, *items])
+        read, params, reading = checked_chat(chat, config, _own_places(translation, len(former)))
+        parse.refuse_missing(chat)
+    except RequestError as error:
+        raise parse.renamed(error, THEIR_NAMES) from None
+    begun = exchange.begun
+    options = AnswerOptions(
+        response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if begun is None else begun.name,
+        created=int(time.time()) if begun is None else begun.created,
+        model=config.model.served_names[0],
+        num_choices=1,
+        logprobs=params.logprobs,
+        max_alternatives=parse.max_alternatives(params),
+    )
+    head = {
+        "id": options.response_id,
+        "object": "response",
+        "created_at": options.created,
+        "model": options.model,
+        "background": bool(body.background),
+        "store": is_kept,
+        **({"conversation": {"id": named}} if named else {}),
+        **echo_of(body, params.temperature, params.top_p),
+    }
+    channels = channels_of(chat, read, options.response_id, config)
+    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named, forms)
+    deadline_ns = parse.deadline_ns(chat, exchange)
+    return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
+
+
+def _check_begun(begun: Begun, body: ResponsesBody) -> None:
+    """Refuse to go on with what cannot be. Raises `RequestError`."""
+    if RESPONSE_ID.fullmatch(begun.name) is None:
+        raise parse.invalid(
+            f"name is {shown(begun.name)}; it must be the response's id, as the header X-Quintet-Relay had it.",
+            "name",
+        )
+    if body.background:
+        raise parse.invalid(
+            "request is answered in the background, where that is: read its events by the response's id.",
+            "background",
+        )
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        raise parse.invalid(
+            "request asks for log-probabilities, which nobody has of tokens that were told: send it again to its path.",
+            "top_logprobs",
+        )
+
+
+async def _items_of(
+    store: ResponseStore, body: ResponsesBody, named: str | None
+) -> tuple[list[InputItem], list[InputItem]]:
+    """Return a request's own items, and those of the conversation that it goes on with."""
+    former = await (items_so_far(store, named) if named else conversation(store, body.previous_response_id))
+    return await resolved(store, items_of(body), former), former
+
+
+def _own_places(translation: Translation, num_former: int) -> Translation:
+    """Return a translation whose places count the request's own items; former ones stand in no body."""
+
+    def own(place: str) -> str:
+        match = PLACE.fullmatch(place)
+        if match is None or not num_former:
+            return place
+        index = int(match[1]) - num_former
+        return f"input[{index}]" if index >= 0 else f"item {match[1]} of the conversation so far"
+
+    return replace(translation, message_names=[own(place) for place in translation.message_names])
+
+
+async def render_responses(service: Service, exchange: Exchange) -> None:
+    """Answer with the request in ids; nothing is kept of it."""
+    config = service.config
+    body = await parse.read_body(service, exchange, _decoder)
+    try:
+        items, former = await _items_of(service.responses, body, conversation_of(body))
+        chat, translation, _ = chat_body(body, [*former, *items])
+        read, params, _ = checked_chat(chat, config, _own_places(translation, len(former)))
+        parse.refuse_missing(chat)
+        await respond_rendered(service, exchange, chat, read.prompt, params, "messages")
+    except RequestError as error:
+        raise parse.renamed(error, THEIR_NAMES) from None
+
+
+def _submit(
+    service: Service,
+    asked: Asked,
+    exchange: Exchange,
+    claim: Claim | None,
+    told: bytes = b"",
+    seeds: Sequence[int] = (),
+) -> Submissions:
+    body = asked.body
+    return submit_all(
+        service,
+        body,
+        [asked.prompt],
+        asked.params,
+        arrival_ns=exchange.arrival_ns,
+        deadline_ns=asked.deadline_ns,
+        limit_gives_way=True,  # what is asked for is an upper bound
+        claim=claim,
+        reading=asked.reading,
+        session=session_of(exchange, body.prompt_cache_key, body.user),
+        told=told,
+        seeds=seeds,
+    )
+
+
+async def _answer(service: Service, exchange: Exchange, asked: Asked) -> bool:
+    """Answer a client that waits; return True: its answer has ended."""
+    answer = asked.answer
+    claim = claim_for(answer, service.config) if asked.body.stream else None
+    seeds, position, begun = behind(exchange.begun, 1, 1)
+    told = begun[0][0] if begun else None
+    submissions = _submit(service, asked, exchange, claim, pack_i32(told[0]) if told else b"", seeds)
+    if asked.body.stream:
+        writer = ResponsesWriter(answer, submissions.stream_id, position)
+        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions), keep_end)
+        return True
+    (output,) = await whole_answer(exchange, submissions)
+    status, response = response_of_output(answer, output)
+    if answer.is_kept:
+        turn = turn_of(answer, status, response)
+        await service.responses.do(
+            lambda file: file.finish(asked.response_id, status, response, is_open=True, turn=turn)
+        )
+    await exchange.respond(200, response)
+    return True
+
+
+async def _answer_later(service: Service, exchange: Exchange, asked: Asked, record: Record) -> bool:
+    """Have a response answered in the background; return True: it will be."""
+    claim = claim_for(asked.answer, service.config)
+    submissions = tell_start(_submit(service, asked, exchange, claim))
+    try:
+        await note_request(service, record, submissions)
+    except BaseException:
+        submissions.close()
+        raise
+    start(service, record.id, run(service, record, submissions, ResponsesWriter(asked.answer)))
+    return True
+
+
+async def _forget(service: Service, exchange: Exchange, asked: Asked, is_new: bool) -> None:
+    """Keep nothing of a response that nobody heard of; one whose client hung up is cancelled, unless it comes back."""
+    response_id = asked.response_id
+    if not exchange.started and is_new:
+        await service.responses.do(lambda file: file.delete(response_id))
+        return
+    response = response_json(asked.answer.head, CANCELLED, [])
+    await service.responses.do(lambda file: file.finish(response_id, CANCELLED, response, is_open=True))

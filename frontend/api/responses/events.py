@@ -1,0 +1,401 @@
+"""The events of a streamed answer in the Responses dialect, in order and numbered.
+
+    response.created  response.in_progress  { the events of an item }…  response.completed | incomplete | failed
+
+Later events repeat what was told before, so a stream that goes on is told from its beginning, and what its reader has is
+left out. An event's id says what that is: the number of the next event, characters told, and events behind them.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.api import sse
+from quintet.frontend.api.answer import Output
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.openai.logprobs import chat_logprobs
+from quintet.frontend.api.openai.offered_tools import CallKind
+from quintet.frontend.api.responses.output import (
+    CALL,
+    CANCELLED,
+    COMPLETED,
+    FAILED,
+    MESSAGE,
+    REASONING,
+    TEXTS,
+    CallForm,
+    Item,
+    Items,
+    ResponsesAnswer,
+    response_json,
+    status_of,
+    usage_of,
+)
+from quintet.frontend.http.http_request import Header
+from quintet.frontend.response_store import IN_PROGRESS
+from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
+from quintet.frontend.streams import Batch, Delta, Stream, pieces
+from quintet.wire.channels import Channel
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Finish, PositionLogprobs, Started
+from quintet.wire.params import shown
+
+_NOTE = re.compile(r"(\d{1,9})\+(\d{1,9})\+(\d{1,3})")
+
+
+class _EndedPart(msgspec.Struct):
+    text: str
+
+
+CALL_KINDS: dict[str, CallKind] = {
+    CALL: "function",
+    "custom_tool_call": "custom",
+    "local_shell_call": "local_shell",
+    "shell_call": "shell",
+    "apply_patch_call": "apply_patch",
+    "tool_search_call": "tool_search",
+}
+"""Kinds of tools by the type of their calls' items."""
+
+
+class _EndedItem(msgspec.Struct):
+    type: str
+    status: str
+    content: list[_EndedPart] = []
+    name: str = ""
+    namespace: str | None = None
+    arguments: str | dict[str, Any] = ""
+    input: str | None = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+
+    def call(self, forms: Mapping[str, CallForm]) -> tuple[str, str] | None:
+        """Return a call's name and arguments as the model wrote them; None for an item that is none."""
+        kind = CALL_KINDS.get(self.type)
+        if kind is None:
+            return None
+        named = (kind, self.name, self.namespace) if self.name else (kind,)
+        names = (
+            name
+            for name, form in forms.items()
+            if (form.kind, form.name, form.namespace)[: len(named)] == named
+        )
+        if self.input is not None:
+            arguments = encode_json({"input": self.input}).decode()
+        elif self.action is not None and kind == "local_shell":
+            action = {**self.action, "workdir": self.action.get("working_directory")}
+            arguments = encode_json(action).decode()
+        elif self.action is not None or self.operation is not None:
+            arguments = encode_json(self.action or self.operation).decode()
+        else:
+            given = self.arguments
+            arguments = given if isinstance(given, str) else encode_json(given).decode()
+        return next(names, self.name), arguments
+
+
+class _Ended(msgspec.Struct):
+    """What is read of a response that has ended."""
+
+    status: str
+    output: list[_EndedItem]
+
+
+def response_of_output(answer: ResponsesAnswer, output: Output) -> tuple[str, bytes]:
+    """Return status and JSON of a whole answer. Raises `RequestError` for one that was cut off."""
+    status, num_tokens = status_of(output.finish), len(output.token_ids)
+    items = Items(answer, lambda _name, _fields: None)
+    logprobs = _logprobs(answer, output.logprobs)
+    for channel, call, text in pieces(output.text, output.spans):
+        if (text or channel == Channel.NAME) and items.is_told(channel, call):
+            item = items.begin(channel, call, text)
+            if channel != Channel.NAME:
+                item.texts.append(text)
+            if item.kind == MESSAGE:
+                item.logprobs, logprobs = item.logprobs + logprobs, []
+    items.finish(status)
+    usage = usage_of(output.stream.started, output.finish, num_tokens)
+    completed_at = _completed_at(status)
+    return status, response_json(answer.head, status, items.done, usage=usage, completed_at=completed_at)
+
+
+def _completed_at(status: str) -> int | None:
+    return int(time.time()) if status == COMPLETED else None
+
+
+def _logprobs(answer: ResponsesAnswer, positions: Sequence[PositionLogprobs]) -> list[object]:
+    """Return log-probabilities as parts of messages tell them."""
+    if answer.options.logprobs is None or not positions:
+        return []
+    content: Any = chat_logprobs(positions, answer.options)["content"]
+    return list(content)
+
+
+class ResponsesWriter:
+    """Writes the events of one streamed answer (an `AnswerWriter`)."""
+
+    def __init__(
+        self, answer: ResponsesAnswer, stream_id: StreamId | None = None, position: Position | None = None
+    ) -> None:
+        """``stream_id``: events carry ids. What a reader has who is at ``position`` is left out; the writer must be told
+        the answer from its beginning all the same. Raises `RequestError` for a position of another dialect."""
+        self.stream_id = stream_id
+        self.tells_ids = False
+        """Whether comments before the events tell their tokens: see `quintet.frontend.resume.token_relay`."""
+        self.foretold: list[bytes] = []
+        """Such comments, of tokens that were told before this writer's first event."""
+        self.created: int | None = answer.options.created
+        self.name = answer.options.response_id
+        self.can_go_on = answer.options.logprobs is None
+        """The last event has the log-probabilities of all tokens, and nobody keeps them."""
+        self._answer = answer
+        self._position = position or Position(1)
+        self._num_known = self._position.counts[0] or 0
+        """Tokens whose comments the reader needs no more."""
+        self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
+        self._number, *seen = _state_of(self._position.note)
+        self._seen = (seen[0], seen[1])
+        self._num_chars = self._num_behind = 0
+        """Characters of the answer so far, and events behind the last of them."""
+        self._items = Items(answer, self._tell)
+        self._frames: list[bytes] = []
+        self._more = b""
+        """How an event begins that has more of the message that is open; empty where none is, or more is to be told."""
+        self._logprobs: list[object] = []
+        """Of tokens whose text has not been told."""
+        self._started: Started | None = None
+        self.status = IN_PROGRESS
+        self.response = b""
+        """The whole response as JSON, once the answer has ended."""
+
+    @property
+    def answer(self) -> ResponsesAnswer:
+        """How its events are written."""
+        return self._answer
+
+    @property
+    def last_number(self) -> int:
+        """The number of the last event."""
+        return self._number - 1
+
+    @property
+    def position(self) -> str:
+        """Where a reader of all events is."""
+        self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
+        return str(self._position)
+
+    # --- what an answer is made of ----------------------------------------------------------------------------
+
+    def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
+        """See `AnswerWriter.write`. There is one prompt, with one choice."""
+        self._frames = frames
+        if self.foretold:
+            frames += self.foretold
+            self.foretold = []
+        if batch.started is not None and self._started is None:
+            self._started = batch.started
+            self._position.counts[0] = self._position.counts[0] or 0
+            self._begin()
+        for delta in batch.deltas:
+            self._position.counts[0] = num_taken = stream.choices[0].num_taken
+            if self.tells_ids:
+                self._tell_ids(delta.token_ids, num_taken)
+            if self._more and _is_more(delta):
+                if delta.text:
+                    self._write_more(delta.text, num_taken)
+            else:
+                self._write_delta(delta)
+            if delta.finish is not None:
+                self._finish(delta.finish, stream.num_output_tokens)
+
+    def _tell_ids(self, token_ids: Sequence[int], num_taken: int) -> None:
+        """Tell tokens, the last of which are ``num_taken``, but for those that the reader knows."""
+        num_new = min(len(token_ids), num_taken - self._num_known)
+        if num_new > 0:
+            self._frames.append(ids_comment(0, token_ids[-num_new:]))
+
+    def _begin(self) -> None:
+        begun = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
+        self._tell("response.created", {"response": begun})
+        self._tell("response.in_progress", {"response": begun})
+
+    def retell(self, response: bytes) -> Iterator[bytes]:
+        """Yield the events of a response that has ended, each text of it at once."""
+        frames = self._frames
+        self._begin()
+        ended = msgspec.json.decode(response, type=_Ended)
+        num_calls = 0
+        for item in ended.output:
+            call = item.call(self._answer.calls)
+            if call is not None:
+                name, text = call
+                spans = [
+                    (int(Channel.NAME), num_calls, len(name)),
+                    (int(Channel.ARGUMENTS), num_calls, len(text)),
+                ]
+                num_calls += 1
+            else:
+                name, text = "", "".join(part.text for part in item.content)
+                spans = [
+                    (int(Channel.REASONING if item.type == REASONING else Channel.CONTENT), 0, len(text))
+                ]
+            self._write_delta(Delta(0, name + text, (), [], None, spans))
+        self._items.close(ended.output[-1].status if ended.output else ended.status)
+        if ended.status != CANCELLED:
+            self._tell(f"response.{ended.status}", {"response": msgspec.Raw(response)})
+        yield from frames
+
+    def _write_more(self, text: str, num_taken: int) -> None:
+        """Write more of the message that is open: the hot path."""
+        item = self._items.open
+        assert item is not None, "more of nothing"
+        item.texts.append(text)
+        self._num_chars += len(text)
+        self._num_behind = 0
+        number, self._number = self._number, self._number + 1
+        head = self._event_id and b"%b%d.%d+%d+0\n" % (
+            self._event_id,
+            num_taken,
+            number + 1,
+            self._num_chars,
+        )
+        self._frames.append(b'%b%b%d,"delta":%b}\n\n' % (head, self._more, number, encode_json(text)))
+
+    def _write_delta(self, delta: Delta) -> None:
+        self._more = b""
+        self._logprobs += _logprobs(self._answer, delta.logprobs)
+        for channel, call, text in self._told(delta):
+            if self._items.is_told(channel, call):
+                item = self._items.begin(channel, call, text)
+                if channel != Channel.NAME:
+                    item.texts.append(text)
+                    if item.has_deltas:
+                        self._tell_text(item, text)
+                        continue
+            self._num_chars += len(text)
+            self._num_behind = 0
+        item_open = self._items.open
+        if item_open is None or item_open.kind != MESSAGE:
+            if delta.text:
+                self._logprobs = []  # they were of another channel
+        elif self._num_chars >= self._seen[0] and self._answer.options.logprobs is None:
+            self._more = _beginning(item_open)
+
+    def _told(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
+        return ((c, n, text) for c, n, text in pieces(delta.text, delta.spans) if text or c == Channel.NAME)
+
+    def _tell_text(self, item: Item, text: str) -> None:
+        """Tell more of an item's text, but for characters that the reader has."""
+        fields: dict[str, Any] = item.place()
+        if item.kind == MESSAGE:
+            fields["logprobs"], self._logprobs = self._logprobs, []
+            item.logprobs += fields["logprobs"]
+        num_seen = max(0, self._seen[0] - self._num_chars)
+        self._num_chars += len(text)
+        self._num_behind = 0
+        if num_seen < len(text):
+            self._event(f"{TEXTS[item.kind]}.delta", {**fields, "delta": text[num_seen:]})
+
+    def _finish(self, finish: Finish, num_tokens: int) -> None:
+        """Tell how the answer ended."""
+        try:
+            status = status_of(finish)
+        except RequestError as error:
+            self._frames.append(self.failed(error))
+            return
+        if self._items.open is not None:
+            self._items.open.logprobs += self._logprobs
+        self._items.finish(status)
+        self.status = status
+        self._position.ended[0] = True
+        self._more = b""
+        self.response = response_json(
+            self._answer.head,
+            status,
+            self._items.done,
+            usage=usage_of(self._started, finish, num_tokens),
+            completed_at=_completed_at(status),
+        )
+        self._tell(f"response.{status}", {"response": msgspec.Raw(self.response)})
+
+    # --- how it begins and ends -------------------------------------------------------------------------------
+
+    def tail(self, _streams: Sequence[Stream]) -> bytes:
+        """See `AnswerWriter.tail`. The last event was told with the last text."""
+        return b""
+
+    def failed(self, error: RequestError) -> bytes:
+        """See `AnswerWriter.failed`. The event has no id: behind it there is nothing to go on with."""
+        self._more = b""
+        self.status = FAILED
+        self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
+        number, self._number = self._number, self._number + 1
+        fields = {"sequence_number": number, "response": msgspec.Raw(self.response)}
+        is_withdrawn = self.tells_ids and error.code is ErrorCode.UNAVAILABLE
+        return (WITHDRAWN if is_withdrawn else b"") + _frame("response.failed", fields)
+
+    def silence(self) -> bytes:
+        """See `AnswerWriter.silence`."""
+        return sse.KEEP_ALIVE
+
+    def headers(self) -> tuple[Header, ...]:
+        """See `AnswerWriter.headers`."""
+        if self.stream_id is None:
+            return sse.HEADERS
+        return (*sse.HEADERS, (b"x-stream-id", str(self.stream_id).encode()))
+
+    # --- bytes ------------------------------------------------------------------------------------------------
+
+    def _tell(self, name: str, fields: dict[str, Any]) -> None:
+        """Write an event that is no more of a text, unless the reader has it."""
+        self._num_behind += 1
+        if (self._num_chars, self._num_behind) > self._seen:
+            self._event(name, fields)
+
+    def _event(self, name: str, fields: dict[str, Any]) -> None:
+        """Write an event with the id of where its reader is after it."""
+        frame = _frame(name, {"sequence_number": self._number, **fields})
+        self._number += 1
+        self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
+        head = self._event_id and b"%b%b\n" % (self._event_id, str(self._position).encode())
+        self._frames.append(head + frame)
+
+
+def _is_more(delta: Delta) -> bool:
+    """Whether a delta is nothing but more of a message: most are."""
+    if delta.finish is not None:
+        return False
+    spans = delta.spans
+    return not spans or (
+        len(spans) == 1 and spans[0][0] == Channel.CONTENT and spans[0][2] == len(delta.text)
+    )
+
+
+def _frame(name: str, fields: dict[str, Any]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json({"type": name, **fields}))
+
+
+def _beginning(item: Item) -> bytes:
+    """Return how an event begins that has more of a message's text; its number follows."""
+    name = f"{TEXTS[MESSAGE]}.delta"
+    fields = encode_json({"type": name, **item.place(), "logprobs": []})
+    return b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fields[:-1])
+
+
+def _state_of(note: str) -> tuple[int, int, int]:
+    """Return what a position's note says: number of the next event, characters told, events behind them."""
+    if not note:
+        return 0, 0, 0
+    match = _NOTE.fullmatch(note)
+    if match is None:
+        raise RequestError(
+            ErrorCode.INVALID,
+            f"The position ends with {shown(note)}; send the id of the last event that was received.",
+            "from",
+        )
+    return int(match[1]), int(match[2]), int(match[3])

@@ -1,0 +1,276 @@
+"""Items of a conversation in the Responses dialect, as the messages that chat templates are written for.
+
+What one turn of the assistant thought, said and called is one message; a result of a call is a message of the tool.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.openai.offered_tools import (
+    SEARCH,
+    OfferedTool,
+    joined_name,
+    offered_tools,
+    sent_tools,
+)
+from quintet.frontend.api.responses.types import ContentPart, InputItem
+from quintet.wire.params import shown
+
+ROLES = ("user", "assistant", "system", "developer")
+TEXT_PARTS = ("input_text", "output_text", "text")
+UNSEEN_PARTS = {
+    "input_image": "models that see",
+    "input_audio": "models that hear",
+    "input_file": "a reader of files",
+}
+TYPES = (
+    "message",
+    "function_call",
+    "function_call_output",
+    "custom_tool_call",
+    "custom_tool_call_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "shell_call",
+    "shell_call_output",
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "additional_tools",
+    "mcp_call",
+    "reasoning",
+    "item_reference",
+)
+SERVER_ITEMS = (
+    "web_search_call",
+    "file_search_call",
+    "code_interpreter_call",
+    "image_generation_call",
+    "computer_call",
+    "computer_call_output",
+    "mcp_list_tools",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "compaction",
+    "compaction_summary",
+    "compaction_trigger",
+    "ghost_snapshot",
+)
+"""Types of items that tools of another server wrote, or that nobody but it can read."""
+PREDEFINED_CALLS = {
+    "local_shell_call": "local_shell",
+    "shell_call": "shell",
+    "apply_patch_call": "apply_patch",
+}
+"""Names of the tools that calls of these types call."""
+ADDED_TOOLS = "additional_tools"
+
+Message = dict[str, Any]
+NO_THOUGHT: Message = {"role": "assistant", "content": ""}
+"""What an item of reasoning is whose text nobody told."""
+
+_log = logging.getLogger("quintet")
+
+
+def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[list[Message], list[str]]:
+    """Return the messages that these items are, and where each stands in the body. Raises `RequestError`.
+
+    References were resolved. Neighbours of one role become one, but for system messages, which chat templates take in
+    different ways.
+    """
+    found: list[Message] = []
+    places: list[str] = []
+    if instructions:
+        found.append({"role": "system", "content": instructions})
+        places.append("instructions")
+    names: dict[str, str] = {}
+    for index, item in enumerate(items):
+        if index < _num_leading(items):
+            continue
+        for message in _messages_of(item, f"input[{index}]", names):
+            if message == NO_THOUGHT:
+                continue
+            if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
+                _join(found[-1], message)
+            else:
+                found.append(message)
+                places.append(f"input[{index}]")
+    return found, places
+
+
+def leading_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
+    """Return the tools of the items that begin the conversation: the template shows them beside the request's own."""
+    return _tools_of(items, range(_num_leading(items)))
+
+
+def found_tools(items: Sequence[InputItem]) -> list[OfferedTool]:
+    """Return the tools that searches of the conversation have found, or that were added in its course."""
+    later = range(_num_leading(items), len(items))
+    return _tools_of(items, [i for i in later if items[i].type in ("tool_search_output", ADDED_TOOLS)])
+
+
+def _num_leading(items: Sequence[InputItem]) -> int:
+    return next((i for i, item in enumerate(items) if item.type != ADDED_TOOLS), len(items))
+
+
+def _tools_of(items: Sequence[InputItem], indices: Iterable[int]) -> list[OfferedTool]:
+    return [
+        tool
+        for index in indices
+        for tool in offered_tools(
+            sent_tools(items[index].tools, f"input[{index}].tools"), f"input[{index}].tools"
+        )
+    ]
+
+
+def _messages_of(item: InputItem, where: str, names: dict[str, str]) -> list[Message]:
+    """Return the messages of one item. ``names``: of the functions that were called, by the id of the call; grows."""
+    match item.type:
+        case None | "message":
+            role = _given(item.role, f"{where}.role")
+            if role not in ROLES:
+                raise parse.invalid(
+                    f"{where}.role is {shown(role)}; it must be one of {', '.join(ROLES)}.", "input"
+                )
+            return [{"role": role, "content": _text(item.content, f"{where}.content")}]
+        case "reasoning":
+            thoughts = item.content or item.summary or ""
+            content = _text(thoughts, f"{where}.content")
+            return [
+                {"role": "assistant", "content": "", **({"reasoning_content": content} if content else {})}
+            ]
+        case "function_call" | "custom_tool_call" | "local_shell_call" | "shell_call" | "apply_patch_call":
+            return [_call(item, where, names)]
+        case (
+            "function_call_output"
+            | "custom_tool_call_output"
+            | "local_shell_call_output"
+            | "shell_call_output"
+        ):
+            return [_result(item, _text(item.output, f"{where}.output"), where, names)]
+        case "apply_patch_call_output":
+            text = _given(item.status, f"{where}.status") if item.output is None else item.output
+            return [_result(item, _text(text, f"{where}.output"), where, names)]
+        case "mcp_call" if item.output is not None:
+            call = _call(item, where, names)
+            return [call, _result(item, _text(item.output, f"{where}.output"), where, names)]
+        case "tool_search_call" if item.call_id is not None:
+            return [_call(item, where, names)]
+        case "tool_search_output" if item.call_id is not None:
+            return [_result(item, _definitions(item, where) or "No tools were found.", where, names)]
+        case "additional_tools":
+            text = _definitions(item, where)
+            return [{"role": "system", "content": f"Tools available:\n{text}"}] if text else []
+    if item.type in (*SERVER_ITEMS, "mcp_call", "tool_search_call", "tool_search_output"):
+        _log.info("%s, an item of type %s, is left out: another server's tools wrote it", where, item.type)
+        return []
+    raise parse.not_implemented(
+        f"{where}, an item of type {shown(item.type)},",
+        "items of that type",
+        f"It takes {', '.join(TYPES)}.",
+    )
+
+
+def _definitions(item: InputItem, where: str) -> str:
+    """Return an item's tools as text."""
+    tools = offered_tools(sent_tools(item.tools, f"{where}.tools"), f"{where}.tools")
+    return "\n".join(tool.definition() for tool in tools)
+
+
+def _call(item: InputItem, where: str, names: dict[str, str]) -> Message:
+    """Return a message that calls a function."""
+    call_id = _given(item.call_id or item.id, f"{where}.call_id")
+    match item.type:
+        case "custom_tool_call":
+            name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
+            arguments: Any = encode_json({"input": _given(item.input, f"{where}.input")}).decode()
+        case "local_shell_call" | "shell_call" | "apply_patch_call":
+            name = PREDEFINED_CALLS[item.type]
+            arguments = _predefined_arguments(item, where)
+        case "tool_search_call":
+            name = SEARCH
+            arguments = item.arguments
+        case _:
+            name = joined_name(item.namespace, _given(item.name, f"{where}.name"))
+            arguments = _given(item.arguments, f"{where}.arguments")
+    names[call_id] = name
+    if not isinstance(arguments, str):
+        arguments = encode_json(arguments or {}).decode()
+    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def _predefined_arguments(item: InputItem, where: str) -> dict[str, Any]:
+    """Return the arguments of a call of a shell or of apply_patch."""
+    name, field = (
+        ("operation", item.operation) if item.type == "apply_patch_call" else ("action", item.action)
+    )
+    encoded = parse.json_of(field)
+    sent: Any = msgspec.json.decode(encoded) if encoded else None
+    if not isinstance(sent, dict):
+        raise parse.invalid(f"{where}.{name} must be an object.", "input")
+    if name == "operation":
+        return sent
+    action = {name: value for name, value in sent.items() if value not in (None, {}) and name != "type"}
+    if "working_directory" in action:
+        action["workdir"] = action.pop("working_directory")
+    return action
+
+
+def _result(item: InputItem, text: str, where: str, names: dict[str, str]) -> Message:
+    call_id = _given(item.call_id or item.id, f"{where}.call_id")
+    message = {"role": "tool", "tool_call_id": call_id, "content": text}
+    return message | ({"name": names[call_id]} if call_id in names else {})
+
+
+def _join(message: Message, more: Message) -> None:
+    """Append a message of the same role."""
+    message["content"] = "\n".join(filter(None, (message["content"], more["content"])))
+    if "reasoning_content" in more:
+        before = message.get("reasoning_content")
+        message["reasoning_content"] = "\n".join(filter(None, (before, more["reasoning_content"])))
+    if "tool_calls" in more:
+        message["tool_calls"] = message.get("tool_calls", []) + more["tool_calls"]
+
+
+def _text(content: str | Sequence[ContentPart] | None, where: str) -> str:
+    if content is None:
+        raise parse.invalid(f"{where} is missing; it is required.", "input")
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text_of(part, f"{where}[{index}]") for index, part in enumerate(content))
+
+
+def _text_of(part: ContentPart, where: str) -> str:
+    if part.type in (*TEXT_PARTS, "reasoning_text", "summary_text"):
+        return _given(part.text, f"{where}.text")
+    if part.type == "refusal":
+        return _given(part.refusal, f"{where}.refusal")
+    if part.type == "" and (part.stdout is not None or part.outcome is not None):
+        return _command_text(part)
+    missing = UNSEEN_PARTS.get(part.type, "parts of that type")
+    raise parse.not_implemented(f"{where}, of type {shown(part.type)},", missing, "Send text.")
+
+
+def _command_text(part: ContentPart) -> str:
+    """Return a command's output: standard output, standard error, and how it ended unless it succeeded."""
+    lines = [part.stdout, part.stderr]
+    if part.outcome is not None and part.outcome.type == "timeout":
+        lines.append("[timed out]")
+    elif part.outcome is not None and part.outcome.exit_code:
+        lines.append(f"[exit code {part.outcome.exit_code}]")
+    return "\n".join(line.rstrip("\n") for line in lines if line)
+
+
+def _given(value: parse.PartT | None, name: str) -> parse.PartT:
+    if value is None:
+        raise parse.invalid(f"{name} is missing; it is required.", "input")
+    return value

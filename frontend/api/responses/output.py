@@ -1,0 +1,309 @@
+"""The items that an answer in the Responses dialect is made of, put together piece by piece, whole and streamed alike.
+
+    message        output_item.added  content_part.added  output_text.delta…     .done  content_part.done  output_item.done
+    reasoning      output_item.added  content_part.added  reasoning_text.delta…  .done  content_part.done  output_item.done
+    function_call  output_item.added  function_call_arguments.delta…             .done                     output_item.done
+
+Calls of other tools than functions (`CallForm`) are told with their end: their input is read from the whole JSON.
+
+An item ends where the next one begins. What is told depends on the text alone, but for where its deltas are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.api.channels import Channels
+from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
+from quintet.frontend.api.openai.offered_tools import CallKind
+from quintet.frontend.response_store import IN_PROGRESS
+from quintet.frontend.resume.resume_token import Answer
+from quintet.wire.channels import Channel
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.messages import Finish, FinishReason, Started
+
+MESSAGE, REASONING, CALL = "message", "reasoning", "function_call"
+KINDS: dict[int, str] = {
+    Channel.CONTENT: MESSAGE,
+    Channel.REASONING: REASONING,
+    Channel.NAME: CALL,
+    Channel.ARGUMENTS: CALL,
+}
+PREFIXES = {MESSAGE: "msg", REASONING: "rs", CALL: "fc"}
+"""Of the ids of items."""
+CUSTOM_INPUT = "response.custom_tool_call_input"
+TEXTS = {
+    MESSAGE: "response.output_text",
+    REASONING: "response.reasoning_text",
+    CALL: "response.function_call_arguments",
+}
+"""What the events of an item's text are called."""
+COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", "cancelled"
+
+Tell = Callable[[str, dict[str, Any]], None]
+"""Takes an event: its type, and its fields."""
+
+
+class CallForm(msgspec.Struct, array_like=True, frozen=True):
+    """How calls of a tool are told that the model knows as a function."""
+
+    kind: CallKind
+    name: str
+    """The client's own."""
+    namespace: str | None = None
+
+    def item(self, call_id: str, arguments: str) -> dict[str, Any]:
+        """Return the fields of a call's item."""
+        if self.kind == "function":
+            fields = {"type": CALL, "call_id": call_id, "name": self.name, "arguments": arguments}
+        elif self.kind == "custom":
+            fields = {
+                "type": "custom_tool_call",
+                "call_id": call_id,
+                "name": self.name,
+                "input": _input_of(arguments),
+            }
+        elif self.kind == "local_shell":
+            return {"type": "local_shell_call", "call_id": call_id, "action": _local_shell_action(arguments)}
+        elif self.kind == "shell":
+            return {"type": "shell_call", "call_id": call_id, "action": _shell_action(arguments)}
+        elif self.kind == "apply_patch":
+            return {"type": "apply_patch_call", "call_id": call_id, "operation": _decoded(arguments) or {}}
+        else:
+            found = _decoded(arguments)
+            return {
+                "type": "tool_search_call",
+                "call_id": call_id,
+                "execution": "client",
+                "arguments": {} if found is None else found,
+            }
+        return fields if self.namespace is None else {**fields, "namespace": self.namespace}
+
+
+def _decoded(arguments: str) -> dict[str, Any] | None:
+    """Return arguments as an object; None for those that are cut off or none."""
+    try:
+        return msgspec.json.decode(arguments, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+
+
+def _input_of(arguments: str) -> str:
+    """Return the text that a freeform tool is called with; arguments that are cut off are shown as they are."""
+    found = _decoded(arguments)
+    text = None if found is None else found.get("input")
+    return text if isinstance(text, str) else arguments
+
+
+def _commands(sent: object) -> list[Any]:
+    """Return a list of commands; models write one as a string, too."""
+    return sent if isinstance(sent, list) else [str(sent or "")]
+
+
+def _shell_action(arguments: str) -> dict[str, Any]:
+    found = _decoded(arguments) or {}
+    return {
+        "commands": _commands(found.get("commands")),
+        "timeout_ms": found.get("timeout_ms"),
+        "max_output_length": found.get("max_output_length"),
+    }
+
+
+def _local_shell_action(arguments: str) -> dict[str, Any]:
+    found = _decoded(arguments) or {}
+    return {
+        "type": "exec",
+        "command": _commands(found.get("command")),
+        "env": found.get("env") or {},
+        "timeout_ms": found.get("timeout_ms"),
+        "working_directory": found.get("workdir"),
+        "user": None,
+    }
+
+
+class ResponsesAnswer(Answer, tag="responses"):
+    """How the events of an answer are written."""
+
+    options: AnswerOptions
+    channels: Channels
+    head: bytes
+    """JSON object: the fields of the response that are known when its request is."""
+    is_kept: bool = False
+    """Whether the store shall know how it ends."""
+    conversation: str = ""
+    """The conversation that it is a turn of."""
+    calls: dict[str, CallForm] = msgspec.field(default_factory=dict)
+    """By the name that the model knows the tool by."""
+
+
+@dataclass(slots=True)
+class Item:
+    """An item of the output."""
+
+    kind: str
+    id: str
+    index: int
+    name: str = ""
+    call_id: str = ""
+    form: CallForm | None = None
+    """Of a call that is not one of a plain function."""
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[object] = field(default_factory=list)
+
+    def place(self) -> dict[str, Any]:
+        """Return the fields that say in an event which text it is about."""
+        place = {"item_id": self.id, "output_index": self.index}
+        return place if self.kind == CALL else {**place, "content_index": 0}
+
+    @property
+    def has_deltas(self) -> bool:
+        """Whether its text is told as it comes."""
+        return self.form is None or self.form.kind == "function"
+
+    def part(self) -> dict[str, Any]:
+        """Return the content so far."""
+        text = "".join(self.texts)
+        if self.kind == REASONING:
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "annotations": [], "logprobs": self.logprobs, "text": text}
+
+    def whole(self, status: str, *, is_empty: bool = False) -> dict[str, Any]:
+        """Return the item; ``is_empty``: as it begins."""
+        item: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
+        if self.form is not None:
+            return {**item, **self.form.item(self.call_id, "".join(self.texts))}
+        if self.kind == CALL:
+            return {**item, "call_id": self.call_id, "name": self.name, "arguments": "".join(self.texts)}
+        content = [] if is_empty else [self.part()]
+        if self.kind == REASONING:
+            return {**item, "summary": [], "content": content}
+        return {**item, "role": "assistant", "content": content}
+
+
+class Items:
+    """The items of one answer so far. Everything that is new is told as events."""
+
+    def __init__(self, answer: ResponsesAnswer, tell: Tell) -> None:
+        self._channels = answer.channels
+        self._forms = answer.calls
+        self._response_id = answer.options.response_id
+        self._tell = tell
+        self.open: Item | None = None
+        self.done: list[dict[str, Any]] = []
+
+    def is_told(self, channel: int, call: int) -> bool:
+        """Whether a piece is told: not reasoning that nobody wants, and of calls only the first, if no more are wanted."""
+        kind = KINDS[channel]
+        if kind == CALL:
+            return call == 0 or self._channels.parallel_calls
+        return kind == MESSAGE or self._channels.include_reasoning
+
+    def begin(self, channel: int, call: int, text: str) -> Item:
+        """Return the item that a piece belongs to. The item before it ends; of a call ``text`` is the name."""
+        kind = KINDS[channel]
+        if self.open is not None and self.open.kind == kind and channel != Channel.NAME:
+            return self.open
+        self.close(COMPLETED)
+        index = len(self.done)
+        item = Item(kind, f"{PREFIXES[kind]}_{self._response_id.partition('_')[2]}_{index}", index)
+        if kind == CALL:
+            item.name, item.call_id = text, self._channels.call_id(0, call, text)
+            item.form = self._forms.get(text)
+        self.open = item
+        added = {"output_index": index, "item": item.whole(IN_PROGRESS, is_empty=True)}
+        self._tell("response.output_item.added", added)
+        if kind != CALL:
+            self._tell("response.content_part.added", {**item.place(), "part": item.part()})
+        return item
+
+    def close(self, status: str) -> None:
+        """End the item that is open, if one is."""
+        item, self.open = self.open, None
+        if item is None:
+            return
+        text, place = "".join(item.texts), item.place()
+        whole = item.whole(status)
+        if not item.has_deltas:
+            self._end_call(item, whole)
+            return
+        if item.kind == CALL:
+            ending: dict[str, Any] = {"name": whole["name"], "arguments": text}
+        else:
+            ending = {"text": text, **({"logprobs": item.logprobs} if item.kind == MESSAGE else {})}
+        self._tell(f"{TEXTS[item.kind]}.done", {**place, **ending})
+        if item.kind != CALL:
+            self._tell("response.content_part.done", {**place, "part": item.part()})
+        self.done.append(whole)
+        self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
+
+    def _end_call(self, item: Item, whole: dict[str, Any]) -> None:
+        """End a call whose input is told at once."""
+        if "input" in whole:
+            self._tell(f"{CUSTOM_INPUT}.delta", {**item.place(), "delta": whole["input"]})
+            self._tell(f"{CUSTOM_INPUT}.done", {**item.place(), "input": whole["input"]})
+        self.done.append(whole)
+        self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
+
+    def finish(self, status: str) -> None:
+        """End the answer: one that says nothing is an empty message."""
+        if self.open is None and not self.done:
+            self.begin(Channel.CONTENT, 0, "")
+        self.close(status)
+
+
+def status_of(finish: Finish) -> str:
+    """Return how an answer ended. Raises `RequestError` for one that was cut off."""
+    if finish.reason in (FinishReason.ABORT, FinishReason.ERROR):
+        raise RequestError(ErrorCode.INTERNAL, "The answer was cut off inside the server; ask again.")
+    return INCOMPLETE if finish.reason is FinishReason.LENGTH else COMPLETED
+
+
+def usage_of(started: Started | None, finish: Finish, num_output_tokens: int) -> dict[str, Any]:
+    """Return the ``usage`` object."""
+    prompt = 0 if started is None else started.num_prompt_tokens
+    cached = 0 if started is None else started.num_cached_tokens
+    return {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": finish.num_reasoning_tokens},
+        "total_tokens": prompt + num_output_tokens,
+    }
+
+
+def response_json(
+    head: bytes,
+    status: str,
+    output: list[dict[str, Any]],
+    *,
+    usage: dict[str, Any] | None = None,
+    completed_at: int | None = None,
+    error: RequestError | None = None,
+) -> bytes:
+    """Return a response as JSON: ``head``, and what it has become."""
+    return b"%b,%b" % (
+        head[:-1],
+        encode_json(
+            {
+                "status": status,
+                "output": output,
+                "usage": usage,
+                "completed_at": completed_at,
+                "error": None if error is None else _error_of(error),
+                "incomplete_details": {"reason": "max_output_tokens"} if status == INCOMPLETE else None,
+            }
+        )[1:],
+    )
+
+
+def _error_of(error: RequestError) -> dict[str, str]:
+    codes = {
+        ErrorCode.INVALID: "invalid_prompt",
+        ErrorCode.TOO_LONG: "context_length_exceeded",
+        ErrorCode.OVERLOADED: "rate_limit_exceeded",
+    }
+    return {"code": codes.get(error.code, "server_error"), "message": error.message}

@@ -1,0 +1,323 @@
+"""From the bodies of the Responses dialect to what chat templates and parameters are made of: a `ChatBody`.
+
+What a server without tools of its own cannot do is refused here, by the name it has in this dialect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from quintet.frontend.api.openai import parse
+from quintet.frontend.api.openai.answer import encode_json
+from quintet.frontend.api.openai.chat import decode_part
+from quintet.frontend.api.openai.offered_tools import (
+    SERVER_TOOLS,
+    OfferedTool,
+    offered_tools,
+    sent_tools,
+)
+from quintet.frontend.api.openai.translation import Translation
+from quintet.frontend.api.openai.types import FORM_FIELDS, ChatBody, ResponseFormat
+from quintet.frontend.api.responses.items import found_tools, leading_tools, messages_of
+from quintet.frontend.api.responses.output import CallForm
+from quintet.frontend.api.responses.types import (
+    InputItem,
+    NamedConversation,
+    NamedTool,
+    ReasoningOptions,
+    ResponsesBody,
+    TextFormat,
+    TextOptions,
+)
+from quintet.wire.params import shown
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDABLE = (
+    LOGPROBS,
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+)
+"""What a client may ask to be included: of what there never is here, nothing is."""
+MAX_TOP_LOGPROBS = 20
+MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
+MAX_LABEL_CHARS = 512
+"""Of each field that only says whose request it is."""
+THEIR_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs",
+    "truncate_prompt_tokens": "truncation",
+}
+"""Of fields, by those of the chat dialect."""
+SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "skip_special_tokens",
+    "logit_bias",
+    *FORM_FIELDS,
+    "parallel_tool_calls",
+    "include_reasoning",
+    "cache_salt",
+    "priority",
+    "timeout",
+    "chat_template_kwargs",
+    "user",
+    "service_tier",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+)
+"""Fields that the chat dialect has too, by the same name and type."""
+NO_FIELDS = {"description": None, "parameters": None, "strict": None}
+"""Of a function in a response, where its tool was sent without them."""
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "service_tier")
+
+_items_decoder: msgspec.json.Decoder[str | list[InputItem]] = msgspec.json.Decoder(str | list[InputItem])
+_conversation_decoder: msgspec.json.Decoder[str | NamedConversation] = msgspec.json.Decoder(
+    str | NamedConversation
+)
+_mapping = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def items_of(body: ResponsesBody) -> list[InputItem]:
+    """Return the items of the request's own input; text is one message of the user."""
+    given = decode_part(body.input, _items_decoder, "input")
+    if isinstance(given, str):
+        return [InputItem(type="message", role="user", content=given)]
+    if not given:
+        raise parse.invalid("input is []; it must be a text, or hold at least one item.", "input")
+    return given
+
+
+def chat_body(
+    body: ResponsesBody, items: Sequence[InputItem]
+) -> tuple[ChatBody, Translation, dict[str, CallForm]]:
+    """Return the same request as the chat dialect spells it, with ``items`` for its conversation.
+
+    The forms are of calls that are told as other items than calls of plain functions. Raises `RequestError`.
+    """
+    _refuse_unsupported(body)
+    _check_values(body)
+    messages, places = messages_of(body.instructions, items)
+    chat = ChatBody(messages=msgspec.Raw(encode_json(messages)))
+    for name in SAME:
+        setattr(chat, name, getattr(body, name))
+    chat.max_completion_tokens = body.max_output_tokens
+    if body.truncation == "auto":
+        chat.truncate_prompt_tokens = -1
+    if LOGPROBS in (body.include or ()) or body.top_logprobs:
+        chat.logprobs, chat.top_logprobs = True, body.top_logprobs or 0
+    chat.reasoning_effort = None if body.reasoning is None else body.reasoning.effort
+    chat.response_format = None if body.text is None else _format(body.text.format)
+    tools = offered_tools(sent_tools(body.tools, "tools")) + leading_tools(items)
+    deferred = [tool for tool in tools if tool.is_deferred] + found_tools(items)
+    forms = _call_forms([*tools, *deferred])
+    tools = [tool for tool in tools if not tool.is_deferred]
+    if isinstance(body.tool_choice, NamedTool) and not (tools or parse.json_of(body.tools)):
+        chat.tool_choice = "required"  # refused below, as for any choice among nothing
+    elif isinstance(body.tool_choice, NamedTool):
+        tools, chat.tool_choice = _choice(body.tool_choice, tools)
+    else:
+        chat.tool_choice = body.tool_choice
+    if tools:
+        chat.tools = msgspec.Raw(encode_json([tool.nested() for tool in tools]))
+    elif chat.tool_choice == "auto" or parse.json_of(body.tools):  # there is nothing to choose among
+        chat.tool_choice = None
+    return chat, Translation(places, deferred), forms
+
+
+def _call_forms(tools: Sequence[OfferedTool]) -> dict[str, CallForm]:
+    return {
+        tool.name: CallForm(tool.kind, tool.own_name, tool.namespace)
+        for tool in tools
+        if tool.kind != "function" or tool.namespace
+    }
+
+
+def _choice(
+    choice: NamedTool, tools: Sequence[OfferedTool]
+) -> tuple[list[OfferedTool], str | dict[str, msgspec.Raw] | None]:
+    """Return the tools that the model is shown, and the choice among them."""
+    if choice.type in ("function", "custom"):
+        if choice.name is None:
+            raise parse.invalid("tool_choice.name is missing; it is required.", "tool_choice")
+        named = next((tool.name for tool in tools if _is_named(tool, choice)), choice.name)
+        return list(tools), _forced(named)
+    if choice.type != "allowed_tools":
+        of_type = [tool.name for tool in tools if tool.kind == choice.type]
+        if not of_type and not choice.type.startswith(SERVER_TOOLS):
+            raise parse.not_implemented(
+                f"tool_choice.type, {shown(choice.type)},",
+                "tools of that type",
+                "Send type function, custom or allowed_tools.",
+            )
+        return list(tools), _forced(of_type[0]) if of_type else None
+    if choice.mode not in ("auto", "required"):
+        raise parse.invalid(
+            f"tool_choice.mode is {shown(choice.mode)}; it must be 'auto' or 'required'.", "tool_choice"
+        )
+    wanted = [each for each in choice.tools or () if each.type in ("function", "custom")]
+    missing = [each for each in wanted if not any(_is_named(tool, each) for tool in tools)]
+    if missing or not choice.tools:
+        sent = shown(str(missing[0].name)) if missing else "none"
+        raise parse.invalid(
+            f"tool_choice.tools names {sent}; it must name at least one of the tools, and no others.",
+            "tool_choice",
+        )
+    kinds = {each.type for each in choice.tools} - {"function", "custom"}
+    allowed = [tool for tool in tools if tool.kind in kinds or any(_is_named(tool, each) for each in wanted)]
+    return allowed, choice.mode if allowed else None
+
+
+def _is_named(tool: OfferedTool, choice: NamedTool) -> bool:
+    return choice.name in (tool.own_name, tool.name) and choice.namespace in (None, tool.namespace)
+
+
+def _forced(name: str) -> dict[str, msgspec.Raw]:
+    return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
+
+
+def _format(asked: TextFormat | None) -> ResponseFormat | None:
+    """Return the form of the text as the chat dialect spells it."""
+    if asked is None or asked.type == "text":
+        return None
+    if asked.type == "json_object":
+        return ResponseFormat(type=asked.type, schema=asked.schema)
+    if asked.type != "json_schema":
+        raise parse.invalid(
+            f"text.format.type is {shown(asked.type)}; it must be one of text, json_object, json_schema.",
+            "text.format",
+        )
+    schema = decode_part(asked.schema, _mapping, "text.format.schema")
+    named = {"name": asked.name or "output", "schema": schema, "strict": asked.strict}
+    return ResponseFormat(type=asked.type, json_schema=msgspec.Raw(encode_json(named)))
+
+
+def _check_values(body: ResponsesBody) -> None:
+    for name, value, allowed in (
+        ("truncation", body.truncation, ("auto", "disabled")),
+        ("text.verbosity", None if body.text is None else body.text.verbosity, ("low", "medium", "high")),
+    ):
+        if value is not None and value not in allowed:
+            raise parse.invalid(f"{name} is {shown(value)}; it must be one of {', '.join(allowed)}.", name)
+    for included in body.include or ():
+        if included not in INCLUDABLE:
+            raise parse.invalid(
+                f"include has {shown(included)}; it may have {', '.join(INCLUDABLE)}.", "include"
+            )
+    if body.top_logprobs is not None and not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise parse.invalid(
+            f"top_logprobs is {shown(body.top_logprobs)}; it must be 0 to {MAX_TOP_LOGPROBS}.", "top_logprobs"
+        )
+    check_metadata(body.metadata or {})
+    for name in LABELS:
+        label = getattr(body, name)
+        if label is not None and len(label) > MAX_LABEL_CHARS:
+            raise parse.invalid(
+                f"{name} has {len(label)} characters; it must have at most {MAX_LABEL_CHARS}.", name
+            )
+
+
+def check_metadata(metadata: dict[str, str]) -> None:
+    """Raise `RequestError` where it holds more than OpenAI's may."""
+    if len(metadata) > MAX_METADATA or any(
+        len(key) > MAX_KEY_CHARS or len(value) > MAX_VALUE_CHARS for key, value in metadata.items()
+    ):
+        raise parse.invalid(
+            f"metadata holds too much: at most {MAX_METADATA} pairs, with keys of up to {MAX_KEY_CHARS} and values of up "
+            f"to {MAX_VALUE_CHARS} characters.",
+            "metadata",
+        )
+
+
+def conversation_of(body: ResponsesBody) -> str:
+    """Return the id of the conversation that the response shall be a turn of; empty where it is of none."""
+    if not parse.json_of(body.conversation):
+        return ""
+    if body.previous_response_id is not None:
+        raise parse.invalid(
+            "conversation and previous_response_id were both sent; send one of them.", "conversation"
+        )
+    given = decode_part(body.conversation, _conversation_decoder, "conversation")
+    return given if isinstance(given, str) else given.id
+
+
+def _refuse_unsupported(body: ResponsesBody) -> None:
+    if body.response_format is not None and body.response_format.type != "text":
+        raise parse.invalid(
+            "response_format is of chat completions; send text.format here.", "response_format"
+        )
+    for name, what, advice in (
+        ("prompt", "prompts kept by name", "Send instructions and input."),
+        ("context_management", "a compaction of contexts", "Send fewer items."),
+        ("moderation", "moderation", "Leave it out."),
+        ("previous_input_messages", "messages in this form", "Send them as input."),
+    ):
+        if parse.json_of(getattr(body, name)) not in {b"", b"[]", b"{}"}:
+            raise parse.not_implemented(name, what, advice)
+
+
+def echo_of(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
+    """Return the fields of a response that repeat its request."""
+    text, reasoning = body.text or TextOptions(), body.reasoning or ReasoningOptions()
+    form = text.format or TextFormat(type="text")
+    encoded = parse.json_of(body.tools)
+    tools: list[dict[str, Any]] = msgspec.json.decode(encoded) if encoded else []
+    return {
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary or reasoning.generate_summary},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "temperature": temperature,
+        "text": {"format": _sent(form), "verbosity": text.verbosity or "medium"},
+        "tool_choice": _chosen(body.tool_choice),
+        "tools": [{**(NO_FIELDS if tool.get("type") == "function" else {}), **tool} for tool in tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": top_p,
+        "truncation": body.truncation or "disabled",
+        "user": body.user,
+    }
+
+
+def _sent(part: msgspec.Struct) -> dict[str, Any]:
+    """Return what a part of a body holds, without what was not sent."""
+    values = msgspec.structs.asdict(part)
+    return {name: value for name, value in values.items() if value is not None and value is not msgspec.UNSET}
+
+
+def _chosen(choice: str | NamedTool | None) -> str | dict[str, Any]:
+    if not isinstance(choice, NamedTool):
+        return choice or "auto"
+    chosen = _sent(choice)
+    if choice.tools is not None:
+        chosen["tools"] = [_sent(tool) for tool in choice.tools]
+    return chosen

@@ -1,0 +1,197 @@
+"""The bodies of the Responses dialect, as clients send them: names, types and (in docstrings) ranges.
+
+Unknown fields are ignored; known ones that are not implemented are refused by `quintet.frontend.api.responses.parse`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.frontend.api.openai.types import ExtraArgument, FormFields, RawField
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """One part of an item's content: ``type`` says which of the other fields it has."""
+
+    type: str = ""
+    """input_text, output_text, refusal, reasoning_text or summary_text; also text."""
+    text: str | None = None
+    refusal: str | None = None
+    stdout: str | None = None
+    """With ``stderr`` and ``outcome``: one command's output in a shell_call_output, which has no type."""
+    stderr: str | None = None
+    outcome: CommandOutcome | None = None
+
+
+class CommandOutcome(msgspec.Struct, kw_only=True):
+    """End of a command in a shell_call_output."""
+
+    type: str
+    """exit or timeout."""
+    exit_code: int | None = None
+
+
+class InputItem(msgspec.Struct, kw_only=True):
+    """An item of the conversation: ``type`` says which of the other fields it has; without one it is a message."""
+
+    type: str | None = None
+    """message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, local_shell_call,
+    local_shell_call_output, shell_call, shell_call_output, apply_patch_call, apply_patch_call_output, tool_search_call,
+    tool_search_output, additional_tools, mcp_call, reasoning or item_reference.
+    Items of other tools that a server ran are skipped."""
+    id: str | None = None
+    role: str | None = None
+    """user, assistant, system or developer."""
+    content: str | list[ContentPart] | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    """Of the tool that is called."""
+    arguments: str | dict[str, msgspec.Raw] | None = None
+    input: str | None = None
+    """Of a call of a freeform tool."""
+    action: RawField = msgspec.UNSET
+    """Of a call of a shell: an object with the command or commands."""
+    operation: RawField = msgspec.UNSET
+    """Of an apply_patch_call: an object with type, path and diff."""
+    tools: RawField = msgspec.UNSET
+    """That a search has found, or that are added here."""
+    execution: str | None = None
+    """Of a search of tools: client or server."""
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
+
+
+class ReasoningOptions(msgspec.Struct, kw_only=True):
+    """How the model reasons. Summaries are not made: reasoning is told as it is."""
+
+    effort: str | None = None
+    """none, minimal, low, medium, high, xhigh or max."""
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class TextFormat(msgspec.Struct, kw_only=True):
+    """The form of the answer's text."""
+
+    type: str
+    """text, json_object or json_schema."""
+    name: str | None = None
+    description: str | None = None
+    schema: RawField = msgspec.UNSET
+    strict: bool | None = None
+
+
+class TextOptions(msgspec.Struct, kw_only=True):
+    """What is wanted of the answer's text."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+    """low, medium or high."""
+
+
+class NamedTool(msgspec.Struct, kw_only=True):
+    """``tool_choice`` as an object: one tool, or some of the tools."""
+
+    type: str
+    """function, custom, another type of tools, or allowed_tools."""
+    name: str | None = None
+    namespace: str | None = None
+    mode: str | None = None
+    """auto or required, with ``type`` allowed_tools."""
+    tools: list[NamedTool] | None = None
+
+
+class NamedConversation(msgspec.Struct, kw_only=True):
+    """``conversation`` as an object."""
+
+    id: str
+
+
+class ConversationBody(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations."""
+
+    items: list[InputItem] | None = None
+    metadata: dict[str, str] | None = None
+    """At most 16 pairs, of up to 64 and 512 characters."""
+
+
+class ConversationChange(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations/{id}."""
+
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(msgspec.Struct, kw_only=True):
+    """POST /v1/conversations/{id}/items."""
+
+    items: list[InputItem]
+
+
+class EventOptions(msgspec.Struct, kw_only=True):
+    """What a stream carries besides events: nothing that this server adds."""
+
+    include_obfuscation: bool | None = None
+
+
+class ResponsesBody(FormFields, kw_only=True):
+    """POST /v1/responses."""
+
+    model: str | None = None
+    input: RawField = msgspec.UNSET
+    """A text, or a list of `InputItem`."""
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    """An upper bound: an answer ends at the end of the model's context too."""
+    max_tool_calls: int | None = None
+    metadata: dict[str, str] | None = None
+    """At most 16 pairs, of up to 64 and 512 characters."""
+    previous_response_id: str | None = None
+    reasoning: ReasoningOptions | None = None
+    include: list[str] | None = None
+    include_reasoning: bool | None = None
+    background: bool | None = None
+    store: bool | None = None
+    stream: bool | None = None
+    stream_options: EventOptions | None = None
+    service_tier: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    text: TextOptions | None = None
+    tools: RawField = msgspec.UNSET
+    """A list of `quintet.frontend.api.openai.offered_tools.SentTool`."""
+    tool_choice: str | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: int | None = None
+    truncation: str | None = None
+    """disabled, or auto: the beginning of a prompt that is too long is left out."""
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    """Seconds after which the answer is of no use any more: more than 0."""
+    chat_template_kwargs: RawField = msgspec.UNSET
+    prompt: RawField = msgspec.UNSET
+    conversation: RawField = msgspec.UNSET
+    """The id of a conversation, or an object with it: the response is its next turn."""
+    context_management: RawField = msgspec.UNSET
+    moderation: RawField = msgspec.UNSET
+    previous_input_messages: RawField = msgspec.UNSET
+    kv_transfer_params: RawField = msgspec.UNSET
+    ec_transfer_params: RawField = msgspec.UNSET
+    vllm_xargs: dict[str, ExtraArgument] | None = None

@@ -1,0 +1,1 @@
+"""HTTP on the server's side: connections, requests, authentication, request bodies, errors, the OpenAPI document."""

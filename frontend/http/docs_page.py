@@ -1,0 +1,39 @@
+"""GET /docs: the page that shows the API and lets one try it. Everything it loads is here, and needs no key."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+
+from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.service import Service
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import shown
+
+PARTS = {
+    "swagger-ui-bundle.js": b"text/javascript; charset=utf-8",
+    "start.js": b"text/javascript; charset=utf-8",
+    "swagger-ui.css": b"text/css; charset=utf-8",
+}
+POLICY = (
+    b"default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+KEEP = b"public, max-age=3600"
+
+
+def _file(name: str) -> bytes:
+    return files("quintet.frontend").joinpath("swagger", name).read_bytes()
+
+
+async def docs(_service: Service, exchange: Exchange) -> None:
+    """Answer with the page."""
+    headers = [(b"content-security-policy", POLICY)]
+    await exchange.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
+
+
+async def docs_part(_service: Service, exchange: Exchange) -> None:
+    """Answer with one of the files that the page loads."""
+    name = exchange.path_params["name"]
+    if name not in PARTS:
+        raise RequestError(ErrorCode.NOT_FOUND, f"The page of /docs has no part {shown(name)}.")
+    await exchange.respond(200, _file(name), PARTS[name], [(b"cache-control", KEEP)])

@@ -1,0 +1,288 @@
+"""One HTTP request and its response, over raw ASGI.
+
+Knows headers, bodies and disconnects; knows nothing of models. Every response of the server goes out through here, so
+that common headers are added in one place and streamed chunks reach the socket without a layer in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from quintet.frontend.http.bodies import Bodies, OpenBody
+from quintet.frontend.http.encodings import ACCEPTED, Inflater, as_utf8, inflater_of
+from quintet.frontend.http.error_shape import ErrorShape, headers_of, status_of
+from quintet.frontend.resume.partial_response import Begun
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.params import MAX_SHOWN, shown
+
+Header = tuple[bytes, bytes]
+
+JSON = b"application/json"
+CONNECTION = "quintet.connection"
+"""ASGI extension through which the server lends the connection's ``abort``, and a stream its ``break_silence``."""
+REQUEST_ID_HEADER = "x-request-id"
+MAX_REQUEST_ID = 256
+REQUEST_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID}}}")
+"""Ids that clients may give their requests: an answer repeats its id in every event of every choice."""
+
+
+_MODEL_NAME = re.compile(r"(.*?/v[12]/+models/)(/*[^/].*)")
+"""Paths that end with a model's name, which may be the path of a folder."""
+
+
+def tidy_path(path: str) -> str:
+    """Return a path without empty segments: base URLs end with a slash, and so do paths that other frameworks redirect."""
+    if "//" not in path and not path.endswith("/"):
+        return path
+    match = _MODEL_NAME.fullmatch(path)
+    head, name = match.groups() if match is not None else (path, "")
+    return (
+        re.sub("/{2,}", "/", head) + name.rstrip("/")
+        if name
+        else re.sub("/{2,}", "/", head).rstrip("/") or "/"
+    )
+
+
+class ClientGone(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class Exchange:
+    """A request being answered. Found by endpoints in ``scope["exchange"]``."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorShape) -> None:
+        self.arrival_ns = time.monotonic_ns()
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        self.query: str = scope.get("query_string", b"").decode("latin-1")
+        """What follows the question mark, as it was sent."""
+        self.route = "other"
+        """Path pattern of the endpoint that took the request, for the metrics."""
+        self.path_params: dict[str, str] = {}
+        self.errors = errors
+        """How errors are spelled for this client."""
+        self.status = 0
+        self.num_bytes = 0
+        """Of the body, and of an answer that is sent whole."""
+        self.headers_out: list[Header] = []
+        self.before_start: Callable[[], Awaitable[list[Header]]] | None = None
+        """Returns headers that are known only when the response begins."""
+        self.begun: Begun | None = None
+        """The beginning of the answer, where another server told it."""
+        self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
+        self._query: bytes = scope["query_string"]
+        self._receive = receive
+        self._send = send
+        self._body: bytes | None = None
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self.given_id = given = self.header(REQUEST_ID_HEADER)
+        """The client's X-Request-Id, as it was sent."""
+        self.request_id = given if given and REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        """The client's X-Request-Id, or one made here if there is none that can be repeated; echoed in the response."""
+
+    def header(self, name: str) -> str | None:
+        """Return the first header of this (lower-case) name."""
+        value = self._headers.get(name.encode())
+        return None if value is None else value.decode("latin-1")
+
+    def asks(self, name: str) -> bool:
+        """Whether the query has this parameter, with any value but ``0`` and ``false`` or with none."""
+        value = self.asked(name)
+        return value is not None and value.lower() not in {"0", "false"}
+
+    def asked(self, name: str) -> str | None:
+        """Return the last value of this parameter of the query; None where there is none."""
+        values = parse_qs(self._query.decode("latin-1"), keep_blank_values=True).get(name)
+        return None if values is None else values[-1]
+
+    @property
+    def started(self) -> bool:
+        """Whether the response's status has been sent."""
+        return self.status != 0
+
+    # --- in ---------------------------------------------------------------------------------------------------
+
+    async def read_json_body(self, bodies: Bodies) -> bytes:
+        """Return the whole body, decompressed and in UTF-8; refuse a wrong type or encoding (415), and what is too large (413).
+
+        A missing content type passes, as it does with other servers. A client that stops sending is
+        told so (408); so is the one that has been silent longest while too much of all bodies is held (503).
+        Who asks again gets what was read.
+        """
+        if self._body is None:
+            self._body = await self._receive_json(bodies)
+            self.num_bytes += len(self._body)
+        return self._body
+
+    def forget_body(self) -> None:
+        """Hear that the exchange has ended. It and its scope refer to each other: only Python's search for cycles ends them."""
+        self._body = None
+
+    def take_over(self, body: bytes, begun: Begun) -> None:
+        """Have this body answered in the place of the one that came, behind what was told of the answer."""
+        self._body, self.begun = body, begun
+
+    async def _receive_json(self, bodies: Bodies) -> bytes:
+        content_type = self.header("content-type") or ""
+        kind = content_type.partition(";")[0].strip().lower()
+        if kind and kind != "application/json" and not kind.endswith("+json"):
+            raise RequestError(
+                ErrorCode.UNSUPPORTED_MEDIA,
+                f"Content-Type is {shown(kind)}; send JSON and say so (curl: -H 'Content-Type: application/json').",
+            )
+        announced = self.header("content-length")
+        if announced is not None and announced.isdigit() and int(announced) > bodies.max_bytes:
+            raise _too_large(f"is {announced[:MAX_SHOWN]} bytes", bodies.max_bytes)
+        return as_utf8(await self._receive_whole(bodies), content_type)
+
+    async def _receive_whole(self, bodies: Bodies) -> bytes:
+        """Return the body, decompressed: its size counts as it came and as it is then."""
+        inflater = self._inflater()
+        chunks: list[bytes] = []
+        num_received = num_bytes = 0
+        body = bodies.open()
+        try:
+            while True:
+                message = await self._next_piece(bodies, body)
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                piece: bytes = message.get("body", b"")
+                num_received += len(piece)
+                bodies.grow(body, len(piece))
+                if num_received > bodies.max_bytes:
+                    raise _too_large(f"has more than {bodies.max_bytes} bytes", bodies.max_bytes)
+                if inflater is None:
+                    chunks.append(piece)
+                else:
+                    for chunk in inflater.feed(piece):
+                        num_bytes += len(chunk)
+                        bodies.grow(body, len(chunk))
+                        if num_bytes > bodies.max_bytes:
+                            what = f"has more than {bodies.max_bytes} bytes when decompressed"
+                            raise _too_large(what, bodies.max_bytes)
+                        chunks.append(chunk)
+                        await asyncio.sleep(0)
+                if not message.get("more_body", False):
+                    break
+                bodies.make_room()
+        finally:
+            bodies.close(body)
+        if inflater is not None:
+            inflater.check_end()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _inflater(self) -> Inflater | None:
+        try:
+            return inflater_of(self.header("content-encoding"))
+        except RequestError:
+            self.headers_out.append((b"accept-encoding", ACCEPTED.encode()))
+            raise
+
+    async def _next_piece(self, bodies: Bodies, body: OpenBody) -> Message:
+        patience_s, is_slow = bodies.patience_s(body)
+        try:
+            async with asyncio.timeout(0 if body.is_given_up else patience_s) as body.waiting:
+                return await self._receive()
+        except TimeoutError:
+            if body.is_given_up:
+                raise self._unread(
+                    ErrorCode.UNAVAILABLE,
+                    f"The server holds more than {bodies.max_open_bytes} bytes of bodies that are still being sent, and "
+                    "no piece of this one came for longer than of any other; try again later.",
+                ) from None
+            if is_slow:
+                raise self._unread(
+                    ErrorCode.TIMEOUT,
+                    f"The request body came too slowly: {body.num_bytes} bytes, where {bodies.bytes_per_s:g} a second are "
+                    f"expected once {bodies.progress_s:g} s have passed. Send it again, faster.",
+                ) from None
+            raise self._unread(
+                ErrorCode.TIMEOUT,
+                f"The request body stopped after {body.num_bytes} bytes: nothing came for {bodies.progress_s:g} s. Send "
+                "it again.",
+            ) from None
+        finally:
+            body.waiting = None
+
+    def _unread(self, code: ErrorCode, message: str) -> RequestError:
+        """Make the error for a body of which more may come: the connection is of no further use."""
+        self.headers_out.append((b"connection", b"close"))
+        return RequestError(code, message)
+
+    def watch_disconnect(self, gone: Callable[[], None]) -> asyncio.Task[None]:
+        """Have ``gone`` called when the client leaves before the response is complete. Cancel the task when done.
+
+        Call once the body has been read.
+        """
+
+        async def watch() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            gone()
+
+        return asyncio.get_running_loop().create_task(watch())
+
+    # --- out --------------------------------------------------------------------------------------------------
+
+    async def respond(
+        self, status: int, body: bytes, content_type: bytes = JSON, headers: Iterable[Header] = ()
+    ) -> None:
+        """Send a whole response."""
+        self.num_bytes += len(body)
+        await self._start(
+            status, [(b"content-type", content_type), (b"content-length", b"%d" % len(body)), *headers]
+        )
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: object, status: int = 200) -> None:
+        """Send a JSON response."""
+        await self.respond(status, msgspec.json.encode(value))
+
+    async def respond_error(self, error: RequestError, headers: Iterable[Header] = ()) -> None:
+        """Send an error as its client expects it, with the headers that belong to it."""
+        body = self.errors.body(error, self.request_id)
+        await self.respond(status_of(error), body, headers=[*headers_of(error), *headers])
+
+    async def start_stream(self, content_type: bytes, headers: Iterable[Header] = ()) -> None:
+        """Send the head of a streamed response; `write` follows."""
+        await self._start(200, [(b"content-type", content_type), *headers])
+
+    async def write(self, chunk: bytes, last: bool = False) -> None:
+        """Send a piece of a streamed response; waits while the client reads slower than we write."""
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": not last})
+
+    def abort(self) -> None:
+        """Close the connection without waiting for the client to read what was written: it sees a reset."""
+        if (abort := self._connection.get("abort")) is not None:
+            abort()
+
+    def lend_break_silence(self, break_silence: Callable[[], None]) -> None:
+        """Let the connection have something written to the stream that says nothing: to find out whether anybody reads."""
+        self._connection["break_silence"] = break_silence
+
+    async def _start(self, status: int, headers: list[Header]) -> None:
+        self.status = status
+        headers += self.headers_out
+        if self.before_start is not None:
+            headers += await self.before_start()
+        request_id = self.request_id.encode()
+        headers.append((b"x-request-id", request_id))
+        if self.errors.id_header:
+            headers.append((self.errors.id_header, request_id))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _too_large(what: str, max_bytes: int) -> RequestError:
+    return RequestError(
+        ErrorCode.TOO_LARGE,
+        f"The request body {what}; this server accepts at most {max_bytes} bytes. Send a smaller body, "
+        "or raise --max-body-bytes.",
+    )

@@ -1,0 +1,61 @@
+"""A frontend's seat among the processes: its requests and questions, and what becomes of each message that comes for them.
+
+The HTTP frontend and the Python API sit on it alike, so that whatever is lost behind them, both recover in one way. Knows
+nothing of HTTP, sockets or clocks: who owns the loop feeds it messages and lets it give its account from time to time.
+"""
+
+from __future__ import annotations
+
+from quintet.frontend.load_balancing.dispatcher import Send
+from quintet.frontend.rpc import Queries
+from quintet.frontend.sessions import Sessions
+from quintet.wire.codec import unpack_i64
+from quintet.wire.config import EngineConfig
+from quintet.wire.dropped import Dropped
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_admin import KvReport
+from quintet.wire.messages import Detokenized, Failed, Reclaimed, Text, Tokenized, Unknown
+from quintet.wire.metrics import Metrics
+from quintet.wire.supervision import MetricsReport, Topology
+
+ForRequests = Text | Failed | Tokenized | Detokenized | Reclaimed | Unknown | KvReport
+"""What a frontend's inbox takes besides what every process does."""
+
+Inbound = ForRequests | Topology | MetricsReport | Dropped
+
+ACCOUNT_S = 5.0
+"""Between two accounts to the others."""
+
+
+class Dispatch:
+    """The sessions and queries of one seat."""
+
+    def __init__(
+        self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
+    ) -> None:
+        self._send = send
+        self.sessions = Sessions(me, send, config, metrics)
+        self.queries = Queries(me, send, self.sessions.seats)
+
+    def handle(self, message: Inbound) -> None:
+        """Apply one message from another process. What a `Topology` says of addresses is followed before."""
+        match message:
+            case Text() | Failed():
+                self.sessions.handle(message)
+            case Topology():
+                self.sessions.follow(message)
+                self.queries.follow()
+            case Unknown():
+                self.sessions.send_again(unpack_i64(message.request_ids))
+            case Dropped():
+                error = message.error(Role.FRONTEND)
+                self.sessions.give_up(message.request_ids, error)
+                if message.query_id is not None:
+                    self.queries.fail(message.query_id, error)
+            case _:
+                self.queries.handle(message)
+
+    def give_account(self) -> None:
+        """Tell the others what this seat waits for. To be called every `ACCOUNT_S`."""
+        for role, index, account in self.sessions.accounts():
+            self._send(role, index, account)

@@ -1,0 +1,230 @@
+"""Which workers hold each live request, and what becomes of it when one of them is lost.
+
+    parked (a worker is missing) ──▶ placed ──▶ parked (its core or detokenizer is lost: a new attempt)
+
+A request is its ids: with what was received it is sent again, and goes on where it was. Knows nothing of readers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from quintet.frontend.load_balancing.engine_load import Engines
+from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.streams import Stream
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.limits import FrameTooLarge
+from quintet.wire.messages import Cancel, Started
+from quintet.wire.metrics import Metrics
+from quintet.wire.supervision import SeatState, Topology
+
+Send = Callable[[Role, int, msgspec.Struct], bool]
+"""`quintet.process.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
+
+
+def too_large(error: FrameTooLarge) -> RequestError:
+    """Make the error for what no process behind the frontend takes."""
+    return RequestError(
+        ErrorCode.TOO_LARGE,
+        f"The request has {error.num_bytes} bytes inside the server, which takes at most {error.most} at a time. Send "
+        "less, or start the server with a larger --max-body-bytes.",
+    )
+
+
+class Placement:
+    """Chooses the workers of requests, and chooses again."""
+
+    def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
+        self.seats = Seats(me)
+        self._engines = Engines(self.seats, config)
+        self._send = send
+        self._parked: list[Stream] = []
+        self._lost_epochs: dict[int, int] = {}
+        """Of each detokenizer seat, the newest epoch that was lost."""
+        self._resumed = {
+            role: metrics.counter("resumed_requests", "Requests sent again because a process was lost.", role=str(role))
+            for role in (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
+        }  # fmt: skip
+
+    def place(self, stream: Stream) -> None:
+        """Choose the workers of a request and send it, or park it until the topology has them all."""
+        choice, detokenizer = self._engines.choose(stream), self.seats.pick(Role.DETOKENIZER)
+        if choice is None or detokenizer is None:
+            self._parked.append(stream)
+            return
+        submit = stream.submit
+        submit.core, submit.spec.detokenizer = choice.index, detokenizer
+        submit.spec.topology = self.seats.topology.version
+        if not self._hand_over(stream):
+            self._parked.append(stream)
+            return
+        stream.num_placed = stream.num_open
+        self._engines.enter(stream, choice)
+        self.seats.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
+
+    def _hand_over(self, stream: Stream) -> bool:
+        """Send a request to a tokenizer; False when there is none."""
+        tokenizer = self.seats.pick(Role.TOKENIZER)
+        if tokenizer is None:
+            return False
+        stream.submit.sent_ns = time.monotonic_ns()
+        for message in stream.messages():
+            if not self._send(Role.TOKENIZER, tokenizer, message):
+                return False
+        stream.tokenizer = tokenizer
+        if stream.started is None:
+            stream.is_encoding = True
+            self.seats.add_load(Role.TOKENIZER, tokenizer, 1)
+        return True
+
+    def note_start(self, stream: Stream, started: Started) -> None:
+        """The request's prompt has left its tokenizer, and was computed, for the first time or in a later attempt."""
+        self._engines.begin(stream, started)
+        self._leave_tokenizer(stream)
+
+    def _leave_tokenizer(self, stream: Stream) -> None:
+        if stream.is_encoding and stream.tokenizer is not None:
+            stream.is_encoding = False
+            self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
+
+    def release(self, stream: Stream) -> None:
+        """Take back the account of a request's work: it ends, or is placed anew."""
+        if stream.tokenizer is None:
+            self._parked = [parked for parked in self._parked if parked is not stream]
+            return
+        self._leave_tokenizer(stream)
+        self._engines.leave(stream)
+        self.seats.add_load(Role.DETOKENIZER, stream.submit.spec.detokenizer, -stream.num_placed)
+        stream.tokenizer = None
+
+    def send_cancel(self, stream: Stream) -> bool:
+        """Pass a cancellation on, on the request's own path. False when nobody has the request."""
+        if stream.tokenizer is None:
+            return False
+        ids = [choice.request_id for choice in stream.choices if choice.finish is None]
+        return self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, stream.is_kept))
+
+    def is_stale(self, sender: tuple[int, int]) -> bool:
+        """Whether text comes from a detokenizer whose requests were placed anew since."""
+        index, epoch = sender
+        lost = self._lost_epochs.get(index)
+        return lost is not None and epoch <= lost
+
+    def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
+        """Place anew what lost workers held. Returns the cancelled requests whose ending nobody will tell."""
+        untold: list[Stream] = []
+        lost = self.seats.follow(topology)
+        for worker in lost:
+            if worker.role is Role.DETOKENIZER:
+                self._lost_epochs[worker.index] = worker.epoch
+            elif worker.role in (Role.CORE, Role.EXECUTOR):
+                self._engines.lose(worker)
+                if worker.role is Role.CORE:
+                    self._unbind(worker.index)
+        retiring = self._retiring(topology)
+        if lost or retiring:
+            for stream in list(streams):
+                if stream.tokenizer is not None and self._lose(stream, lost, retiring):
+                    untold.append(stream)
+        self._leave_engines_without_executor(streams)
+        return untold
+
+    def _leave_engines_without_executor(self, streams: Iterable[Stream]) -> None:
+        """Move the requests of engines whose executor still boots, once another engine can compute them.
+
+        They were sent there while no engine was whole, or their executor died at such a time.
+        """
+        waiting = self.seats.engines_without_executor()
+        if not waiting or not self.seats.whole_engines():
+            return
+        for stream in list(streams):
+            if stream.tokenizer is not None and stream.submit.core in waiting:
+                self._move(stream)
+
+    def take_parked(self) -> list[Stream]:
+        """Return the requests that wait for a worker, to `place` each."""
+        parked, self._parked = self._parked, []
+        return parked
+
+    def _retiring(self, topology: Topology) -> frozenset[int]:
+        """Return the detokenizers whose requests have to move, if there is another to move to."""
+        if self.seats.pick(Role.DETOKENIZER) is None:
+            return frozenset()
+        return frozenset(
+            seat.worker.index
+            for seat in topology.seats
+            if seat.worker.role is Role.DETOKENIZER and seat.state is SeatState.RETIRING
+        )
+
+    def _lose(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
+        """Go on without a worker. Returns whether nobody will tell the ending of the request."""
+        submit = stream.submit
+        for worker in lost:
+            match worker.role:
+                case Role.CORE if worker.index == submit.core:
+                    stream.bound_to = None
+                    return self._park(stream, Role.CORE)
+                case Role.EXECUTOR if worker.index == submit.core and self._move(stream):
+                    return False
+                case Role.DETOKENIZER if worker.index == submit.spec.detokenizer:
+                    return self.start_over(stream, Role.DETOKENIZER)
+        for worker in lost:
+            if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
+                return self._lose_tokenizer(stream)
+        if submit.spec.detokenizer in retiring and not stream.is_cancelled:
+            return self.start_over(stream, Role.DETOKENIZER)
+        return False
+
+    def _move(self, stream: Stream) -> bool:
+        """Take a request from an engine whose executor died or boots, to go on at another. False where it stays."""
+        if stream.is_cancelled or not self._engines.can_leave(stream):
+            return False
+        assert stream.tokenizer is not None
+        stream.suspect()
+        ids = [choice.request_id for choice in stream.choices if choice.finish is None]
+        self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, moved=True))
+        stream.bound_to = None
+        self._park(stream, Role.EXECUTOR)
+        return True
+
+    def _unbind(self, engine: int) -> None:
+        """Let the requests that wait go to any engine: this one has nothing of theirs any more."""
+        for stream in self._parked:
+            if stream.bound_to == engine:
+                stream.bound_to = None
+
+    def start_over(self, stream: Stream, role: Role) -> bool:
+        """Park a request for a new attempt at the engine that has it; a cancelled one is given up."""
+        stream.bound_to = stream.submit.core
+        return self._park(stream, role)
+
+    def _park(self, stream: Stream, role: Role) -> bool:
+        if stream.is_cancelled:
+            self.send_cancel(stream)
+            return True
+        self._resumed[role].inc()
+        self.release(stream)
+        stream.attempt += 1
+        self._parked.append(stream)
+        return False
+
+    def _lose_tokenizer(self, stream: Stream) -> bool:
+        """Send what the tokenizer may not have passed on again, elsewhere: the same attempt twice is one."""
+        was_passed_on = stream.attempt == 0 and stream.started is not None
+        if not was_passed_on and not stream.is_cancelled:
+            self._resumed[Role.TOKENIZER].inc()
+            stream.bound_to = stream.submit.core  # which may have it already
+            self.release(stream)
+            self._parked.append(stream)
+            return False
+        replacement = self.seats.pick(Role.TOKENIZER)
+        if replacement is not None:
+            self._leave_tokenizer(stream)
+            stream.tokenizer = replacement
+        was_told = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
+        return stream.is_cancelled and not (was_passed_on and was_told)

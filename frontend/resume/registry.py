@@ -1,0 +1,69 @@
+"""The dialects whose streamed answers can be gone on with: what a claim says of each, and who writes its events."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from quintet.frontend.api.answer import AnswerWriter, BeforeEnd
+from quintet.frontend.api.anthropic import errors as anthropic_errors
+from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter
+from quintet.frontend.api.inference import generate
+from quintet.frontend.api.inference.generate import GenerateAnswer
+from quintet.frontend.api.openai import chat as openai_chat
+from quintet.frontend.api.openai import completions as openai_completions
+from quintet.frontend.api.openai import errors as openai_errors
+from quintet.frontend.api.openai.chat import ChatAnswer
+from quintet.frontend.api.openai.completions import CompletionAnswer
+from quintet.frontend.api.responses.events import ResponsesWriter
+from quintet.frontend.api.responses.output import ResponsesAnswer
+from quintet.frontend.api.responses.response_history import keep_end
+from quintet.frontend.http.error_shape import ErrorShape
+from quintet.frontend.resume.resume_token import Answer
+from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.token_relay import RelayedWriter
+from quintet.wire.request import Claim
+
+
+class Writer(AnswerWriter, RelayedWriter, Protocol):
+    """Writes the events of a stream that can be gone on with, here or elsewhere."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One of them."""
+
+    errors: ErrorShape
+    writer: Callable[[Any, StreamId | None, Position | None], Writer]
+    """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
+    is_retold: bool = False
+    """Whether the writer must be told an answer from its beginning, wherever its reader is."""
+    before_end: BeforeEnd | None = None
+
+
+DIALECTS: dict[type[Answer], Dialect] = {
+    CompletionAnswer: Dialect(openai_errors.ERRORS, openai_completions.writer),
+    ChatAnswer: Dialect(openai_errors.ERRORS, openai_chat.writer),
+    MessagesAnswer: Dialect(anthropic_errors.ERRORS, MessagesWriter),
+    GenerateAnswer: Dialect(openai_errors.ERRORS, generate.writer),
+    ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True, before_end=keep_end),
+}
+"""By what its claims hold."""
+
+_KINDS: Any = functools.reduce(operator.or_, DIALECTS)
+_decode: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(_KINDS).decode
+
+
+def answer_of(claim: Claim) -> Answer:
+    """Return what `claims.claim_for` was given."""
+    return _decode(claim.answer)
+
+
+def dialect_of(answer: Answer) -> Dialect:
+    """Return the dialect of an answer."""
+    return DIALECTS[type(answer)]

@@ -1,0 +1,230 @@
+"""Small questions to other processes, as awaitables with a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from quintet.frontend.load_balancing.dispatcher import Send, too_large
+from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.prompt_size import num_prompt_tokens
+from quintet.wire.codec import pack_i32
+from quintet.wire.errors import ErrorCode, RequestError
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.kv_admin import KvQuery, KvReport, Verb
+from quintet.wire.limits import FrameTooLarge
+from quintet.wire.messages import (
+    ChatPrompt,
+    Detokenized,
+    DetokenizeQuery,
+    Open,
+    Reclaim,
+    Reclaimed,
+    TextPrompt,
+    Tokenized,
+    TokenizeQuery,
+)
+from quintet.wire.supervision import MetricsQuery, MetricsReport
+
+SLOWEST_TOKENS_PER_S = 1 << 16
+"""Of a prompt that is encoded, behind a few as long as itself: huge ones wait for each other."""
+
+FILE_TIMEOUT_S = 600.0
+"""For a prefix that goes into a file or comes from one: gigabytes, behind all that somebody waits for."""
+
+Answer = Tokenized | Detokenized | MetricsReport | Reclaimed | KvReport
+AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, KvReport)
+
+
+@dataclass(slots=True, eq=False)
+class _Question:
+    """One that waits for its answer."""
+
+    role: Role
+    message: msgspec.Struct
+    answer: asyncio.Future[Answer]
+    index: int | None = None
+    """Who was asked; None while nobody is there."""
+    seat: int | None = None
+    """The one that is asked, where others would not know; None where any of the role does."""
+    epoch: int = 0
+
+
+class Queries:
+    """Asks, and matches answers to questions. Feed it every answer that arrives (`handle`)."""
+
+    def __init__(self, me: WorkerId, send: Send, seats: Seats, timeout_s: float = 30.0) -> None:
+        self._me = me
+        self._send = send
+        self._seats = seats
+        self._timeout_s = timeout_s
+        self._last_id = 0
+        self._waiting: dict[int, _Question] = {}
+
+    def handle(self, answer: Answer) -> None:
+        """Hand an answer to whoever asked; an answer that comes too late is dropped."""
+        question = self._waiting.get(answer.query_id)
+        if question is not None and not question.answer.done():
+            question.answer.set_result(answer)
+
+    def fail(self, query_id: int, error: RequestError) -> None:
+        """Raise ``error`` where the answer to a question is awaited."""
+        question = self._waiting.get(query_id)
+        if question is not None and not question.answer.done():
+            question.answer.set_exception(error)
+
+    def follow(self) -> None:
+        """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Seats.follow`."""
+        for question in list(self._waiting.values()):
+            if question.role is Role.SUPERVISOR or question.answer.done():
+                continue
+            index = question.index
+            if index is None or self._seats.epoch(question.role, index) != question.epoch:
+                self._take_back(question)
+                self._hand_over(question)
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
+        """Encode a prompt. Raises `RequestError`."""
+        timeout_s = self._timeout_s + num_prompt_tokens(prompt) // SLOWEST_TOKENS_PER_S
+        until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        query = TokenizeQuery(self._take_id(), self._me.index, prompt, token_strs, until_ns)
+        answer = await self._ask(Role.TOKENIZER, query, query.query_id, Tokenized, timeout_s)
+        if answer.error is not None:
+            raise RequestError(answer.error.code, answer.error.message, answer.error.param)
+        return answer
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """Decode token ids, special tokens included. Raises `RequestError`."""
+        query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids))
+        answer = await self._ask(Role.DETOKENIZER, query, query.query_id, Detokenized, self._timeout_s)
+        if answer.error is not None:
+            raise RequestError(answer.error.code, answer.error.message, answer.error.param)
+        return answer.text
+
+    async def read_output(
+        self, token_ids: Sequence[int], opened: Open, *, is_cut: bool = False
+    ) -> Detokenized:
+        """Decode the whole output of a request that begins so, read by its parsers. Raises `RequestError`.
+
+        ``is_cut``: a limit ended it, not the model.
+        """
+        query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids), opened, is_cut)
+        answer = await self._ask(Role.DETOKENIZER, query, query.query_id, Detokenized, self._timeout_s)
+        if answer.error is not None:
+            raise RequestError(answer.error.code, answer.error.message, answer.error.param)
+        return answer
+
+    async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
+        """Ask all cores for a request that its client wants to go on reading, and return the word of the one that knows it.
+
+        Raises `RequestError` where none does and one does not answer.
+        """
+        version = self._seats.topology.version
+
+        async def ask(core: int | None) -> Reclaimed:
+            query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
+            return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s, core)
+
+        cores: list[int | None] = [*self._seats.cores()]
+        asked = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
+        answer, failure = None, None
+        try:
+            for each in asyncio.as_completed(asked):
+                try:
+                    answer = await each
+                except RequestError as error:
+                    failure = error
+                    continue
+                if answer.admit is not None:
+                    return answer
+        finally:
+            for task in asked:
+                task.cancel()
+        if answer is None or failure is not None:
+            raise failure or RequestError(ErrorCode.UNAVAILABLE, "No core answered; try again shortly.")
+        return answer
+
+    async def metrics(self, timeout_s: float, own: bytes = b"") -> MetricsReport:
+        """Ask the supervisor for everybody's figures; ``own``: this process's until now, encoded.
+
+        Raises `RequestError` when it does not answer in time.
+        """
+        query = MetricsQuery(self._take_id(), self._me, own)
+        return await self._ask(Role.SUPERVISOR, query, query.query_id, MetricsReport, timeout_s)
+
+    async def of_kv(self, verb: Verb, **asked: Any) -> list[KvReport]:
+        """Ask every core the same of KV memory; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer.
+
+        What one is to write, the first writes that can.
+        """
+        timeout_s = FILE_TIMEOUT_S if verb in ("export", "import") else self._timeout_s
+
+        async def ask(core: int | None) -> KvReport:
+            query = KvQuery(self._take_id(), self._me.index, verb, **asked)
+            return await self._ask(Role.CORE, query, query.query_id, KvReport, timeout_s, core)
+
+        cores: list[int | None] = [*self._seats.cores()] or [None]
+        if verb != "export":
+            return await asyncio.gather(*map(ask, cores))
+        reports: list[KvReport] = []
+        for core in cores:
+            reports.append(await ask(core))
+            if reports[-1].error is None:
+                return reports[-1:]
+        return reports
+
+    def _take_id(self) -> int:
+        self._last_id += 1
+        return self._last_id
+
+    async def _ask(
+        self,
+        role: Role,
+        query: msgspec.Struct,
+        query_id: int,
+        kind: type[AnswerT],
+        timeout_s: float,
+        seat: int | None = None,
+    ) -> AnswerT:
+        question = _Question(role, query, asyncio.get_running_loop().create_future(), seat=seat)
+        if role is Role.SUPERVISOR:
+            self._send(role, 0, query)
+        elif role in self._seats.ever_ready:
+            self._hand_over(question)
+        else:
+            raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
+        self._waiting[query_id] = question
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await question.answer
+        except TimeoutError:
+            raise RequestError(
+                ErrorCode.TIMEOUT, f"The {role} process did not answer within {timeout_s:g} s; try again."
+            ) from None
+        finally:
+            del self._waiting[query_id]
+            self._take_back(question)
+        assert isinstance(answer, kind), f"query {query_id} to {role} was answered by {type(answer).__name__}"
+        return answer
+
+    def _hand_over(self, question: _Question) -> None:
+        """Send a question to a worker, if there is one. One that is too large for it is answered with that error."""
+        index = self._seats.pick(question.role) if question.seat is None else question.seat
+        try:
+            was_sent = index is not None and self._send(question.role, index, question.message)
+        except FrameTooLarge as error:
+            question.answer.set_exception(too_large(error))
+            return
+        if index is not None and was_sent:
+            question.index, question.epoch = index, self._seats.epoch(question.role, index)
+            self._seats.add_load(question.role, index, 1)
+
+    def _take_back(self, question: _Question) -> None:
+        if question.index is not None:
+            self._seats.add_load(question.role, question.index, -1)
+            question.index = None
