@@ -20,7 +20,7 @@ from collections.abc import Callable
 import msgspec
 
 from bench.core_step import make_engine
-from quintet.core.refusals import Refusals
+from quintet.core.poison_isolation.rejections import Refusals
 from quintet.process.seal import KEY_BYTES, Seal
 from quintet.wire import codec
 from quintet.wire.embeds import EmbedsPrompt, digest_of

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from quintet.core.engine import Engine
-from quintet.core.outbox import Effects
+from quintet.core.token_messages import Effects
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.kv_spec import full_layers

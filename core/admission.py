@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefix import embeds_digest, salt_digest
-from quintet.core.outbox import Effects, TokensBuilders
 from quintet.core.policy import Policy
 from quintet.core.repetition import Repetition
 from quintet.core.request import Request
-from quintet.core.state import Limits, State
+from quintet.core.scheduler_state import Limits, State
+from quintet.core.token_messages import Effects, TokensBuilders
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.handover import offer
-from quintet.core.outbox import Effects, Ending, TokensBuilders
+from quintet.core.kv.publish import offer
 from quintet.core.request import Request
-from quintet.core.state import Flight, State
+from quintet.core.scheduler_state import Flight, State
+from quintet.core.token_messages import Effects, Ending, TokensBuilders
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import FinishReason
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs

@@ -1,7 +1,7 @@
 """Until when requests must have ended: which are too late, and which will be.
 
 The core's half of deadlines; the frontend's tells the client. Reads no clock. To predict is to ask what stands before
-a request: slots that others hold, prompts that come first. Each has its pace (`quintet.core.pace`), and the slower one
+a request: slots that others hold, prompts that come first. Each has its pace (`quintet.core.throughput`), and the slower one
 decides; they are worked off at the same time.
 """
 
@@ -11,9 +11,9 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from quintet.core.features.step_time import most_tokens
+from quintet.core.features.latency_target import most_tokens
 from quintet.core.request import Request
-from quintet.core.state import State, by_rank
+from quintet.core.scheduler_state import State, by_rank
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
 

@@ -13,21 +13,21 @@ import msgspec
 from quintet.core.admission import make_requests, meet, refit
 from quintet.core.commit import commit, ending_of
 from quintet.core.deadlines import check_hopeful, check_in_time
-from quintet.core.disk import DiskTalk
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.kv_desk import KvDesk
-from quintet.core.outbox import Effects, TokensBuilders
+from quintet.core.kv_admin import KvDesk
+from quintet.core.kv_tier_client import DiskTalk
+from quintet.core.poison_isolation.rejections import Refusals
+from quintet.core.poison_isolation.suspects import Suspects
+from quintet.core.poison_isolation.trial import call_off, convict, hold_trial
 from quintet.core.policy import POLICIES
-from quintet.core.refusals import Refusals
 from quintet.core.request import Request, Status
 from quintet.core.resumption import Shelf, can_go_on
 from quintet.core.scheduler import schedule
-from quintet.core.state import State
-from quintet.core.suspects import Suspects
-from quintet.core.trial import call_off, convict, hold_trial
+from quintet.core.scheduler_state import State
+from quintet.core.token_messages import Effects, TokensBuilders
 from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.dropped import Dropped
@@ -100,7 +100,7 @@ class Engine:
     def capacity(self, message: Capacity, now_ns: int) -> Effects:
         """Begin with an executor whose tables are empty; what ran before is computed again from its ids.
 
-        Who was in a step that was not finished is suspected of having caused that; see `quintet.core.suspects`.
+        Who was in a step that was not finished is suspected of having caused that; see `quintet.core.poison_isolation.suspects`.
         """
         known, cache = self.executor_epoch, self._cache
         if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quintet.core.kv.held import Held
+from quintet.core.kv.group_blocks import Held
 from quintet.wire.config import CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from quintet.core.request import Request
-    from quintet.core.state import State
+    from quintet.core.scheduler_state import State
 
 
 @dataclass(slots=True, frozen=True)
@@ -101,8 +101,8 @@ FEATURES: dict[str, str] = {
     "kv_peer": "quintet.core.features.kv_peer",
     "kv_disk": "quintet.core.features.kv_disk",
     "kv_store": "quintet.core.features.kv_store",
-    "just_in_time": "quintet.core.features.just_in_time",
-    "step_time": "quintet.core.features.step_time",
+    "just_in_time": "quintet.core.features.prefill_pacing",
+    "step_time": "quintet.core.features.latency_target",
 }
 """Name -> module, in the order in which their hooks are called."""
 

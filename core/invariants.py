@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from quintet.core.request import Request, Status
-from quintet.core.state import State, by_rank
+from quintet.core.scheduler_state import State, by_rank
 
 
 def check(state: State) -> None:

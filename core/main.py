@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from quintet.core.audit import Auditors, by_seat
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
-from quintet.core.outbox import Effects
+from quintet.core.reconcile import Auditors, by_seat
+from quintet.core.token_messages import Effects
 from quintet.process.early import Early
 from quintet.process.kv_publisher import KvPublisher
 from quintet.process.runtime import Process, child_main

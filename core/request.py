@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from quintet.core.kv.held import Held
+from quintet.core.kv.group_blocks import Held
 from quintet.core.repetition import Repetition
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Admit
@@ -95,7 +95,7 @@ class Request:
     begins_at: int = 0
     """Tokens behind which it went on from a state that was found, or from nothing."""
     keep_at: int | None = None
-    """Tokens behind which its state is kept for others next (`quintet.core.states`)."""
+    """Tokens behind which its state is kept for others next (`quintet.core.recurrent_state`)."""
     num_kept: int = 0
     """Tokens of its beginning that were to outlive its preemption, in every group as many as it can go on from."""
     unnamed: list[tuple[int, list[int]]] = field(default_factory=list)

@@ -13,17 +13,17 @@ beginning, the first computes it, and the others begin behind it in the same ste
 piece of it, the next goes on from there, and the first takes over in a later step what the others have computed.
 
 A waiting request enters with blocks for all tokens it has, or for as many as a window ever holds, so as a rule only the
-first group can run out of blocks (`quintet.core.tables` names the exception). Then whoever is last by rank among the running
-is preempted, again and again, until the blocks suffice. The first by rank is never the victim of another, and alone it fits
-(admission saw to that): somebody always makes progress, hence no livelock.
+first group can run out of blocks (`quintet.core.block_manager` names the exception). Then whoever is last by rank
+among the running is preempted, again and again, until the blocks suffice. The first by rank is never the victim of
+another, and alone it fits (admission saw to that): somebody always makes progress, hence no livelock.
 """
 
 from __future__ import annotations
 
-from quintet.core import states, tables
+from quintet.core import block_manager, recurrent_state
 from quintet.core.hooks import Found
 from quintet.core.request import Request, Status
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 from quintet.core.step_builder import StepBuilder
 from quintet.wire.step import StepPlan
 
@@ -45,7 +45,7 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
             break
         _catch_up(state, step, request)
         wanted = _allowance(state, request, request.length - request.planned, budget)
-        count = tables.move_on(state, step, request, wanted) if wanted > 0 else 0
+        count = block_manager.move_on(state, step, request, wanted) if wanted > 0 else 0
         if count > 0:
             _compute(state, step, request, count)
             budget -= count
@@ -127,9 +127,9 @@ def _turn(state: State) -> tuple[int, set[int]]:
 
 def _extend(state: State, step: StepBuilder, request: Request, num_owed: int) -> int:
     """Give a request that decodes its next blocks, preempting others for them; return how many it lacks even so."""
-    num_lacking = tables.extend(state, step, request)
+    num_lacking = block_manager.extend(state, step, request)
     while num_lacking and _make_room(state, request, num_lacking, num_owed):
-        num_lacking = tables.extend(state, step, request)
+        num_lacking = block_manager.extend(state, step, request)
     return num_lacking
 
 
@@ -175,7 +175,7 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
             continue
         found = _longest_source(state, request)
         count = _allowance(state, request, request.length - found.num_tokens, budget)
-        num_own, pool = tables.own_blocks(state, request, found), state.pool
+        num_own, pool = block_manager.own_blocks(state, request, found), state.pool
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
         num_needed = sum(num_own)
         for held in found.shared:
@@ -197,7 +197,7 @@ def _catch_up(state: State, step: StepBuilder, request: Request) -> None:
     """Let a request that is behind exchange its next blocks for full ones that others have computed since it entered."""
     found = _longest_source(state, request)
     if not found.tails and not found.restored and found.num_tokens > request.planned:
-        tables.catch_up(state, step, request, found)
+        block_manager.catch_up(state, step, request, found)
 
 
 def _compute(state: State, step: StepBuilder, request: Request, count: int) -> None:
@@ -221,7 +221,7 @@ def _enter(
 ) -> int:
     """Give a request its slot and blocks, begin it behind what was found, and return how many tokens it computes first."""
     state.enter(request)
-    tables.fill(state, step, request, found, num_own)
+    block_manager.fill(state, step, request, found, num_own)
     if request.parent is not None:
         state.let_go_for_choices(request.parent)
     state.pool.tiers.forget(request.request_id)
@@ -230,9 +230,9 @@ def _enter(
     num_restored = max(map(len, found.restored)) if found.restored else 0
     request.register_at = (max(0, found.num_tokens // block_size - num_restored) + 1) * block_size
     if state.limits.groups.states:
-        states.begin(state, request)
-        count = states.cut(state, request, count)
-    tables.set_room(state, request, request.planned + count)
+        recurrent_state.begin(state, request)
+        count = recurrent_state.cut(state, request, count)
+    block_manager.set_room(state, request, request.planned + count)
     step.enter(request, state.limits.groups)
     return count
 

@@ -7,7 +7,7 @@ from zlib import crc32
 
 from quintet.core.kv.groups import Groups
 from quintet.core.request import Request
-from quintet.core.state import Flight, State
+from quintet.core.scheduler_state import Flight, State
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.embeds import RowEmbeds
 from quintet.wire.step import NewRow, StepPlan

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from quintet.core.counters import Counters
 from quintet.core.engine import Engine
-from quintet.core.outbox import Effects
+from quintet.core.token_messages import Effects
 from quintet.executor.interface import Pending, StepWorker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quintet.core.hooks import Clamp, Feature, Setup
 from quintet.core.request import Request, Status
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 
 def build(setup: Setup) -> Feature | None:

@@ -9,10 +9,10 @@ needs, is a request like any other: the prefix cache or the prompt itself serve 
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.held import Held
+from quintet.core.kv.group_blocks import Held
 from quintet.core.kv.prefix import key_of
 from quintet.core.request import Request, Status
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 
 def build(setup: Setup) -> Feature | None:

@@ -7,18 +7,18 @@ is filled, and the states. When the request is resumed, what is left of it on th
 back from the host, if that is cheaper still.
 
 Both costs are measured ones: the executor says how fast it copies (`Capacity.swap_bytes_per_s`), and its results how
-fast it computes (`quintet.core.pace`). What takes part in a copy, and when, is `quintet.core.kv.host_pool`'s.
+fast it computes (`quintet.core.throughput`). What takes part in a copy, and when, is `quintet.core.kv.host_pool`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.contents import digests_of, keys_behind, run_of
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.held import Held
+from quintet.core.kv.block_keys import digests_of, keys_behind, run_of
+from quintet.core.kv.group_blocks import Held
 from quintet.core.request import Request
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 
 def build(setup: Setup) -> Feature | None:

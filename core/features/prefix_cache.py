@@ -8,10 +8,10 @@ also ends, in the middle of a block (`quintet.core.kv.prefix`): what a request h
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.held import Held
+from quintet.core.kv.group_blocks import Held
 from quintet.core.kv.prefix import extend_chain
 from quintet.core.request import Request, Status
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 
 def build(setup: Setup) -> Feature | None:

@@ -1,13 +1,13 @@
 """Quarantine: while suspects are tried for making the executor fail, only they run.
 
-Who is tried, and for how long, is `quintet.core.suspects`' to say, by way of `State.trial`.
+Who is tried, and for how long, is `quintet.core.poison_isolation.suspects`' to say, by way of `State.trial`.
 """
 
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 
 def build(setup: Setup) -> Feature | None:

@@ -7,7 +7,7 @@ A place is always in exactly one of three states:
        └────────────────────────┴──────────────────────────────┘
 
 Every full block that becomes findable on the device is stored, unless it is there already; what was used longest ago gives
-way, but for what is pinned. What a waiting request wants is fetched into host blocks (`quintet.core.kv.fetches`).
+way, but for what is pinned. What a waiting request wants is fetched into host blocks (`quintet.core.kv.prefetch`).
 
 Never wrong: a key names the content, and the executor reads nothing else under it (`quintet.executor.disk.block_file`). What is
 believed to be there and is not is a miss: the request computes it.
@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
-from quintet.core.kv.cost import Cost
-from quintet.core.kv.fetches import Fetches
+from quintet.core.kv.fetch_cost import Cost
+from quintet.core.kv.prefetch import Fetches
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import FileOrder, KvAnswers, KvOrders
 

@@ -3,7 +3,7 @@
 What is offered is copied out of the device at once, and then the executor's: it keeps the copies for a while, for whoever asks
 for them by their keys (`quintet.executor.peers`). So an offer holds no block, and outlives this process.
 
-What is fetched comes to host blocks of its own (`quintet.core.kv.fetches`). Never wrong: a key names the content, and the
+What is fetched comes to host blocks of its own (`quintet.core.kv.prefetch`). Never wrong: a key names the content, and the
 executor takes it only from who computes the same bits. What does not come is a miss: the request computes it.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quintet.core.kv.fetches import Fetches
+from quintet.core.kv.prefetch import Fetches
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders, Pull
 

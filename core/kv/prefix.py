@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from hashlib import sha256
 
-from quintet.core.kv.held import Held
+from quintet.core.kv.group_blocks import Held
 from quintet.wire.kv_spec import KvGroup
 
 DIGEST_BYTES = 32

@@ -1,7 +1,8 @@
 """Blocks in a store that other servers share: what goes there, and what waiting requests look for and fetch from there.
 
-Who else writes to it, and what gives way there, this process does not hear. So a request's runs (`quintet.core.kv.runs`) are
-looked for first; what was found, or kept by this engine, is believed to be there until it is missed::
+Who else writes to it, and what gives way there, this process does not hear. So a request's runs
+(`quintet.core.kv.store_chunks`) are looked for first; what was found, or kept by this engine, is believed to be there
+until it is missed::
 
       request ── search ──▶ found ── is it worth it? ──▶ get ──▶ host block ── a plan ──▶ device block
                                                           │ missed: computed, and kept anew
@@ -17,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from quintet.core.kv.cost import Cost
-from quintet.core.kv.fetches import PATIENCE_NS, Fetches
-from quintet.core.kv.runs import Runs
+from quintet.core.kv.fetch_cost import Cost
+from quintet.core.kv.prefetch import PATIENCE_NS, Fetches
+from quintet.core.kv.store_chunks import Runs
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_store import Get, Put, Search, StoreAnswers, StoreOrders
 

@@ -10,7 +10,7 @@ ROOMS = ("wire", "process", "frontend", "tokenizer_proc", "core", "executor", "d
 
 ALLOWED = {
     frozenset(
-        {"quintet.core.hooks", "quintet.core.state"}
+        {"quintet.core.hooks", "quintet.core.scheduler_state"}
     ): "hooks are functions of the state that holds them",
 }
 """Cycles that stay, and why."""

@@ -14,7 +14,7 @@ from math import ceil, log2
 import pytest
 from bench.chaos.streams import Asked, Run, crowd, differences, play
 
-from quintet.core.suspects import DEATHS_ALONE
+from quintet.core.poison_isolation.suspects import DEATHS_ALONE
 from tests.processes.poison import Effect, poison
 from tests.processes.server import Server, serve, wait_until
 

@@ -19,7 +19,7 @@ import msgspec
 
 from quintet.core.engine import Engine
 from quintet.core.hooks import FEATURES
-from quintet.core.outbox import Effects
+from quintet.core.token_messages import Effects
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.errors import ErrorCode

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.audit import Auditors
+from quintet.core.reconcile import Auditors
 
 from .fake import World
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.deadlines import num_certain_outputs, predict
-from quintet.core.pace import Pace
+from quintet.core.throughput import Pace
 from quintet.wire.messages import FinishReason
 
 from .fake import World

@@ -7,7 +7,7 @@ import pytest
 from quintet.core.admission import make_requests
 from quintet.core.policy import fcfs
 from quintet.core.request import Request
-from quintet.core.state import MAX_ENDED
+from quintet.core.scheduler_state import MAX_ENDED
 from quintet.wire import codec
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import Admit, FinishReason

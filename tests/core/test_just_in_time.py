@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.features.just_in_time import LEAST_TOKENS
+from quintet.core.features.prefill_pacing import LEAST_TOKENS
 from quintet.wire import codec
 
 from .fake import World, expected

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from quintet.core import kv_desk, states
-from quintet.core.state import State
+from quintet.core import kv_admin, recurrent_state
+from quintet.core.scheduler_state import State
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, Verb
@@ -230,7 +230,7 @@ def test_random_wishes_among_random_requests(
     seed: int, groups: list[KvGroup], with_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The auditor looks on after each, and every answer is what it would be without them."""
-    monkeypatch.setattr(states, "KEEP_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 1 + seed % 9)
     rng = random.Random(seed)
     disk = FakeDisk(30) if with_disk else None
     world = World(groups=groups, num_blocks=60, max_model_len=48, depth=1 + seed % 3, disk=disk)
@@ -305,7 +305,7 @@ def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of hundreds of thousands of blocks a listing takes the core seconds: no step waits for that."""
-    monkeypatch.setattr(kv_desk, "BLOCKS_A_TURN", 6)
+    monkeypatch.setattr(kv_admin, "BLOCKS_A_TURN", 6)
     world = World(num_blocks=200)
     for request_id in range(1, 9):
         serve(world, request_id, [request_id, *PROMPT])

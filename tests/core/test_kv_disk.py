@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.kv.cost import MOST_SURPRISE, TRY_EVERY
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.kv.fetches import PATIENCE_NS
-from quintet.core.state import State
+from quintet.core.kv.fetch_cost import MOST_SURPRISE, TRY_EVERY
+from quintet.core.kv.prefetch import PATIENCE_NS
+from quintet.core.scheduler_state import State
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quintet.core.kv.prefix import salt_digest
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 from quintet.wire.config import KvEventsConfig
 from quintet.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from quintet.wire.kv_spec import KvGroup

@@ -9,7 +9,7 @@ from quintet.core.hooks import FEATURES
 from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
 

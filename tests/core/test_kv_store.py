@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core import states
-from quintet.core.kv import runs as runs_module
+from quintet.core import recurrent_state
+from quintet.core.kv import store_chunks as runs_module
 from quintet.core.kv import store_pool
-from quintet.core.kv.fetches import PATIENCE_NS
 from quintet.core.kv.groups import Groups
-from quintet.core.kv.runs import Runs
+from quintet.core.kv.prefetch import PATIENCE_NS
+from quintet.core.kv.store_chunks import Runs
 from quintet.core.kv.store_pool import SILENCE_NS, StorePool
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.kv_store import Found, Search, StoreAnswers, StoreOrders
@@ -29,7 +29,7 @@ KEYS = [bytes([letter]) * 32 for letter in b"abcdefgh"]
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "RUN_TOKENS", 8)
-    monkeypatch.setattr(states, "KEEP_EVERY", 8)
+    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 8)
 
 
 def state_of(world: World) -> State:

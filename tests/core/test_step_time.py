@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quintet.core.features.step_time import ALONE, FIRST_TOKENS, LEAST_TOKENS, MANY, WAITING_STEPS
-from quintet.core.pace import Pace
+from quintet.core.features.latency_target import ALONE, FIRST_TOKENS, LEAST_TOKENS, MANY, WAITING_STEPS
+from quintet.core.throughput import Pace
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from quintet.core.hooks import FEATURES, Feature, Setup
-from quintet.core.refusals import MAX_REFUSED, REFUSE_S, Refusals
+from quintet.core.poison_isolation.rejections import MAX_REFUSED, REFUSE_S, Refusals
+from quintet.core.poison_isolation.suspects import DEATHS_ALONE
 from quintet.core.request import Request
-from quintet.core.state import State
-from quintet.core.suspects import DEATHS_ALONE
+from quintet.core.scheduler_state import State
 from quintet.wire import codec
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, FinishReason

@@ -6,7 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quintet.core.kv.fetches import PATIENCE_NS
+from quintet.core.kv.prefetch import PATIENCE_NS
 from quintet.wire import codec
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import Kind, KvGroup

@@ -15,7 +15,7 @@ from tests.models.equal import alone, load
 from tests.models.test_engine import House, changed
 from tests.models.test_hybrids import CARD, PROMPTS, greedy, hybrid
 
-from quintet.core import states
+from quintet.core import recurrent_state
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cuda.device import Device
 
@@ -27,7 +27,7 @@ def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:
     family = replace(FAMILIES["MistralForCausalLM"], read=hybrid)
     with (
         mock.patch.dict(FAMILIES, {"HybridForTests": family}),
-        mock.patch.object(states, "KEEP_EVERY", 32),
+        mock.patch.object(recurrent_state, "KEEP_EVERY", 32),
     ):
         loaded = load(tmp_path, compiled=False, load_format="dummy", swap_space=0.05)
         prompts = [PROMPTS[1], *PROMPTS[3:]]

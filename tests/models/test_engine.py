@@ -12,7 +12,7 @@ import pytest
 from tests.models.families import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
-from quintet.core.outbox import Effects
+from quintet.core.token_messages import Effects
 from quintet.executor.interface import KvElsewhere, Pending, StepWorker
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64

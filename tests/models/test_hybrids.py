@@ -20,7 +20,7 @@ from tests.models.equal import MORE_WAYS, Loaded, alone, in_every_way, load, run
 from tests.models.test_engine import House, changed, without_prefix_cache
 from tests.models.test_groups import lose_executor, run_evicting, with_blocks
 
-from quintet.core import states
+from quintet.core import recurrent_state
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.spec import DecoderSpec
@@ -73,7 +73,7 @@ def of_tests(folder: Path) -> Iterator[None]:
 @pytest.fixture(params=[False, True], ids=["eager", "compiled"])
 def loaded(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Loaded]:
     """The model, with a state kept every 32 tokens."""
-    with of_tests(tmp_path), mock.patch.object(states, "KEEP_EVERY", 32):
+    with of_tests(tmp_path), mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
         loaded = load(tmp_path, compiled=request.param, load_format="dummy", swap_space=0.05)
         kinds = {group.kind for group in loaded.config.model.kv.groups}
         assert kinds == {"full", "sliding", "state"}

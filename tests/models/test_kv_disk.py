@@ -17,7 +17,7 @@ from tests.models.test_engine import GREEDY, House, changed
 from tests.models.test_groups import WINDOWED
 from tests.models.test_hybrids import of_tests
 
-from quintet.core import states
+from quintet.core import recurrent_state
 from quintet.deploy import embedded
 from quintet.executor import kv_identity as identity
 from quintet.executor import worker as worker_module
@@ -126,7 +126,7 @@ def test_windows_come_back(family: str, serve: Callable[..., Any], tmp_path: Pat
 
 def test_states_come_back(tmp_path: Path) -> None:
     """Those that are kept behind full blocks: of tests, every 32 tokens."""
-    with of_tests(tmp_path), mock.patch.object(states, "KEEP_EVERY", 32):
+    with of_tests(tmp_path), mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
         loaded = load(tmp_path, compiled=True, load_format="dummy")
         config = changed(loaded.config)
         without, _ = answer(config)

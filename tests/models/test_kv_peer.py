@@ -19,7 +19,7 @@ from tests.models.test_hybrids import of_tests
 from tests.models.test_kv_disk import PROMPT, whole_blocks
 from tests.processes.test_apart import free_port
 
-from quintet.core import states
+from quintet.core import recurrent_state
 from quintet.deploy import embedded
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig, KvPeersConfig
@@ -73,7 +73,7 @@ def test_windows_too(family: str, serve: Callable[..., Any]) -> None:
 
 
 def test_states_too(tmp_path: Path) -> None:
-    with of_tests(tmp_path), mock.patch.object(states, "KEEP_EVERY", 32):
+    with of_tests(tmp_path), mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
         config = changed(load(tmp_path, compiled=True, load_format="dummy").config)
         computed, fetched, num_cached = answers(config)
         assert fetched == computed and num_cached

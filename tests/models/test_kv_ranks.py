@@ -17,8 +17,8 @@ from tests.models.test_kv_disk import answer as answer_of_one
 from tests.models.test_kv_peer import with_peers
 from tests.models.test_kv_store import RUN, with_store
 
-from quintet.core import states
-from quintet.core.kv import runs
+from quintet.core import recurrent_state
+from quintet.core.kv import store_chunks
 from quintet.executor.parallel import shapes
 from quintet.wire.config import EngineConfig
 from quintet.wire.request import Handover
@@ -117,7 +117,7 @@ def test_windows_latents_and_states_come_back(name: str, layout: Layout, tmp_pat
     model, disk = tmp_path / "model", tmp_path / "disk"
     model.mkdir()
     made(ROWS[name], model)
-    with mock.patch.object(states, "KEEP_EVERY", 32):
+    with mock.patch.object(recurrent_state, "KEEP_EVERY", 32):
         without, _ = answer(model, layout)
         for is_warm in (False, True):
             tokens, num_cached = answer(model, layout, lambda config: with_disk(config, disk, NUM_PLACES))
@@ -132,7 +132,7 @@ def test_ranks_share_a_store(layout: Layout, tmp_path: Path) -> None:
     store.mkdir()
     made(ROWS["llama"], model)
     without, _ = answer(model, layout)
-    with mock.patch.object(runs, "RUN_TOKENS", RUN):
+    with mock.patch.object(store_chunks, "RUN_TOKENS", RUN):
         for expected in (0, (len(PROMPT) - 1) // RUN * RUN):
             tokens, num_cached = answer(model, layout, lambda config: with_store(config, f"file://{store}"))
             assert (tokens, num_cached) == (without, expected)

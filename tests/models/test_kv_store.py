@@ -17,8 +17,8 @@ from tests.models.test_groups import WINDOWED
 from tests.models.test_hybrids import of_tests
 from tests.models.test_kv_disk import PROMPT
 
-from quintet.core import states
-from quintet.core.kv import runs
+from quintet.core import recurrent_state
+from quintet.core.kv import store_chunks
 from quintet.deploy import embedded
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig, KvStoreConfig
@@ -30,7 +30,10 @@ IN_RUNS = (len(PROMPT) - 1) // RUN * RUN
 
 @pytest.fixture(autouse=True)
 def short_runs() -> Iterator[None]:
-    with mock.patch.object(runs, "RUN_TOKENS", RUN), mock.patch.object(states, "KEEP_EVERY", RUN):
+    with (
+        mock.patch.object(store_chunks, "RUN_TOKENS", RUN),
+        mock.patch.object(recurrent_state, "KEEP_EVERY", RUN),
+    ):
         yield
 
 

@@ -31,7 +31,7 @@ from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, made
 
-from quintet.core.outbox import Effects
+from quintet.core.token_messages import Effects
 from quintet.executor.interface import StepWorker
 from quintet.executor.parallel.boot import share_of_rank
 from quintet.executor.parallel.pipeline import Flight, Pipeline

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 LEAST_TOKENS = 64
 """Prompts get at least so many tokens of every step: below, it is the weights that a step waits for, not the tokens."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quintet.core.contents import digests_of, keys_behind, run_of
+from quintet.core.kv.block_keys import digests_of, keys_behind, run_of
 from quintet.core.kv.prefix import reach
 from quintet.core.request import Request
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 
 def offer(state: State, request: Request) -> None:

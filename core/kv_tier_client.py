@@ -6,14 +6,14 @@ Decides nothing: `quintet.core.kv.disk_pool` and `quintet.core.features` do.
 
 from __future__ import annotations
 
-from quintet.core import states
+from quintet.core import recurrent_state
 from quintet.core.counters import Counters
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.peer_pool import PeerPool
-from quintet.core.kv.runs import Runs
+from quintet.core.kv.store_chunks import Runs
 from quintet.core.kv.store_pool import StorePool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.state import Limits, State
+from quintet.core.scheduler_state import Limits, State
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import CacheConfig
 from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
@@ -41,7 +41,7 @@ class DiskTalk:
         store = None
         if capacity.num_store_blocks and cache.store is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
-            runs = Runs.of(limits.groups, limits.block_size, states.KEEP_EVERY)
+            runs = Runs.of(limits.groups, limits.block_size, recurrent_state.KEEP_EVERY)
             most_putting = cache.store.waiting_bytes // limits.block_bytes
             store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
         if not capacity.num_disk_blocks:

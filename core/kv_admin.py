@@ -11,9 +11,9 @@ from collections.abc import Collection, Container, Mapping, Sequence
 
 from quintet.core.kv.pins import Pin, Pins
 from quintet.core.kv.prefix import extend_chain, key_of, reach, salt_digest
-from quintet.core.kv.trails import Trail, Trails, Tree
-from quintet.core.kv_files import FileTasks
-from quintet.core.state import Limits, State
+from quintet.core.kv.prefix_tree import Trail, Trails, Tree
+from quintet.core.prefix_export import FileTasks
+from quintet.core.scheduler_state import Limits, State
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.kv_admin import (

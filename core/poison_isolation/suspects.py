@@ -34,7 +34,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from quintet.core.state import Flight
+from quintet.core.scheduler_state import Flight
 
 DEATHS_ALONE = 3
 """So often a request has to be alone in an executor that dies, without one success in between, to be convicted."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import takewhile
 
 from quintet.core.hooks import Found
-from quintet.core.kv.fetches import Fetches
-from quintet.core.kv.held import Held
+from quintet.core.kv.group_blocks import Held
+from quintet.core.kv.prefetch import Fetches
 from quintet.core.kv.prefix import digest_behind, extend_chain, key_of
 from quintet.core.request import Request, Status
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 
 def run_of(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:

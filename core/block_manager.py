@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from quintet.core import states
+from quintet.core import recurrent_state
 from quintet.core.hooks import Found
-from quintet.core.kv.held import Held
+from quintet.core.kv.group_blocks import Held
 from quintet.core.request import Request
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 from quintet.core.step_builder import StepBuilder
 
 NO_BLOCKS = Held()
@@ -77,7 +77,7 @@ def extend(state: State, step: StepBuilder, request: Request) -> int:
             pool.move(block)
         _append(step, request, index, block)
     if groups.states:
-        states.prepare(state, step, request)
+        recurrent_state.prepare(state, step, request)
     set_room(state, request, planned + 1)
     return 0
 
@@ -88,7 +88,7 @@ def move_on(state: State, step: StepBuilder, request: Request, count: int) -> in
     if groups.is_plain:
         return count
     if groups.states:
-        count = states.cut(state, request, count)
+        count = recurrent_state.cut(state, request, count)
     if groups.windowed:
         end = _reach(state, request, -(-(request.planned + count) // block_size))
         count = min(count, end * block_size - request.planned)
@@ -99,7 +99,7 @@ def move_on(state: State, step: StepBuilder, request: Request, count: int) -> in
         for index in groups.windowed:
             _move_window(state, step, request, index, end, is_scarce)
     if groups.states:
-        states.prepare(state, step, request)
+        recurrent_state.prepare(state, step, request)
     set_room(state, request, request.planned + count)
     return count
 
@@ -134,7 +134,7 @@ def catch_up(state: State, step: StepBuilder, request: Request, found: Found) ->
     for index, group in enumerate(groups.all):
         held, shared = request.held[index], found.shared[index]
         if group.is_state:
-            states.exchange(state, step, request, index, shared.blocks)
+            recurrent_state.exchange(state, step, request, index, shared.blocks)
             continue
         # What it shares already behind `planned` stays as it is.
         first = max(shared.begin, min(planned, held.end))
@@ -150,7 +150,7 @@ def catch_up(state: State, step: StepBuilder, request: Request, found: Found) ->
     request.planned = found.num_tokens
     request.register_at = (end + 1) * block_size
     if groups.states:
-        states.begin(state, request)
+        recurrent_state.begin(state, request)
     set_room(state, request, request.planned)
 
 
@@ -161,7 +161,7 @@ def set_room(state: State, request: Request, end: int) -> None:
         request.room = request.held[0].end * block_size
         return
     room = min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
-    request.room = states.room_of(state, request, end, room) if groups.states else room
+    request.room = recurrent_state.room_of(state, request, end, room) if groups.states else room
 
 
 def _movable(state: State, request: Request, index: int) -> list[int]:

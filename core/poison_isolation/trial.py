@@ -1,14 +1,14 @@
 """What a search for suspects does to the state: who may run now, and how the convicted ends.
 
-Who is suspected is `quintet.core.suspects`' to know; this file preempts, ends and reports.
+Who is suspected is `quintet.core.poison_isolation.suspects`' to know; this file preempts, ends and reports.
 """
 
 from __future__ import annotations
 
-from quintet.core.outbox import Effects, TokensBuilders
-from quintet.core.refusals import REFUSE_S, Refusals, fingerprint_of
-from quintet.core.state import State
-from quintet.core.suspects import DEATHS_ALONE, Suspects
+from quintet.core.poison_isolation.rejections import REFUSE_S, Refusals, fingerprint_of
+from quintet.core.poison_isolation.suspects import DEATHS_ALONE, Suspects
+from quintet.core.scheduler_state import State
+from quintet.core.token_messages import Effects, TokensBuilders
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Failed
 

@@ -4,7 +4,8 @@
                behind the window  |    held    |
                                 begin         end
 
-Of a group of states the blocks are those that the newest step read and wrote (`quintet.core.states`), often one and the same.
+Of a group of states the blocks are those that the newest step read and wrote (`quintet.core.recurrent_state`), often
+one and the same.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Keeping is a favour: where no block is to spare the state is written over, and w
 from __future__ import annotations
 
 from quintet.core.request import Request
-from quintet.core.state import Limits, State
+from quintet.core.scheduler_state import Limits, State
 from quintet.core.step_builder import StepBuilder
 
 KEEP_EVERY = 1024

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request, Status
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 
 LEAST_TOKENS = 32
 """Prompts get at least so many tokens of every step: reading the weights takes as long as multiplying with them."""

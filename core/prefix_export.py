@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.state import State
+from quintet.core.scheduler_state import State
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.kv_admin import KvQuery, KvReport
