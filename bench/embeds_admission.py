@@ -21,7 +21,7 @@ import msgspec
 
 from bench.core_step import make_engine
 from quintet.core.poison_isolation.rejections import Refusals
-from quintet.process.seal import KEY_BYTES, Seal
+from quintet.process.frame_hmac import KEY_BYTES, Seal
 from quintet.wire import codec
 from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.messages import Admit

@@ -9,8 +9,8 @@ from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
 from quintet.core.reconcile import Auditors, by_seat
 from quintet.core.token_messages import Effects
-from quintet.process.early import Early
 from quintet.process.kv_publisher import KvPublisher
+from quintet.process.pending_topology import Early
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import encode, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig

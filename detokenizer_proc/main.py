@@ -12,7 +12,7 @@ from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.text_state import TextState
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
-from quintet.process.early import Early
+from quintet.process.pending_topology import Early
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig

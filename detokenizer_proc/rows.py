@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.reading import Readings
+from quintet.detokenizer_proc.output_parsing import Readings
 from quintet.detokenizer_proc.stops import StopCache
 from quintet.detokenizer_proc.text_builder import TextBuilder
 from quintet.detokenizer_proc.text_state import TextState

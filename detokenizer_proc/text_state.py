@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintet.detokenizer_proc.incremental import Decoder, PieceTable
-from quintet.detokenizer_proc.reading import OutputReader
+from quintet.detokenizer_proc.output_parsing import OutputReader
 from quintet.detokenizer_proc.stops import ROOT, Hit, StopAutomaton
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import Open, PositionLogprobs

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintet.executor.interface import Pending
-from quintet.process.bell import Bell
 from quintet.process.runtime import Receives
+from quintet.process.wakeup import Bell
 from quintet.wire.step import StepPlan, StepsEnded
 
 MAX_FAREWELL_S = 1.0

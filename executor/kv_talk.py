@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 
 from quintet.executor.interface import KvDisk, KvElsewhere, StepWorker
-from quintet.process.bell import Bell
 from quintet.process.kv_publisher import address_for
 from quintet.process.runtime import Process
+from quintet.process.wakeup import Bell
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role

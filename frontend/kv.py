@@ -15,10 +15,10 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import Exchange
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.disk_sense import is_file_name
 from quintet.wire.errors import RequestError
 from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvRoom, Verb
 from quintet.wire.kv_disk import EXCHANGE
+from quintet.wire.kv_disk_validate import is_file_name
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import check_token_ids
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from quintet.process.leftovers import LEFTOVER_BYTES, give_back_memory
+from quintet.process.malloc_trim import LEFTOVER_BYTES, give_back_memory
 
 AFTER_S = 1.0
 """How long after a large exchange: its answer may still lie with the connection."""

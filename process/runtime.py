@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol
 import msgspec
 import setproctitle
 
-from quintet.process.batch_class import let_others_finish
-from quintet.process.bell import Bell
-from quintet.process.leftovers import give_back_memory
 from quintet.process.log import configure_logging
+from quintet.process.malloc_trim import give_back_memory
 from quintet.process.record import Recorder
+from quintet.process.sched_batch import let_others_finish
 from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.process.trace import Span, Tracer, no_span
+from quintet.process.wakeup import Bell
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
@@ -40,7 +40,6 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame, largest_frames
 from quintet.wire.metrics import Metrics
-from quintet.wire.sense import Sense
 from quintet.wire.supervision import (
     Drain,
     Heartbeat,
@@ -50,6 +49,7 @@ from quintet.wire.supervision import (
     TellFigures,
     Topology,
 )
+from quintet.wire.validate import Sense
 
 if TYPE_CHECKING:
     import asyncio  # the blocking loops start without it

@@ -2,7 +2,7 @@
 
 Each process binds one PULL socket, its inbox, at an address that names its epoch, and connects a PUSH socket to every
 inbox it writes to. Sends never block and never wait for a peer to exist; what is queued for a dead process is thrown
-away when the topology names its successor. Every frame is sealed with the server's key (``process/seal.py``).
+away when the topology names its successor. Every frame is sealed with the server's key (``process/frame_hmac.py``).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar, get_args
 import msgspec
 import zmq
 
-from quintet.process.bell import Bell
-from quintet.process.seal import SEAL_BYTES, Seal, run_key
+from quintet.process.frame_hmac import SEAL_BYTES, Seal, run_key
+from quintet.process.wakeup import Bell
 from quintet.wire import codec
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.dropped import Dropped, carried_by, carried_by_bytes
@@ -96,7 +96,7 @@ class Rejection(enum.Enum):
     UNREADABLE = "unreadable"
     """Sealed, but no message that this process takes."""
     SENSELESS = "senseless"
-    """A message whose lengths or numbers cannot be (`quintet.wire.sense`)."""
+    """A message whose lengths or numbers cannot be (`quintet.wire.validate`)."""
 
 
 Accepts = Callable[[msgspec.Struct], bool]

@@ -15,7 +15,7 @@ from tokenizers.models import BPE
 
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
 from quintet.tokenizer_proc.infill import no_infill, open_infill
-from quintet.tokenizer_proc.pieces import PIECE_CHARS, cutter_of
+from quintet.tokenizer_proc.text_pieces import PIECE_CHARS, cutter_of
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt, first_not_finite

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 import msgspec
 import uvloop
 
-from quintet.process.early import Early
-from quintet.process.leftovers import LEFTOVER_BYTES, give_back_memory
+from quintet.process.malloc_trim import LEFTOVER_BYTES, give_back_memory
+from quintet.process.pending_topology import Early
 from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.embeds import check_embeds
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.tokenizer_proc.laned import Laned
+from quintet.tokenizer_proc.offloaded import Laned
 from quintet.tokenizer_proc.senders import refusal_of, sender_of
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from quintet.tokenizer_proc.depth import target_of
+from quintet.tokenizer_proc.nesting_depth import target_of
 from quintet.tokenizer_proc.schema_keywords import ANNOTATIONS, TYPES, Schema, as_list
 
 MAX_ORDERS = 100

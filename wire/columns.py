@@ -1,6 +1,6 @@
 """Which fields of the messages are packed columns, of what, and whether a column's numbers lie in a range.
 
-Knows no configuration: which range that is, ``wire/sense.py`` says.
+Knows no configuration: which range that is, ``wire/validate.py`` says.
 """
 
 from __future__ import annotations

@@ -19,11 +19,11 @@ import msgspec
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.process.seal import Seal
+from quintet.process.frame_hmac import Seal
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.codec import encode, pack_i32, pack_i64
-from quintet.wire.sense import Sense
+from quintet.wire.validate import Sense
 
 RUNS, CALLS = 200, 100
 

@@ -34,8 +34,8 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame, largest_frames
-from quintet.wire.sense import Sense
 from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
+from quintet.wire.validate import Sense
 
 log = logging.getLogger(__name__)
 

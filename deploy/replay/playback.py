@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintet.deploy.replay.compare import decoded, difference, without_times
-from quintet.process.bell import Bell
 from quintet.process.record import Recording, Sent, Turn
 from quintet.process.sockets import Outbox, Rejection
+from quintet.process.wakeup import Bell
 from quintet.wire.ids import Role, WorkerId
 
 

@@ -40,7 +40,6 @@ from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
-from quintet.wire.sense import Sense
 from quintet.wire.supervision import (
     Command,
     Drain,
@@ -52,6 +51,7 @@ from quintet.wire.supervision import (
     SeatState,
     Stop,
 )
+from quintet.wire.validate import Sense
 
 _TICK_S = 0.2
 """The loop turns at least so often: what counts is also what does not come."""

@@ -21,7 +21,7 @@ from quintet.executor.models.model import CausalModel
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.cuda import open_rank_device
 from quintet.executor.platforms.platform import open_platform
-from quintet.process.leftovers import give_back_memory
+from quintet.process.malloc_trim import give_back_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 

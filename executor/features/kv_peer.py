@@ -26,7 +26,7 @@ from quintet.executor.peers.door import Door
 from quintet.executor.peers.keys import Context, Doorman, PeerKey
 from quintet.executor.peers.link import Came, Link, PeerLost, Wanted
 from quintet.executor.peers.offered import Offered
-from quintet.process.batch_class import let_others_finish
+from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_disk import KvAnswers, KvOrders

@@ -28,7 +28,7 @@ from quintet.executor.block_bytes import Bytes, Int, Wait, WholeBlocks
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.store.connector import MAX_DAMAGED, KvConnector
 from quintet.executor.store.run import RunFormat
-from quintet.process.batch_class import let_others_finish
+from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.kv_store import Found, Get, Put, Search, StoreAnswers

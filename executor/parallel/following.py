@@ -25,7 +25,7 @@ from quintet.executor.platforms.platform import Platform, open_platform
 from quintet.executor.program.stage import Stage
 from quintet.executor.program.step import Step
 from quintet.executor.worker import CHORE_S, make_stage
-from quintet.process.leftovers import give_back_memory
+from quintet.process.malloc_trim import give_back_memory
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 

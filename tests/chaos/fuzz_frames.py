@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import zmq
 
-from quintet.process.seal import SEAL_BYTES, Seal, run_key
+from quintet.process.frame_hmac import SEAL_BYTES, Seal, run_key
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision

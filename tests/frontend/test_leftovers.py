@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from quintet.frontend import malloc_trim
-from quintet.process.leftovers import LEFTOVER_BYTES
+from quintet.process.malloc_trim import LEFTOVER_BYTES
 
 
 @pytest.mark.parametrize(("num_bytes", "num_times"), [(0, 0), (LEFTOVER_BYTES - 1, 0), (LEFTOVER_BYTES, 1)])

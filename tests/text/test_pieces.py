@@ -11,12 +11,12 @@ import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
 from quintet.deploy.embedded import default_model_path
-from quintet.tokenizer_proc import encode, pieces, runs
+from quintet.tokenizer_proc import encode, text_pieces, word_cuts
 from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder
 from quintet.tokenizer_proc.expressions import APART, DEEPSEEK, EXPRESSIONS
-from quintet.tokenizer_proc.pieces import SPACE, Cutter, cutter_of
-from quintet.tokenizer_proc.runs import Cut, Runs, encoded
+from quintet.tokenizer_proc.text_pieces import SPACE, Cutter, cutter_of
+from quintet.tokenizer_proc.word_cuts import Cut, Runs, encoded
 from quintet.wire.config import ModelConfig
 
 ODDS = [
@@ -134,11 +134,11 @@ ALPHABETS = [
 
 def in_runs(seed: int, longest: int = 90) -> str:
     draw = random.Random(seed)
-    runs = []
+    word_cuts = []
     for _ in range(draw.randint(1, 12)):
         alphabet = draw.choice(ALPHABETS)
-        runs.append("".join(draw.choices(alphabet, k=draw.randint(1, longest))))
-    return draw.choice(["", "<s>", " ", "</s>"]).join(runs)
+        word_cuts.append("".join(draw.choices(alphabet, k=draw.randint(1, longest))))
+    return draw.choice(["", "<s>", " ", "</s>"]).join(word_cuts)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -203,8 +203,8 @@ def test_no_piece_is_large(kind: str, unit: str, monkeypatch: pytest.MonkeyPatch
         sizes.append(len(text))
         return encoded(tokenizer, text)
 
-    monkeypatch.setattr(pieces, "encoded", measured)
-    monkeypatch.setattr(runs, "encoded", measured)
+    monkeypatch.setattr(text_pieces, "encoded", measured)
+    monkeypatch.setattr(word_cuts, "encoded", measured)
     assert list(cutter.ids_of(text, 1000)) == whole
     assert max(sizes) < 2000
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 
 from quintet.process.grammars import open_matcher, open_vocabulary
 from quintet.tokenizer_proc import main
-from quintet.tokenizer_proc.depth import check_grammar
+from quintet.tokenizer_proc.nesting_depth import check_grammar
 from quintet.tokenizer_proc.structural_tags import lark_of_text
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire import messages as m

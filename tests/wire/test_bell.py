@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quintet.process.bell import Bell
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
+from quintet.process.wakeup import Bell
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_disk import DiskRang

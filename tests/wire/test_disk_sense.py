@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from quintet.wire.codec import pack_i32
-from quintet.wire.disk_sense import disk_checks, fits_elsewhere
 from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk_validate import disk_checks, fits_elsewhere
 from quintet.wire.kv_store import Found, Get, Put, Search, StoreAnswers, StoreOrders
 from quintet.wire.step import Capacity
 

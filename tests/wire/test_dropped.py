@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from quintet.process.seal import Seal
+from quintet.process.frame_hmac import Seal
 from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of
 from quintet.wire import codec, kv_admin
 from quintet.wire import messages as m
@@ -20,7 +20,7 @@ from quintet.wire.dropped import CARRIERS, Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvReport
 from quintet.wire.request import Echo
-from quintet.wire.sense import Sense
+from quintet.wire.validate import Sense
 
 from .test_record import config_of
 from .test_sense import admit, plan, result, submit, text, tokens

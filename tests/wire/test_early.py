@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.process.early import Early
+from quintet.process.pending_topology import Early
 from quintet.wire.ids import epoch_tag, is_newer
 
 

@@ -18,7 +18,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, Reading, RequestSpec
-from quintet.wire.sense import Sense
+from quintet.wire.validate import Sense
 
 from .respec import changed
 from .test_record import config_of

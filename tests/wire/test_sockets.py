@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from quintet.process.seal import KEY_BYTES, KEY_FILE, SEAL_BYTES, Seal, run_key
+from quintet.process.frame_hmac import KEY_BYTES, KEY_FILE, SEAL_BYTES, Seal, run_key
 from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId

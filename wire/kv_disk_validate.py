@@ -1,6 +1,6 @@
 """Which messages about blocks elsewhere make sense: in host memory, on disk, in a shared store, of other servers.
 
-A part of `quintet.wire.sense`.
+A part of `quintet.wire.validate`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,17 @@ import msgspec
 from quintet.wire.columns import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_disk import MAX_KEPT, KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_store_validate import (
+    MAX_NS,
+    are_below,
+    are_keys,
+    are_named,
+    is_store_answer,
+    is_store_order,
+)
 from quintet.wire.params import MAX_COUNT
 from quintet.wire.request import MAX_PEER_CHARS, Handover
 from quintet.wire.step import Capacity
-from quintet.wire.store_sense import MAX_NS, are_below, are_keys, are_named, is_store_answer, is_store_order
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 

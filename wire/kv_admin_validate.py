@@ -1,4 +1,4 @@
-"""Which messages make sense that an operator's questions travel in: a part of `quintet.wire.sense`."""
+"""Which messages make sense that an operator's questions travel in: a part of `quintet.wire.validate`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from quintet.wire.columns import ID_BYTES, all_below
-from quintet.wire.disk_sense import is_file_name
 from quintet.wire.kv_admin import DIGEST_BYTES, MAX_LISTED, MAX_NAME, KvPins, KvPrefix, KvQuery, KvReport
-from quintet.wire.store_sense import are_keys
+from quintet.wire.kv_disk_validate import is_file_name
+from quintet.wire.kv_store_validate import are_keys
 
 MAX_NUMBER = 1 << 63
 MAX_SEATS = 1 << 10

@@ -1,4 +1,6 @@
-"""Which orders and answers about a shared store make sense, and which columns of keys: a part of `quintet.wire.disk_sense`."""
+"""Which orders and answers about a shared store make sense, and which columns of keys: a part of
+`quintet.wire.kv_disk_validate`.
+"""
 
 from __future__ import annotations
 

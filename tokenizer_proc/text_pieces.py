@@ -30,7 +30,7 @@ from quintet.tokenizer_proc.expressions import (
     GPT2,
     Expression,
 )
-from quintet.tokenizer_proc.runs import Cut, Runs, encoded, runs_of
+from quintet.tokenizer_proc.word_cuts import Cut, Runs, encoded, runs_of
 
 PIECE_CHARS = 1 << 17
 

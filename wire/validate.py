@@ -18,15 +18,15 @@ from quintet.wire.channels import Channel, RowSpans
 from quintet.wire.codec import UNREADABLE, unpack_i32
 from quintet.wire.columns import ID_BYTES, REQUEST_BYTES, all_below, are_spans
 from quintet.wire.config import EngineConfig
-from quintet.wire.disk_sense import (
+from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
+from quintet.wire.kv_admin_validate import operator_checks
+from quintet.wire.kv_disk_validate import (
     are_swaps,
     blocks_elsewhere,
     can_be_handed_over,
     disk_checks,
     fits_elsewhere,
 )
-from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
-from quintet.wire.kv_admin_sense import operator_checks
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import (
