@@ -27,7 +27,7 @@ from bench.overhead.run import Machine, _commit, machine
 from bench.stages import run
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.hosts.member import OwnPlace
-from quintet.executor.parallel.followers import Followers
+from quintet.executor.parallel.follower_processes import Followers
 from quintet.executor.parallel.leader import make_leading_worker
 from quintet.executor.platforms.shares import take_share
 from quintet.executor.worker import Worker

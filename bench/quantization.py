@@ -44,7 +44,7 @@ from quintet.deploy.embedded import default_model_path
 from quintet.deploy.quantize.loss import measure, table
 from quintet.deploy.quantize.settings import WINDOW
 from quintet.deploy.quantize.windows import windows_of
-from quintet.executor.gguf.writing.mixes import MIXES
+from quintet.executor.gguf.writing.type_mixes import MIXES
 from quintet.executor.quantizing.targets import TARGETS
 
 END_OF_TEXT = 0

@@ -26,7 +26,7 @@ import msgspec
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.interface import Pending, StepWorker
-from quintet.executor.parallel.followers import Followers
+from quintet.executor.parallel.follower_processes import Followers
 from quintet.executor.parallel.leader import make_leading_worker
 from quintet.executor.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.platforms.shares import take_share

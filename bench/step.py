@@ -35,7 +35,7 @@ from quintet.executor.cards.fitting import leaves_of
 from quintet.executor.cards.registry import FAMILIES
 from quintet.executor.cards.share import Share
 from quintet.executor.cards.spec import DecoderSpec
-from quintet.executor.parallel.followers import Followers
+from quintet.executor.parallel.follower_processes import Followers
 from quintet.executor.parallel.leader import make_leading_worker
 from quintet.executor.platforms.shares import take_share
 from quintet.executor.program.runner import ProgramRunner

@@ -30,7 +30,7 @@ from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.executor.hosts.member import OwnPlace
-from quintet.executor.parallel.followers import ending
+from quintet.executor.parallel.follower_processes import ending
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
 from quintet.wire.errors import EXIT_CONFIG, ConfigError

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from quintet.executor.expert_figures import ExpertCounts
+from quintet.executor.expert_metrics import ExpertCounts
 from quintet.wire.kv_disk import KvAnswers, KvOrders
 from quintet.wire.step import StepPlan, StepResult
 

@@ -16,11 +16,11 @@ import time
 from collections.abc import Callable
 
 from quintet.executor.cards.share import share_of
-from quintet.executor.expert_figures import ExpertFigures
+from quintet.executor.expert_metrics import ExpertFigures
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
-from quintet.executor.kv_talk import kv_talk, own_places
-from quintet.executor.parallel.followers import Followers
+from quintet.executor.kv_transfer.kv_connector_loop import kv_talk, own_places
+from quintet.executor.parallel.follower_processes import Followers
 from quintet.executor.platforms.shares import take_share
 from quintet.executor.weights.read_ahead import read_ahead, reserve_ahead
 from quintet.process.runtime import Process, child_main
@@ -42,7 +42,7 @@ WORKERS = {
 
 LEADERS = {
     "cpu": "quintet.executor.parallel.leader:make_leading_worker",
-    "cuda": "quintet.executor.cuda.leading:make_leading_worker",
+    "cuda": "quintet.executor.cuda.leader:make_leading_worker",
 }
 """Likewise, of an executor with several ranks, by ``ExecutorConfig.device``; the function takes the others as well."""
 

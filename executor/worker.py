@@ -15,15 +15,16 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Rows
-from quintet.executor.block_bytes import BlockBytes, WholeBlocks
 from quintet.executor.cards.share import WHOLE, Share, share_of
 from quintet.executor.eager import EagerRunner
-from quintet.executor.elsewhere import Elsewhere
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, StepWorker
+from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
+from quintet.executor.kv_transfer.kv_tiers import Elsewhere
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.memory import to_device
 from quintet.executor.models.model import CausalModel
+from quintet.executor.oom_split import SmallerSteps
 from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
 from quintet.executor.ops.huge_memory import HugeMemory
 from quintet.executor.ops.huge_pages import HugePages
@@ -41,7 +42,6 @@ from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
-from quintet.executor.smaller_steps import SmallerSteps
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
@@ -77,7 +77,7 @@ class Worker:
     ) -> None:
         """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well.
 
-        stage: what is recorded of the model, where it is. crossings: see `quintet.executor.parallel.followers`.
+        stage: what is recorded of the model, where it is. crossings: see `quintet.executor.parallel.follower_processes`.
         """
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}

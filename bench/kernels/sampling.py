@@ -25,8 +25,8 @@ import torch
 from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.draw_on_host import draw_on_host
-from quintet.executor.sampling.entries import entries
-from quintet.executor.sampling.entries_on_host import entries_on_host
+from quintet.executor.sampling.logprob_entries import entries
+from quintet.executor.sampling.logprob_entries_on_host import entries_on_host
 from quintet.executor.sampling.settings import RECORD, settings_of
 from quintet.wire.params import SamplingParams
 

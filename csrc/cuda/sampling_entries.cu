@@ -1,5 +1,5 @@
 // Reports on rows of logits: one token's log-probability and rank, and the most likely tokens, without sorting the
-// vocabulary. The reference is quintet.executor.sampling.entries; among equals the lower id comes first.
+// vocabulary. The reference is quintet.executor.sampling.logprob_entries; among equals the lower id comes first.
 //
 // Runs after scan_tiles of sampling.cu at temperature 1. A block owns a row. The normalizer comes from the tiles' sums
 // alone; the rank reads the tiles that hold anything larger than the token; the n most likely a selection among some

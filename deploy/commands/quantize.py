@@ -19,7 +19,7 @@ from quintet.deploy.resolve.card import ModelFacts, read_facts
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.source import locate_model
 from quintet.executor.cards.card import ModelCard
-from quintet.executor.gguf.writing.mixes import MIXES
+from quintet.executor.gguf.writing.type_mixes import MIXES
 from quintet.executor.quantizing.targets import TARGETS
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, card_path, is_gguf

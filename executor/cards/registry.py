@@ -12,7 +12,6 @@ import re
 from quintet.executor.cards.families import (
     cohere,
     dense,
-    departed,
     falcon,
     gemma,
     glm,
@@ -24,6 +23,7 @@ from quintet.executor.cards.families import (
     llama,
     llama4,
     mamba,
+    moe,
     mpt,
     nemotron,
     olmo,
@@ -31,8 +31,8 @@ from quintet.executor.cards.families import (
     opt,
     phi,
     qwen_next,
-    routed,
-    sigmoid_routed,
+    remote_code,
+    sigmoid_moe,
     text_of,
 )
 from quintet.executor.cards.family import Family
@@ -56,11 +56,11 @@ FAMILIES: dict[str, Family] = {
     **olmo.FAMILIES,
     **openai.FAMILIES,
     **opt.FAMILIES,
-    **departed.FAMILIES,
+    **remote_code.FAMILIES,
     **phi.FAMILIES,
     **qwen_next.FAMILIES,
-    **routed.FAMILIES,
-    **sigmoid_routed.FAMILIES,
+    **moe.FAMILIES,
+    **sigmoid_moe.FAMILIES,
     **text_of.FAMILIES,
 }
 """By the card's architecture."""

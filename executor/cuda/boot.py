@@ -13,10 +13,10 @@ from quintet.executor.cuda.attention.backend import AttentionBackend, AttentionN
 from quintet.executor.cuda.attention.choice import Choice, choose_as_first, choose_attention
 from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
+from quintet.executor.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
-from quintet.executor.cuda.linear_choice import DeviceLinears, captured_stopwatch
-from quintet.executor.cuda.orders import Teller
+from quintet.executor.cuda.rank_broadcast import Teller
 from quintet.executor.cuda.runner import DeviceRunner
 from quintet.executor.cuda.steps import DeviceSteps
 from quintet.executor.cuda.tables import DeviceTables, StepMemory

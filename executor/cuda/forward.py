@@ -18,9 +18,9 @@ from quintet.executor.cuda.attention.backend import AttentionBackend
 from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.experts import GATES, experts
+from quintet.executor.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.kv_memory import DeviceKv
-from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.activation import gated
 from quintet.executor.cuda.ops.attention import paged_attention
 from quintet.executor.cuda.ops.formats import PACK_BYTES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quintet.executor.cards.share import share_of
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.group import DeviceGroup, SumsLibrary, meet_peers
-from quintet.executor.cuda.orders import device_ranks_shape
+from quintet.executor.cuda.rank_broadcast import device_ranks_shape
 from quintet.executor.parallel.ranks import SPINS, Ranks
 from quintet.wire.config import EngineConfig
 

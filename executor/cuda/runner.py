@@ -17,9 +17,9 @@ from quintet.executor.cuda.attention.backend import AttentionBackend, HostRows
 from quintet.executor.cuda.attention.plans import AttentionPlans
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.forward import DevicePass, Value
+from quintet.executor.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.kv_memory import DeviceKv
-from quintet.executor.cuda.linear_choice import DeviceLinears
 from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.cuda.ops.draw import draw
 from quintet.executor.cuda.ops.peers import RanksApart

@@ -9,7 +9,7 @@ from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.draw import DeviceDraw
 from quintet.executor.cuda.ops.entries import DeviceReport
 from quintet.executor.cuda.ops.penalties import DevicePenalties
-from quintet.executor.sampling.concern import Concern
+from quintet.executor.sampling.logits_processor import Concern
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING

@@ -28,7 +28,7 @@ from quintet.executor.cuda.device import Event
 from quintet.executor.cuda.group import DeviceGroup
 from quintet.executor.cuda.ops.peers import RanksApart
 from quintet.executor.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
-from quintet.executor.cuda.orders import Teller
+from quintet.executor.cuda.rank_broadcast import Teller
 from quintet.executor.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.cuda.staging import PinnedRing
@@ -36,11 +36,11 @@ from quintet.executor.cuda.step_clock import StepClock
 from quintet.executor.cuda.steps import DeviceSteps
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
+from quintet.executor.oom_split import SmallerSteps
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables
-from quintet.executor.smaller_steps import SmallerSteps
 from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.step import StepPlan, StepResult

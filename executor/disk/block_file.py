@@ -4,9 +4,9 @@
     blocks.index      | head | entry of place 0 | entry of place 1 | …
 
 An entry has a block's key, when it was written or last read, and the SHA-256 of *whose* the files are
-(`quintet.executor.kv_identity`), of the key and of the block's bytes. Nothing is believed that does not have this hash. So
-whatever became of the bytes (a writer was killed, the power went, the disk rotted, somebody cut the file), a read returns the
-block or nothing, and no order of writing has to be kept: nothing is flushed.
+(`quintet.executor.kv_transfer.kv_identity`), of the key and of the block's bytes. Nothing is believed that does not
+have this hash. So whatever became of the bytes (a writer was killed, the power went, the disk rotted, somebody cut
+the file), a read returns the block or nothing, and no order of writing has to be kept: nothing is flushed.
 
 Files of another model, layout or version are emptied when they are opened. A file is one process's at a time; who owns the folder
 is the supervisor's to say.
@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 from zlib import crc32
 
-from quintet.executor.kv_identity import digest_of
+from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.process.own_files import open_own
 from quintet.wire.errors import ConfigError
 

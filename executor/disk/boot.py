@@ -6,10 +6,10 @@ import logging
 from functools import cache
 from pathlib import Path
 
-from quintet.executor.block_bytes import WholeBlocks
 from quintet.executor.disk.block_file import BlockFile
 from quintet.executor.features.kv_disk import DiskBlocks
-from quintet.executor.kv_identity import identity_of, parts_of, whole_of
+from quintet.executor.kv_transfer.block_bytes import WholeBlocks
+from quintet.executor.kv_transfer.kv_identity import identity_of, parts_of, whole_of
 from quintet.wire.config import EngineConfig
 from quintet.wire.kv_disk import EXCHANGE
 

@@ -2,10 +2,10 @@
 
     head | table: an entry for each block | SHA-256 of all before | block | block | …
 
-The head says whose the blocks are, as servers on other machines can compare it (`quintet.executor.kv_identity.whole_of`), and
-how many of which size; an entry has a block's key and the hash of all three. So what is read is the block or an error. A file
-that is not finished has another name.
-Checksums tell accidents, not intent: who imports a file trusts who made it.
+The head says whose the blocks are, as servers on other machines can compare it
+(`quintet.executor.kv_transfer.kv_identity.whole_of`), and how many of which size; an entry has a block's key and the
+hash of all three. So what is read is the block or an error. A file that is not finished has another name. Checksums
+tell accidents, not intent: who imports a file trusts who made it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from quintet.executor.disk.block_file import MAX_KEY_BYTES, BlockFile, read_whole, write_whole
-from quintet.executor.kv_identity import digest_of
+from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.process.own_files import open_own
 
 MAGIC = b"quintet KV prefix 1\n"

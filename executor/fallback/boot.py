@@ -13,11 +13,11 @@ from quintet.executor.cards.spec import KvNeed
 from quintet.executor.eager import EagerRunner
 from quintet.executor.fallback.attention import NotServed, PagedAttention
 from quintet.executor.fallback.checkpoint import Checkpoint
-from quintet.executor.fallback.examine import check_calls, examine, refusal
+from quintet.executor.fallback.compat_check import check_calls, examine, refusal
 from quintet.executor.fallback.host_runner import HostRunner
 from quintet.executor.fallback.linears import keep_logit_sums, pack_linears
 from quintet.executor.fallback.model import TransformersModel
-from quintet.executor.fallback.rehearsal import Rehearsal
+from quintet.executor.fallback.self_check import Rehearsal
 from quintet.executor.program.library import program_library
 from quintet.executor.runner import Runner
 from quintet.executor.slots import SlotTables

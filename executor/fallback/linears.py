@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from quintet.executor.ops.host_linear import LinearLibrary, linear_library
 from quintet.executor.ops.linear import linear as multiply
 from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.quant.numbers import FLOAT_FORMATS
+from quintet.executor.quant.packed_formats import FLOAT_FORMATS
 
 
 def pack_linears(model: PreTrainedModel, dtype: torch.dtype, logits_dtype: torch.dtype) -> int:

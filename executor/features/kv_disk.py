@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import Bytes, Int, Wait, WholeBlocks, take
 from quintet.executor.disk.block_file import BlockFile
 from quintet.executor.disk.prefix_file import PrefixFileError, read_keys, read_prefix, write_prefix
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBlocks, take
 from quintet.executor.memory import lazy_zeros
 from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32

@@ -20,12 +20,12 @@ import numpy as np
 import torch
 import zmq
 
-from quintet.executor.block_bytes import Bytes, Int, WholeBlocks
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.peers.door import Door
 from quintet.executor.peers.keys import Context, Doorman, PeerKey
+from quintet.executor.peers.kv_server import Door
 from quintet.executor.peers.link import Came, Link, PeerLost, Wanted
-from quintet.executor.peers.offered import Offered
+from quintet.executor.peers.offered_blocks import Offered
 from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
@@ -53,7 +53,7 @@ class PeerBlocks:
         num_staging_blocks: int,
         first_host_block: int,
     ) -> None:
-        """parts, whose: see `quintet.executor.kv_identity`.
+        """parts, whose: see `quintet.executor.kv_transfer.kv_identity`.
 
         listen: ``host:port``, "" for nowhere. num_offered: blocks that are kept for others. Raises `ConfigError`.
         """

@@ -24,10 +24,10 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import Bytes, Int, Wait, WholeBlocks
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBlocks
 from quintet.executor.memory import lazy_zeros
+from quintet.executor.store.chunk_format import RunFormat
 from quintet.executor.store.connector import MAX_DAMAGED, KvConnector
-from quintet.executor.store.run import RunFormat
 from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_disk import KvAnswers, KvOrders

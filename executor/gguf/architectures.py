@@ -13,7 +13,7 @@ from quintet.executor.gguf import dense_values as dense
 from quintet.executor.gguf import routed_values as routed
 from quintet.executor.gguf import state_values as state
 from quintet.executor.gguf.common_values import Values, common
-from quintet.executor.gguf.said import Said
+from quintet.executor.gguf.gguf_metadata import Said
 
 
 @dataclass(frozen=True, slots=True)

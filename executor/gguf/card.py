@@ -11,9 +11,9 @@ from quintet.executor.cards.card import FILE_KEYS
 from quintet.executor.cards.families.shape import APART
 from quintet.executor.gguf.architectures import ARCHITECTURES, Architecture
 from quintet.executor.gguf.common_values import KEYS
+from quintet.executor.gguf.gguf_metadata import Said
 from quintet.executor.gguf.parts import Parts
-from quintet.executor.gguf.refused import REFUSED
-from quintet.executor.gguf.said import Said
+from quintet.executor.gguf.unsupported import REFUSED
 from quintet.wire.errors import ConfigError
 
 _NULLS = ("q_lora_rank",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.gguf.said import Said
+from quintet.executor.gguf.gguf_metadata import Said
 
 Values = dict[str, Any]
 

@@ -19,11 +19,11 @@ from quintet.executor.cards.spec import (
 )
 from quintet.executor.gguf.architectures import Architecture
 from quintet.executor.gguf.expert_tensors import add_experts
-from quintet.executor.gguf.found import Found
 from quintet.executor.gguf.header import Tensor
 from quintet.executor.gguf.latent_tensors import add_latent
-from quintet.executor.gguf.recipes import Recipe, Rows, height, scaled, unpaired
 from quintet.executor.gguf.state_tensors import add_state
+from quintet.executor.gguf.tensor_map import Found
+from quintet.executor.gguf.tensor_recipes import Recipe, Rows, height, scaled, unpaired
 
 
 def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architecture) -> dict[str, Recipe]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from quintet.executor.gguf.common_values import Values, common, layer_kinds, num_layers
-from quintet.executor.gguf.said import Said
+from quintet.executor.gguf.gguf_metadata import Said
 
 
 def _gemma_cap(said: Said) -> Values:

@@ -12,8 +12,8 @@ import torch
 from quintet.executor.gguf import encode_k as k
 from quintet.executor.gguf.blocks import as_half, bits_in, bytes_of_half
 from quintet.executor.gguf.dequantize import PLAIN
-from quintet.executor.gguf.fit import Levels, fit_affine, fit_scale, safe
 from quintet.executor.gguf.integers import NL4
+from quintet.executor.gguf.scale_search import Levels, fit_affine, fit_scale, safe
 from quintet.executor.gguf.types import GgmlType
 
 CHUNK = 1 << 16

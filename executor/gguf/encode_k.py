@@ -1,7 +1,8 @@
 """From numbers to k-quants: blocks of 256 in groups of 16 or 32, whose scales (and minima) are integers times one of the block.
 
-The groups' best scales are searched first (`quintet.executor.gguf.fit`). Then each is rounded to the integer that, of the nearest
-three, leaves the least error, and the block's own scale is solved for once more with all codes given.
+The groups' best scales are searched first (`quintet.executor.gguf.scale_search`). Then each is rounded to the integer
+that, of the nearest three, leaves the least error, and the block's own scale is solved for once more with all codes
+given.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from quintet.executor.gguf.blocks import as_half, bits_in, bytes_of_half
-from quintet.executor.gguf.fit import TINY, Levels, fit_affine, fit_scale, safe
 from quintet.executor.gguf.integers import NL4
+from quintet.executor.gguf.scale_search import TINY, Levels, fit_affine, fit_scale, safe
 
 _NEAR = (-1.0, 0.0, 1.0)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.gguf.found import Found
-from quintet.executor.gguf.recipes import Rows, side_by_side
+from quintet.executor.gguf.tensor_map import Found
+from quintet.executor.gguf.tensor_recipes import Rows, side_by_side
 
 
 def add_experts(found: Found, spec: ExpertsSpec) -> None:

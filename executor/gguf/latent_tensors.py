@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from quintet.executor.cards.spec import LatentSpec
-from quintet.executor.gguf.found import Found
+from quintet.executor.gguf.tensor_map import Found
 
 
 def add_latent(found: Found, spec: LatentSpec) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.executor.gguf.common_values import Values, common, num_layers
 from quintet.executor.gguf.dense_values import granite, slides
-from quintet.executor.gguf.said import Said
+from quintet.executor.gguf.gguf_metadata import Said
 
 _SIGMOID = 2
 """How ``expert_gating_func`` calls scores that are logistic functions."""

@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 from quintet.executor.cards.spec import StateSpec
 from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
-from quintet.executor.gguf.found import Found
-from quintet.executor.gguf.recipes import Finish, Rows, log_of_negative, permuted
+from quintet.executor.gguf.tensor_map import Found
+from quintet.executor.gguf.tensor_recipes import Finish, Rows, log_of_negative, permuted
 
 
 def add_state(found: Found, spec: StateSpec, tiled: bool) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quintet.executor.gguf.common_values import Values, num_layers
 from quintet.executor.gguf.dense_values import granite
+from quintet.executor.gguf.gguf_metadata import Said
 from quintet.executor.gguf.routed_values import experts
-from quintet.executor.gguf.said import Said
 
 
 def lfm2(said: Said) -> Values:

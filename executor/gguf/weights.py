@@ -15,11 +15,11 @@ from quintet.executor.cards.spec import DecoderSpec
 from quintet.executor.gguf.card import architecture_of
 from quintet.executor.gguf.decoder_tensors import recipes_of
 from quintet.executor.gguf.dequantize import PLAIN, dequantize
-from quintet.executor.gguf.found import height_of
+from quintet.executor.gguf.gguf_metadata import Said
 from quintet.executor.gguf.header import Header, Tensor
 from quintet.executor.gguf.parts import read_parts
-from quintet.executor.gguf.recipes import Recipe, Rows, height
-from quintet.executor.gguf.said import Said
+from quintet.executor.gguf.tensor_map import height_of
+from quintet.executor.gguf.tensor_recipes import Recipe, Rows, height
 from quintet.executor.gguf.types import GgmlType
 from quintet.executor.weights.header import Entry
 from quintet.executor.weights.mapped import read_only_tensor

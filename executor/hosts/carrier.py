@@ -8,10 +8,9 @@ from typing import Any
 
 import msgspec
 
-from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
-from quintet.executor.hosts.meetings import Meetings
-from quintet.executor.hosts.places import hearer_of, links_between, meets_over_hosts, ranks_of, teller_of
-from quintet.executor.hosts.talk import (
+from quintet.executor.hosts.host_collectives import Meetings
+from quintet.executor.hosts.link import Ear, LinkEnd, Mouth
+from quintet.executor.hosts.messages import (
     PIECE_BYTES,
     Carried,
     Done,
@@ -24,6 +23,7 @@ from quintet.executor.hosts.talk import (
     Told,
     most_bytes,
 )
+from quintet.executor.hosts.topology import hearer_of, links_between, meets_over_hosts, ranks_of, teller_of
 from quintet.executor.parallel.library import CRanksShape, open_ranks_library
 from quintet.executor.parallel.shapes import link_shape, shape_of
 from quintet.wire.codec import encode

@@ -20,8 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quintet.executor.hosts.address import endpoints_of, is_ipv6
 from quintet.executor.hosts.carrier import Carrier, Frames, largest_frame, read_head
-from quintet.executor.hosts.places import hearer_of, links_between, teller_of
-from quintet.executor.hosts.talk import (
+from quintet.executor.hosts.messages import (
     BEAT_S,
     FAILED,
     GROUP_KEY,
@@ -45,7 +44,8 @@ from quintet.executor.hosts.talk import (
     Told,
     Welcome,
 )
-from quintet.executor.kv_identity import parts_of, sources
+from quintet.executor.hosts.topology import hearer_of, links_between, teller_of
+from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.parallel.child import Seat, be_child, numbers
 from quintet.executor.peers.keys import Context, Doorman, read_key
 from quintet.wire.codec import encode

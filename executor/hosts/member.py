@@ -21,7 +21,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from quintet.executor.hosts.address import endpoints_of, is_ipv6
 from quintet.executor.hosts.carrier import Carrier, Frames, read_head
-from quintet.executor.hosts.talk import (
+from quintet.executor.hosts.messages import (
     BEAT_S,
     FAILED,
     GROUP_KEY,
@@ -44,9 +44,9 @@ from quintet.executor.hosts.talk import (
     Told,
     Welcome,
 )
-from quintet.executor.kv_identity import parts_of, sources
+from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.parallel.child import ExpectedEnd, begin_child, end_child
-from quintet.executor.parallel.followers import Followers
+from quintet.executor.parallel.follower_processes import Followers
 from quintet.executor.peers.keys import Context, read_key
 from quintet.process.log import configure_logging
 from quintet.process.runtime import error_file

@@ -13,7 +13,7 @@ import torch
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.quant.part import Part
+from quintet.executor.quant.row_ranges import Part
 from quintet.executor.weights.plan import WeightPlan
 
 __all__ = ["Embedding", "GatedActivation", "Linear", "Part"]

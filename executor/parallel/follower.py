@@ -14,7 +14,7 @@ from quintet.executor.platforms.shares import take_share
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.config import EngineConfig
 
-FOLLOWING = {"cpu": "quintet.executor.parallel.following", "cuda": "quintet.executor.cuda.following"}
+FOLLOWING = {"cpu": "quintet.executor.parallel.follower_loop", "cuda": "quintet.executor.cuda.follower"}
 """Where the work is, by ``ExecutorConfig.device``: imported once this process has a name and a parent, since torch comes
 with it."""
 

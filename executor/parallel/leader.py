@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from quintet.executor.interface import StepWorker
 from quintet.executor.loading import load_model
 from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
-from quintet.executor.parallel.followers import Followers
+from quintet.executor.parallel.follower_processes import Followers
 from quintet.executor.parallel.links import Links
 from quintet.executor.parallel.pipeline import Pipeline
 from quintet.executor.parallel.pipeline_worker import PipelineWorker

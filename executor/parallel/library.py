@@ -34,11 +34,11 @@ class OrderKind(IntEnum):
     """A piece of an expert is copied from one rank to another; see `quintet.executor.parallel.expert_copies`."""
     CARRY_OUT = 8
     """Parts of blocks to where all ranks' come together: int32 pairs, of a block and a row; see
-    `quintet.executor.parallel.crossing`."""
+    `quintet.executor.parallel.kv_gather`."""
     CARRY_IN = 9
     """Parts of blocks back from there."""
     ON_DEVICE = 7
-    """Of ranks on GPUs: part of what `quintet.executor.cuda.orders` says."""
+    """Of ranks on GPUs: part of what `quintet.executor.cuda.rank_broadcast` says."""
 
 
 class Part(IntEnum):

@@ -20,9 +20,9 @@ import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
 from quintet.executor.batch import Int, Rows
-from quintet.executor.elsewhere import Elsewhere
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import Finished, Pending
+from quintet.executor.kv_transfer.kv_tiers import Elsewhere
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.parallel.library import Note

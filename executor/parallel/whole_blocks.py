@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import Bytes, Int, Wait
 from quintet.executor.cards.share import Share
-from quintet.executor.parallel.crossing import Crossing, PartBlocks, open_crossing, pairs_of
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait
 from quintet.executor.parallel.host_blocks import Moves
+from quintet.executor.parallel.kv_gather import Crossing, PartBlocks, open_crossing, pairs_of
 from quintet.executor.parallel.library import OrderKind
 from quintet.wire.config import EngineConfig
 
@@ -36,7 +36,7 @@ class _Under:
 
 
 class BlocksOfAllRanks:
-    """See `quintet.executor.block_bytes.WholeBlocks`."""
+    """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
 
     def __init__(self, crossing: Crossing, own: PartBlocks, moves: Moves) -> None:
         """own: rank 0's part."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from quintet.executor.block_bytes import WholeBlocks
 from quintet.executor.features.kv_peer import PeerBlocks
-from quintet.executor.kv_identity import parts_of, whole_of
+from quintet.executor.kv_transfer.block_bytes import WholeBlocks
+from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
 from quintet.executor.peers.keys import read_key
 from quintet.wire.config import EngineConfig, KvPeersConfig
 

@@ -12,10 +12,10 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from quintet.executor.block_bytes import Bytes
-from quintet.executor.kv_identity import digest_of
+from quintet.executor.kv_transfer.block_bytes import Bytes
+from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.executor.peers.keys import Context, PeerKey
-from quintet.executor.peers.talk import (
+from quintet.executor.peers.messages import (
     MAX_HEAD_BYTES,
     MAX_QUESTIONS,
     VERSION,

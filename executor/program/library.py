@@ -1,6 +1,6 @@
 """The compiled step's functions of the kernel library: a program, and what appends an operation to it.
 
-``csrc/cpu`` says what each argument is. Nothing is checked here: `quintet.executor.program.recorder` hands over what it
+``csrc/cpu`` says what each argument is. Nothing is checked here: `quintet.executor.program.graph_builder` hands over what it
 made itself.
 """
 

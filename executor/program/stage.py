@@ -14,15 +14,15 @@ import torch
 
 from quintet.executor.cards.share import Share, most_outputs
 from quintet.executor.embeds import StepEmbeds
-from quintet.executor.expert_figures import ExpertCounts
+from quintet.executor.expert_metrics import ExpertCounts
 from quintet.executor.models.model import CausalModel
 from quintet.executor.parallel.balancer import Balancer
 from quintet.executor.parallel.expert_copies import ExpertCopies
 from quintet.executor.parallel.library import OrderKind
 from quintet.executor.parallel.ranks import Ranks, vector_records
+from quintet.executor.program.graph_builder import Recorder
 from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.recorder import Recorder
 from quintet.executor.program.rotations import Rotations
 from quintet.wire.config import EngineConfig
 

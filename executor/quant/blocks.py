@@ -12,7 +12,7 @@ from quintet.executor.gguf.integers import INTEGERS, Integers
 from quintet.executor.gguf.types import GgmlType
 from quintet.executor.ops.host_linear import WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.quant.numbers import Numbers
+from quintet.executor.quant.packed_formats import Numbers
 
 NUMBERS = {
     "Q8_0": Numbers(WeightFormat.INT8, 32),

@@ -23,9 +23,9 @@ from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import Coded
 from quintet.executor.quant.formats.scheme import Scheme
+from quintet.executor.quant.input_order import declare_order, is_ordered, sorted_inputs
 from quintet.executor.quant.method import LinearMethod, LinearShape
 from quintet.executor.quant.none import RowMajorLinear
-from quintet.executor.quant.order import declare_order, is_ordered, sorted_inputs
 from quintet.executor.quant.source import MOST_CODES, Rows, RowSource
 from quintet.executor.quant.stack import StackMethod, StackShape, bias_of
 from quintet.executor.weights.plan import WeightPlan

@@ -13,8 +13,8 @@ from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
 from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import Coded
 from quintet.executor.quant.formats.scheme import Scheme
-from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
-from quintet.executor.quant.order import sorted_inputs
+from quintet.executor.quant.input_order import sorted_inputs
+from quintet.executor.quant.packed_formats import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.source import Rows, floats_of
 from quintet.wire.errors import ConfigError
 

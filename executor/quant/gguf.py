@@ -17,10 +17,10 @@ from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.quant.blocks import NUMBERS, Blocks
 from quintet.executor.quant.coded import KEPT_BLOCKS, Kept, coded_linear, coded_stack, multiplies
 from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
+from quintet.executor.quant.mixed_rows import packed_by_part
 from quintet.executor.quant.packed import PackedLinear
-from quintet.executor.quant.part import Part
-from quintet.executor.quant.runs import packed_by_part
+from quintet.executor.quant.packed_formats import FLOAT_FORMATS, Numbers
+from quintet.executor.quant.row_ranges import Part
 from quintet.executor.quant.source import Expect, PlainRows, Rows
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackPiece, StackRows, StackShape
 from quintet.executor.weights.header import Entry

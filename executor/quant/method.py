@@ -11,7 +11,7 @@ import torch
 from quintet.executor.ops.host_linear import Inputs
 from quintet.executor.ops.linear import GatedActivation
 from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.quant.part import Part
+from quintet.executor.quant.row_ranges import Part
 from quintet.executor.quant.source import PlainRows, RowSource
 from quintet.executor.quant.stack import StackMethod, StackShape
 from quintet.executor.weights.plan import Piece, WeightPlan

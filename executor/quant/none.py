@@ -10,8 +10,8 @@ import torch
 from quintet.executor.ops.host_linear import linear_library
 from quintet.executor.ops.linear import linear
 from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.packed import PackedLinear
+from quintet.executor.quant.packed_formats import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.source import Rows, RowSource, floats_of
 from quintet.executor.quant.stack import PackedStack, RowMajorStack, StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan

@@ -13,9 +13,9 @@ import torch
 from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
+from quintet.executor.quant.input_order import declare_order
 from quintet.executor.quant.method import LinearMethod, LinearShape, PackedRun
-from quintet.executor.quant.numbers import FLOAT_FORMATS, LAYOUT, Numbers
-from quintet.executor.quant.order import declare_order
+from quintet.executor.quant.packed_formats import FLOAT_FORMATS, LAYOUT, Numbers
 from quintet.executor.quant.source import CodedRows, Rows, RowSource
 from quintet.executor.quant.stack import PackedStack, StackMethod, StackShape
 from quintet.executor.weights.plan import WeightPlan

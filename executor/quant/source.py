@@ -14,7 +14,7 @@ from quintet.executor.quant.blocks import Blocks
 from quintet.executor.quant.decode import ROWS_STEP, Coded, Decoder
 from quintet.executor.quant.formats.cut import of_inputs
 from quintet.executor.quant.formats.scheme import Scheme
-from quintet.executor.quant.part import Part
+from quintet.executor.quant.row_ranges import Part
 from quintet.executor.weights.plan import Sink, WeightPlan
 from quintet.wire.errors import ConfigError
 

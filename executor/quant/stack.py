@@ -17,7 +17,7 @@ from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.ops.packed_weight import PackedWeight
 from quintet.executor.quant.fill import fill
 from quintet.executor.quant.formats.scheme import Scheme
-from quintet.executor.quant.numbers import LAYOUT, Numbers
+from quintet.executor.quant.packed_formats import LAYOUT, Numbers
 from quintet.executor.quant.source import Expect, Rows, floats_of
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import Description

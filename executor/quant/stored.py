@@ -16,11 +16,11 @@ from quintet.executor.quant.fill import numbers_of
 from quintet.executor.quant.formats.cut import why_not
 from quintet.executor.quant.formats.scheme import Format, Scheme, StoredLayer
 from quintet.executor.quant.method import LinearMethod, LinearShape, Quantization
+from quintet.executor.quant.mixed_rows import packed_by_part
 from quintet.executor.quant.none import RowMajorLinear
-from quintet.executor.quant.numbers import FLOAT_FORMATS, Numbers
 from quintet.executor.quant.packed import PackedLinear
-from quintet.executor.quant.part import Part
-from quintet.executor.quant.runs import packed_by_part
+from quintet.executor.quant.packed_formats import FLOAT_FORMATS, Numbers
+from quintet.executor.quant.row_ranges import Part
 from quintet.executor.quant.source import CodedRows, Expect, PlainRows, Rows, RowSource, floats_of
 from quintet.executor.quant.stack import (
     PackedStack,

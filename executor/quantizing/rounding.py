@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from quintet.executor.gguf.fit import Levels, fit_scale
+from quintet.executor.gguf.scale_search import Levels, fit_scale
 from quintet.executor.quantizing.targets import Target
 
 _SPREAD = 2.0**-24

@@ -10,7 +10,7 @@ import torch
 
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import RaggedTable, ranges
-from quintet.executor.sampling.concern import DrawRows, Int, valid_ids
+from quintet.executor.sampling.logits_processor import DrawRows, Int, valid_ids
 from quintet.wire.step import NewRow
 
 

@@ -10,7 +10,7 @@ import torch
 from quintet.executor.memory import to_device
 from quintet.executor.ops.argmax import argmax
 from quintet.executor.ragged import Int
-from quintet.executor.sampling.choice import choose
+from quintet.executor.sampling.inverse_cdf import choose
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.min_p import cut_min_p
 from quintet.executor.sampling.philox import uniform

@@ -7,7 +7,7 @@ import torch
 
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import RaggedTable
-from quintet.executor.sampling.concern import DrawRows, Int
+from quintet.executor.sampling.logits_processor import DrawRows, Int
 from quintet.wire.step import NewRow
 
 

@@ -9,7 +9,7 @@ from quintet.executor.batch import Rows
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import ranges
 from quintet.executor.runner import GivesLogits
-from quintet.executor.sampling.concern import Int
+from quintet.executor.sampling.logits_processor import Int
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs

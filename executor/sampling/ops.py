@@ -14,7 +14,7 @@ import torch
 from quintet.executor.platforms.platform import import_string
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
-from quintet.executor.sampling.entries import Entries, entries
+from quintet.executor.sampling.logprob_entries import Entries, entries
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 
@@ -34,7 +34,7 @@ class Draw(Protocol):
 
 
 class ReportEntries(Protocol):
-    """See `quintet.executor.sampling.entries`."""
+    """See `quintet.executor.sampling.logprob_entries`."""
 
     def __call__(
         self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
@@ -52,7 +52,7 @@ class SamplingOps:
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "cpu": {
         "draw": "quintet.executor.sampling.draw_on_host:draw_on_host",
-        "entries": "quintet.executor.sampling.entries_on_host:entries_on_host",
+        "entries": "quintet.executor.sampling.logprob_entries_on_host:entries_on_host",
     },
     "cuda": {},
 }

@@ -15,7 +15,7 @@ import torch
 
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import ranges
-from quintet.executor.sampling.concern import DrawRows, Int
+from quintet.executor.sampling.logits_processor import DrawRows, Int
 from quintet.wire.step import NewRow
 
 

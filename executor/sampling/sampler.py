@@ -12,9 +12,9 @@ from quintet.executor.memory import to_device
 from quintet.executor.runner import GivesLogits
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
-from quintet.executor.sampling.concern import Concern, DrawRows, Int
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.logit_bias import LogitBias
+from quintet.executor.sampling.logits_processor import Concern, DrawRows, Int
 from quintet.executor.sampling.logprobs import Logprobs
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.min_tokens import MinTokens

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from quintet.executor.memory import to_device
-from quintet.executor.sampling.concern import DrawRows, Int
+from quintet.executor.sampling.logits_processor import DrawRows, Int
 from quintet.wire.step import NewRow
 from quintet.wire.thinking import ThinkingBound
 

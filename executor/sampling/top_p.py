@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 from quintet.executor.memory import to_device
-from quintet.executor.sampling.cut import cut_below
 from quintet.executor.sampling.settings import Settings
+from quintet.executor.sampling.threshold import cut_below
 
 NUM_CANDIDATES = 128
 

@@ -37,7 +37,7 @@ LONG_FILES = {
     "csrc/cpu/simd.hpp": (500, "the one file that knows instructions by name"),
     "deploy/resolve/flags.py": (800, "the one table of flags, a row for each"),
     "detokenizer_proc/incremental.py": (440, "one algorithm, with the cases of each decoder beside it"),
-    "executor/program/recorder.py": (500, "every operation of a pass, one after the other"),
+    "executor/program/graph_builder.py": (500, "every operation of a pass, one after the other"),
     "process/runtime.py": (440, "one loop, and all that a turn of it does"),
     "wire/config.py": (480, "the configuration, a section after the other"),
     "frontend/sessions.py": (450, "a session's whole life: submitted, streamed, resumed, ended"),

@@ -10,7 +10,7 @@ from typing import TypeVar
 from tests.cuda.rank_devices import at_once
 
 from quintet.executor.cards.share import Share
-from quintet.executor.cuda.orders import device_ranks_shape
+from quintet.executor.cuda.rank_broadcast import device_ranks_shape
 from quintet.executor.parallel.ranks import Ranks
 
 ChoiceT = TypeVar("ChoiceT")

@@ -11,7 +11,7 @@ from tests.cuda.test_worker import RowMajor
 from tests.executor.gguf_blocks import random_rows
 
 from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.linear_choice import DeviceLinears
+from quintet.executor.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.gguf.weights import BLOCKS
 from quintet.executor.layers.linear import GatedActivation, Linear, Part
 from quintet.executor.quant.blocks import NUMBERS

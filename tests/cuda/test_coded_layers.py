@@ -11,7 +11,7 @@ from tests.cuda.test_linear import HALF_UNIT
 from tests.executor.test_formats import DEPTH, FLOATS, KEPT, ROUNDED, loaded, noise, with_another_k
 
 from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.linear_choice import DeviceLinears
+from quintet.executor.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.cuda.ops.coded_weight import Code
 from quintet.executor.cuda.ops.linear_fp8 import fp8_quantize_reference
 from quintet.executor.layers.linear import GatedActivation, Linear, Part

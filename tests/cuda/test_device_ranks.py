@@ -37,7 +37,7 @@ from quintet.executor.cuda.ops.peers import (
     RanksApart,
 )
 from quintet.executor.cuda.ops.tables import PackedPlan
-from quintet.executor.cuda.orders import Hearer, StepOrder, Teller
+from quintet.executor.cuda.rank_broadcast import Hearer, StepOrder, Teller
 from quintet.executor.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.embeds import StepEmbeds
 from quintet.wire.config import EngineConfig

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tests.cuda.rank_choices import chosen_by
 
 from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.linear_choice import DeviceLinears, Way, captured_stopwatch
+from quintet.executor.cuda.gemm_dispatch import DeviceLinears, Way, captured_stopwatch
 from quintet.executor.cuda.ops.linear import matmul, matvec
 from quintet.executor.layers.linear import Linear
 from quintet.executor.parallel.ranks import Ranks

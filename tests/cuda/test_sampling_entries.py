@@ -9,7 +9,7 @@ import torch
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.entries import MAX_TOP, DeviceReport
 from quintet.executor.cuda.ops.entries import entries as device_entries
-from quintet.executor.sampling.entries import entries
+from quintet.executor.sampling.logprob_entries import entries
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 dtypes = pytest.mark.parametrize("dtype", DTYPES)

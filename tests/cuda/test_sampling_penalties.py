@@ -11,7 +11,7 @@ from quintet.executor.batch import Rows
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.penalties import PENALIZED, DevicePenalties, penalize
 from quintet.executor.cuda.sampling import sampling_ops, shaping_on
-from quintet.executor.sampling.concern import DrawRows
+from quintet.executor.sampling.logits_processor import DrawRows
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING, Sampler

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.linear_choice import DeviceLinears
+from quintet.executor.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.cuda.ops.linear_fp8 import FP8, fp8_matmul
 from quintet.executor.cuda.scaled_mm import LEAST_ROWS, ScaledMm
 from quintet.executor.layers.linear import Linear

@@ -17,7 +17,7 @@ from quintet.deploy.quantize.settings import WINDOW
 from quintet.deploy.quantize.windows import window_of, windows_of_text
 from quintet.deploy.resolve.card import read_facts
 from quintet.executor.gguf.parts import read_parts
-from quintet.executor.gguf.writing.mixes import MIXES, Model, type_of
+from quintet.executor.gguf.writing.type_mixes import MIXES, Model, type_of
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from quintet.executor.batch import Rows
-from quintet.executor.sampling.concern import DrawRows
+from quintet.executor.sampling.logits_processor import DrawRows
 from quintet.executor.sampling.ops import sampling_ops_of
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.slots import SlotTables

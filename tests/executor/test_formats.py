@@ -23,7 +23,7 @@ from quintet.executor.quant.formats.registry import recognise
 from quintet.executor.quant.formats.scheme import StoredLayer
 from quintet.executor.quant.method import Quantization
 from quintet.executor.quant.none import Unquantized
-from quintet.executor.quant.numbers import Numbers
+from quintet.executor.quant.packed_formats import Numbers
 from quintet.executor.quant.stored import StoredQuantization
 from quintet.executor.weights.header import Entry
 from quintet.executor.weights.mapped import DTYPES

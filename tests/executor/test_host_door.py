@@ -18,7 +18,7 @@ import zmq
 from quintet.executor.hosts import member as member_module
 from quintet.executor.hosts.hub import Hub
 from quintet.executor.hosts.member import Member, OwnPlace
-from quintet.executor.hosts.talk import (
+from quintet.executor.hosts.messages import (
     GROUP_KEY,
     RUNNER,
     VERSION,
@@ -34,7 +34,7 @@ from quintet.executor.hosts.talk import (
     Told,
     Welcome,
 )
-from quintet.executor.kv_identity import parts_of, sources
+from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.parallel.child import ExpectedEnd, Seat
 from quintet.executor.peers.keys import Context, read_key
 from quintet.wire.codec import encode

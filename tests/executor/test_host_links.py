@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quintet.executor.cards.share import Share
-from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
-from quintet.executor.hosts.talk import Senseless, Told
+from quintet.executor.hosts.link import Ear, LinkEnd, Mouth
+from quintet.executor.hosts.messages import Senseless, Told
 from quintet.executor.ops.host_library import open_library
 from quintet.executor.parallel.library import (
     CRanksShape,

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from quintet.executor.cards.share import Share
-from quintet.executor.hosts.ends import Ear, LinkEnd, Mouth
-from quintet.executor.hosts.meetings import Meetings
-from quintet.executor.hosts.talk import Met, Rows, Senseless, Told
+from quintet.executor.hosts.host_collectives import Meetings
+from quintet.executor.hosts.link import Ear, LinkEnd, Mouth
+from quintet.executor.hosts.messages import Met, Rows, Senseless, Told
 from quintet.executor.ops.host_library import open_library, set_threads
 from quintet.executor.parallel.library import CRanksShape, OrderKind, open_ranks_library
 from quintet.executor.parallel.ranks import Ranks

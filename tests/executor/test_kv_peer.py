@@ -13,12 +13,12 @@ import torch
 import zmq
 from tests.processes.test_apart import free_port
 
-from quintet.executor.block_bytes import BlockBytes
 from quintet.executor.features.kv_peer import PeerBlocks
-from quintet.executor.peers import link, talk
+from quintet.executor.kv_transfer.block_bytes import BlockBytes
+from quintet.executor.peers import link, messages
 from quintet.executor.peers.keys import read_key
 from quintet.executor.peers.link import Came, Link, PeerLost, Wanted
-from quintet.executor.peers.talk import Ask, Foreign, Given, Lacking
+from quintet.executor.peers.messages import Ask, Foreign, Given, Lacking
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_disk import KvOrders, Pull
@@ -89,7 +89,7 @@ def test_blocks_arrive_as_they_were_when_they_were_offered(closed: ExitStack, tm
 
 
 def test_more_than_one_question_is_asked(closed: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(talk, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
     gives, takes = sides(closed)
     gives.offer([0, 1, 2, 3], KEYS)
     assert takes.pull(gives.address, [13, 12, 11, 10], KEYS) == ([10, 11, 12, 13], [])
@@ -98,7 +98,7 @@ def test_more_than_one_question_is_asked(closed: ExitStack, monkeypatch: pytest.
 def test_who_asks_for_much_and_does_not_listen_costs_no_more_memory(
     closed: ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(talk, "WINDOW_BYTES", 4 * LAYER_BYTES)  # two blocks
+    monkeypatch.setattr(messages, "WINDOW_BYTES", 4 * LAYER_BYTES)  # two blocks
     gives, _ = sides(closed)
     gives.offer([0, 1, 2, 3], KEYS)
     door = gives.peers._door
@@ -163,7 +163,7 @@ def test_nor_for_one_who_only_keeps_talking(
         while not is_over.wait(0.02):
             talker.send_multipart((who, encode(Given(99, 0, b"")), b""))
 
-    thread = threading.Thread(target=talk)
+    thread = threading.Thread(target=messages)
     thread.start()
     assert takes.pull(f"127.0.0.1:{port}", [FIRST], KEYS[:1]) == ([], [FIRST])
     is_over.set()
@@ -196,7 +196,7 @@ def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFi
 
 
 def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(talk, "WINDOW_BYTES", 1)
+    monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
     staging = np.zeros((4, 2 * LAYER_BYTES), np.uint8)
     wanted = [Wanted(0, block, key) for block, key in enumerate(KEYS)]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
@@ -207,7 +207,7 @@ def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pyte
             asks.want(wanted, 0.0)
             who, _ = liar.recv_multipart()
             liar.send_multipart((who, encode(Lacking(1, [0]))))
-            liar.send_multipart((who, b"0" * (talk.MAX_HEAD_BYTES + 1)))
+            liar.send_multipart((who, b"0" * (messages.MAX_HEAD_BYTES + 1)))
             assert asks.monitor.poll(30_000)
             came: list[Came] = []
             with pytest.raises(PeerLost):

@@ -20,7 +20,7 @@ from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.parallel.shapes import shape_of
 from quintet.executor.program.library import ProgramLibrary
 from quintet.executor.program.step import CStep, Step
-from quintet.executor.quant.part import Part
+from quintet.executor.quant.row_ranges import Part
 
 DEPTH = 6
 DEADLINE_S = 60.0

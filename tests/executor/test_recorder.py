@@ -16,16 +16,16 @@ from quintet.executor.layers.norm import Norm
 from quintet.executor.models.model import Setting
 from quintet.executor.ops.activation import activate
 from quintet.executor.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.program.graph_builder import Recorder
 from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import program_library
-from quintet.executor.program.places import Lifetimes, Places
-from quintet.executor.program.recorder import Recorder
+from quintet.executor.program.memory_planner import Lifetimes, Places
 from quintet.executor.program.step import CStep
 from quintet.executor.program.values import Extent, Operation, Value
 from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.numbers import Numbers
+from quintet.executor.quant.mixed_rows import packed_by_part
+from quintet.executor.quant.packed_formats import Numbers
 from quintet.executor.quant.registry import open_quantization
-from quintet.executor.quant.runs import packed_by_part
 from quintet.executor.quant.stack import StackMethod, StackPiece, StackShape
 from quintet.executor.weights.plan import WeightPlan
 from quintet.executor.weights.store import reserve

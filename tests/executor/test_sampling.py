@@ -16,9 +16,9 @@ from tests.executor.conftest import Drawer, SamplerBench, new_row
 from quintet.executor.batch import Rows
 from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
-from quintet.executor.sampling.choice import choose
-from quintet.executor.sampling.concern import Concern
+from quintet.executor.sampling.inverse_cdf import choose
 from quintet.executor.sampling.logit_bias import LogitBias
+from quintet.executor.sampling.logits_processor import Concern
 from quintet.executor.sampling.min_p import cut_min_p
 from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.penalties import Penalties

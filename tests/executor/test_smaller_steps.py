@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.executor.conftest import Drawer, new_row
 
-from quintet.executor.smaller_steps import SmallerSteps
+from quintet.executor.oom_split import SmallerSteps
 from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs

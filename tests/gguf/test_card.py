@@ -20,8 +20,8 @@ from quintet.executor.gguf.architectures import ARCHITECTURES
 from quintet.executor.gguf.card import card_of_gguf
 from quintet.executor.gguf.header import Header, Tensor
 from quintet.executor.gguf.parts import Parts, read_parts
-from quintet.executor.gguf.refused import REFUSED
 from quintet.executor.gguf.types import TYPES
+from quintet.executor.gguf.unsupported import REFUSED
 from quintet.wire.errors import ConfigError
 from tests.gguf.families import ROWS
 from tests.gguf.files import write_model

@@ -19,8 +19,8 @@ from tests.models.test_hybrids import of_tests
 
 from quintet.core import recurrent_state
 from quintet.deploy import embedded
-from quintet.executor import kv_identity as identity
 from quintet.executor import worker as worker_module
+from quintet.executor.kv_transfer import kv_identity as identity
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig, KvDiskConfig
 

@@ -31,9 +31,9 @@ from quintet.executor.models.blocks.block import Block, mixer
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.model import Setting
 from quintet.executor.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.program.graph_builder import Recorder
 from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import program_library
-from quintet.executor.program.recorder import Recorder
 from quintet.executor.program.step import Step
 from quintet.executor.program.values import Extent, Value
 from quintet.executor.quant.registry import open_quantization

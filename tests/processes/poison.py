@@ -18,7 +18,7 @@ import numpy as np
 from quintet.deploy import cli
 from quintet.deploy.supervisor import supervisor
 from quintet.executor import main
-from quintet.executor.expert_figures import ExpertCounts
+from quintet.executor.expert_metrics import ExpertCounts
 from quintet.executor.interface import Pending, StepWorker
 from quintet.process.runtime import child_main
 from quintet.wire.ids import Role

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.families.routed import expert_width, routing
+from quintet.executor.cards.families.moe import expert_width, routing
 from quintet.executor.cards.families.shape import (
     attention,
     decoder,

@@ -16,7 +16,7 @@ from quintet.executor.cards.families.mamba import (
     state_size,
     taps,
 )
-from quintet.executor.cards.families.routed import EXPERTS, expert_width, routing
+from quintet.executor.cards.families.moe import EXPERTS, expert_width, routing
 from quintet.executor.cards.families.shape import (
     MAX_LAYERS,
     MAX_WIDTH,

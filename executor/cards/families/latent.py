@@ -6,7 +6,7 @@ import math
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.families.routed import (
+from quintet.executor.cards.families.moe import (
     expert_width,
     first_dense,
     grouped,

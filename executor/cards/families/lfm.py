@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.families.mamba import taps
-from quintet.executor.cards.families.routed import routing
+from quintet.executor.cards.families.moe import routing
 from quintet.executor.cards.families.shape import (
     MAX_LAYERS,
     MAX_WIDTH,

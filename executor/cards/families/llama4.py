@@ -6,7 +6,7 @@ from typing import Any
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
-from quintet.executor.cards.families.routed import expert_width, named_layers, routing
+from quintet.executor.cards.families.moe import expert_width, named_layers, routing
 from quintet.executor.cards.families.shape import (
     MAX_LAYERS,
     MAX_WIDTH,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
-from quintet.executor.cards.families.routed import expert_width, routing
+from quintet.executor.cards.families.moe import expert_width, routing
 from quintet.executor.cards.families.shape import (
     attention,
     decoder,

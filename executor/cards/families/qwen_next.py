@@ -8,7 +8,7 @@ from dataclasses import replace
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
 from quintet.executor.cards.families.mamba import MAX_STATE_SIZE, silu_only, taps
-from quintet.executor.cards.families.routed import QWEN_NAMES, expert_width, routing, sparse
+from quintet.executor.cards.families.moe import QWEN_NAMES, expert_width, routing, sparse
 from quintet.executor.cards.families.shape import (
     MAX_HEADS,
     MAX_LAYERS,

@@ -1,6 +1,6 @@
 """Log-probabilities on the device with ``csrc/cuda/sampling_entries.cu``.
 
-The reference is `quintet.executor.sampling.entries`, which also sorts where more is asked for than kernels find.
+The reference is `quintet.executor.sampling.logprob_entries`, which also sorts where more is asked for than kernels find.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from quintet.executor.cuda.device import Device, Kernel
 from quintet.executor.cuda.ops.logit_tiles import SUFFIXES, check_column, check_logits, num_tiles, scan_tiles
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import Int
-from quintet.executor.sampling.entries import Entries
-from quintet.executor.sampling.entries import entries as entries_with_torch
+from quintet.executor.sampling.logprob_entries import Entries
+from quintet.executor.sampling.logprob_entries import entries as entries_with_torch
 
 REPORT = {
     dtype: Kernel("sampling_entries", f"report_{suffix}", "plippppipppp")
@@ -99,7 +99,7 @@ class DeviceReport:
     def __call__(
         self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
     ) -> Entries:
-        """See `quintet.executor.sampling.entries`. Waits for the device, as what it returns is on the host."""
+        """See `quintet.executor.sampling.logprob_entries`. Waits for the device, as what it returns is on the host."""
         count = len(own)
         if not count or num_top > min(MAX_TOP, logits.shape[1]):
             return entries_with_torch(logits, own, num_top, rows)

@@ -1,7 +1,7 @@
 """Multiplying by a weight with our own kernels: ``csrc/cuda/linear.cu`` and ``linear_matvec.cu``.
 
 Owns how a product is cut into blocks. The reference is `quintet.executor.ops.linear.linear`. Does not know when our kernels
-are worth more than cuBLAS: `quintet.executor.cuda.linear_choice` does.
+are worth more than cuBLAS: `quintet.executor.cuda.gemm_dispatch` does.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 
 from quintet.executor.cuda.device import Device, Kernel
 from quintet.executor.memory import to_device
-from quintet.executor.sampling.concern import DrawRows, Int
+from quintet.executor.sampling.logits_processor import DrawRows, Int
 from quintet.wire.step import NewRow
 
 PENALIZE = Kernel("sampling_penalties", "penalize", "plipl" + "p")

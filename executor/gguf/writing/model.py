@@ -30,7 +30,7 @@ from quintet.executor.gguf.writing.layout import (
     laid_out,
 )
 from quintet.executor.gguf.writing.metadata import metadata_of
-from quintet.executor.gguf.writing.mixes import Mix, Model, type_of
+from quintet.executor.gguf.writing.type_mixes import Mix, Model, type_of
 from quintet.executor.weights.file import WeightFile
 from quintet.executor.weights.load import open_files
 from quintet.executor.weights.mapped import DTYPES

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from quintet.executor.cards.names import Names
 from quintet.executor.cards.norm_spec import NormSpec
 from quintet.executor.gguf.header import Tensor
-from quintet.executor.gguf.recipes import Finish, Recipe, Rows, all_rows, height, minus
+from quintet.executor.gguf.tensor_recipes import Finish, Recipe, Rows, all_rows, height, minus
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a rank that is not the first does all its life on its device: launch what `quintet.executor.cuda.orders` says."""
+"""What a rank that is not the first does all its life on its device: launch what `quintet.executor.cuda.rank_broadcast` says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quintet.executor.cuda.attention.backend import HostRows
 from quintet.executor.cuda.boot import open_runner
 from quintet.executor.cuda.device import Device
 from quintet.executor.cuda.ops.tables import HEADER_WORDS
-from quintet.executor.cuda.orders import CaptureOrder, Hearer, LogitsOrder, Order, StepOrder
+from quintet.executor.cuda.rank_broadcast import CaptureOrder, Hearer, LogitsOrder, Order, StepOrder
 from quintet.executor.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.cuda.steps import DeviceSteps
 from quintet.executor.loading import MODEL_DTYPES, load_model

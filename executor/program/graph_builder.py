@@ -28,7 +28,7 @@ from quintet.executor.parallel.operations import Left, RankOperations
 from quintet.executor.parallel.ranks import Ranks, input_place
 from quintet.executor.program.kv import KvMemory
 from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.places import Lifetimes, Places, fuse
+from quintet.executor.program.memory_planner import Lifetimes, Places, fuse
 from quintet.executor.program.states import StateOperations
 from quintet.executor.program.values import EmitWith, Extent, Operation, Value
 

@@ -18,7 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from quintet.executor.hosts.talk import Senseless, Told
+from quintet.executor.hosts.messages import Senseless, Told
 from quintet.executor.parallel.library import (
     PAIR_BYTES,
     COrder,

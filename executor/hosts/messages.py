@@ -50,7 +50,7 @@ class Join(msgspec.Struct, tag=0, array_like=True, frozen=True):
     host: int
     """Which one it is, from 1."""
     sources: str
-    """See `quintet.executor.kv_identity.sources`."""
+    """See `quintet.executor.kv_transfer.kv_identity.sources`."""
 
 
 class Welcome(msgspec.Struct, tag=1, array_like=True, frozen=True):
@@ -63,7 +63,7 @@ class Welcome(msgspec.Struct, tag=1, array_like=True, frozen=True):
 
 
 class Parts(msgspec.Struct, tag=2, array_like=True, frozen=True):
-    """What a host would compute with; see `quintet.executor.kv_identity.parts_of`."""
+    """What a host would compute with; see `quintet.executor.kv_transfer.kv_identity.parts_of`."""
 
     parts: dict[str, str]
 

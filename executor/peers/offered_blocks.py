@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import Bytes, Int, WholeBlocks
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.memory import lazy_zeros
 
 

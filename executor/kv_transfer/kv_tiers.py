@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quintet.executor.block_bytes import WholeBlocks
 from quintet.executor.disk.boot import open_kv_disk
 from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.interface import KvDisk, KvElsewhere
+from quintet.executor.kv_transfer.block_bytes import WholeBlocks
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
 from quintet.executor.store.boot import open_kv_store
 from quintet.wire.config import EngineConfig

@@ -2,9 +2,9 @@
 
     head | entry of each block | block | block | …          as they lie in KV memory, layer by layer
 
-The head says whose the blocks are (`quintet.executor.kv_identity.whole_of`), how many, and of which size; an entry has a block's
-key, and the SHA-256 of all three and of its bytes. Nothing is believed that does not have this hash. Hashes tell accidents, not
-intent: who can write to a store is believed by all who read it.
+The head says whose the blocks are (`quintet.executor.kv_transfer.kv_identity.whole_of`), how many, and of which size;
+an entry has a block's key, and the SHA-256 of all three and of its bytes. Nothing is believed that does not have this
+hash. Hashes tell accidents, not intent: who can write to a store is believed by all who read it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from quintet.executor.block_bytes import Bytes
-from quintet.executor.kv_identity import digest_of
+from quintet.executor.kv_transfer.block_bytes import Bytes
+from quintet.executor.kv_transfer.kv_identity import digest_of
 
 MAGIC = b"quintet KV run 1\n"
 HEAD = struct.Struct("<20s32sQI")

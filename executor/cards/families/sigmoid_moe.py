@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from quintet.executor.cards.card import ModelCard
 from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.families.olmo import exaone_mixers
-from quintet.executor.cards.families.routed import (
+from quintet.executor.cards.families.moe import (
     BAILING_NAMES,
     MIXTRAL_NAMES,
     dense_then,
@@ -16,6 +15,7 @@ from quintet.executor.cards.families.routed import (
     routing,
     sigmoid_experts,
 )
+from quintet.executor.cards.families.olmo import exaone_mixers
 from quintet.executor.cards.families.shape import (
     FULL,
     MAX_LAYERS,

@@ -9,10 +9,10 @@ from itertools import groupby
 import torch
 
 from quintet.executor.ops.host_linear import LinearLibrary
+from quintet.executor.quant.input_order import is_ordered
 from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.numbers import Numbers
-from quintet.executor.quant.order import is_ordered
 from quintet.executor.quant.packed import PackedLinear
+from quintet.executor.quant.packed_formats import Numbers
 from quintet.executor.quant.source import RowSource
 from quintet.executor.weights.plan import WeightPlan
 

@@ -9,10 +9,9 @@ from collections.abc import Mapping
 import msgspec
 import zmq
 
-from quintet.executor.kv_identity import digest_of
+from quintet.executor.kv_transfer.kv_identity import digest_of
 from quintet.executor.peers.keys import Context, PeerKey
-from quintet.executor.peers.offered import Offered
-from quintet.executor.peers.talk import (
+from quintet.executor.peers.messages import (
     MAX_HEAD_BYTES,
     VERSION,
     Ask,
@@ -22,6 +21,7 @@ from quintet.executor.peers.talk import (
     most_unread,
     window_of,
 )
+from quintet.executor.peers.offered_blocks import Offered
 from quintet.wire.codec import UNREADABLE, encode
 from quintet.wire.errors import ConfigError
 
@@ -44,7 +44,7 @@ class Door:
         whose: bytes,
         parts: Mapping[str, str],
     ) -> None:
-        """address: ``host:port``. whose, parts: see `quintet.executor.kv_identity`.
+        """address: ``host:port``. whose, parts: see `quintet.executor.kv_transfer.kv_identity`.
 
         Raises `ConfigError` for an address that is none of this machine's. One that somebody else has is waited for (`open`).
         """

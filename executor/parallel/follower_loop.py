@@ -16,8 +16,8 @@ from quintet.executor.features.kv_offload import HostBlocks
 from quintet.executor.loading import load_model
 from quintet.executor.ops.huge_pages import HugePages
 from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
-from quintet.executor.parallel.crossing import PartBlocks, open_parts
 from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks, Moves
+from quintet.executor.parallel.kv_gather import PartBlocks, open_parts
 from quintet.executor.parallel.library import PAIR_BYTES, Note, OrderKind, Part
 from quintet.executor.parallel.links import Links
 from quintet.executor.parallel.ranks import Ranks

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from quintet.executor.hosts.places import ranks_of
-from quintet.executor.hosts.talk import PIECE_BYTES, Met, Rows, Senseless
+from quintet.executor.hosts.messages import PIECE_BYTES, Met, Rows, Senseless
+from quintet.executor.hosts.topology import ranks_of
 from quintet.executor.parallel.library import CLeft, CRanksShape, RanksLibrary, RanksMemory
 from quintet.wire.codec import encode
 from quintet.wire.config import ExecutorConfig

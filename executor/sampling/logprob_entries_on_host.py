@@ -14,7 +14,7 @@ from quintet.executor.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.ops.host_library import declare, open_library
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw_on_host import row_addresses
-from quintet.executor.sampling.entries import Entries, entries
+from quintet.executor.sampling.logprob_entries import Entries, entries
 
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 

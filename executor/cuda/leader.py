@@ -10,7 +10,7 @@ from quintet.executor.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.cuda.worker import DeviceWorker
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.models.model import CausalModel
-from quintet.executor.parallel.followers import Followers
+from quintet.executor.parallel.follower_processes import Followers
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.platforms.cuda import open_rank_device
 from quintet.executor.platforms.platform import open_platform
@@ -38,7 +38,7 @@ def lead(
     ranks: Ranks,
     span: Span = no_span,
 ) -> DeviceWorker:
-    """Return the worker of a loaded share, beside others that boot as `quintet.executor.cuda.following.follow` does."""
+    """Return the worker of a loaded share, beside others that boot as `quintet.executor.cuda.follower.follow` does."""
     group = group_of(device, ranks, config)
     dtype = MODEL_DTYPES[config.model.dtype]
     worker = make_device_worker(device, model, config, dtype, facts, span, group, ranks)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from quintet.executor.block_bytes import BlockBytes, Bytes, Int
 from quintet.executor.cards.share import Share, Turn
+from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int
 from quintet.executor.parallel.library import OrderKind
 from quintet.executor.parallel.ranks import Ranks
 from quintet.executor.parallel.shapes import crossing_rows, crossing_shape, part_bytes

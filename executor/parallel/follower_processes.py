@@ -26,7 +26,7 @@ from itertools import chain
 
 import msgspec
 
-from quintet.executor.hosts.places import ranks_of
+from quintet.executor.hosts.topology import ranks_of
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
@@ -53,7 +53,7 @@ class Followers:
         self.links = tuple(os.memfd_create("quintet-link") for _ in range(stages if stages > 1 else 0))
         """Of that between each stage and the next; see `quintet.executor.parallel.links`."""
         self.crossings = tuple(os.memfd_create("quintet-crossing") for _ in range(config.cache.leaves))
-        """Of that in which parts of blocks come together that go elsewhere; see `quintet.executor.parallel.crossing`."""
+        """Of that in which parts of blocks come together that go elsewhere; see `quintet.executor.parallel.kv_gather`."""
         self._memory = {"groups": self.groups, "links": self.links, "crossings": self.crossings}
         ranks = (rank for rank in ranks_of(config.executor, host) if rank != 0)
         self._processes = {f"rank {rank}": self._start(RANK, rank) for rank in ranks}
