@@ -84,7 +84,7 @@ model: install  ## train the embedded model again (about an hour)
 	$(BIN)/python -m bench.embedded.train $(ARGS)
 
 cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
-	$(BIN)/python -m quintet.executor.cuda.compile $(ARGS)
+	$(BIN)/python -m quintet.executor.backends.cuda.compile $(ARGS)
 
 clients: $(CLIENTS) $(NPM_CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
 
@@ -153,4 +153,4 @@ gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
 	$(BIN)/python bench/gpu/check.py $(ARGS)
 
 clean:  ## remove everything that was built
-	rm -rf .venv build dist *.egg-info src/*.egg-info executor/ops/_host*.so executor/cuda/cubins
+	rm -rf .venv build dist *.egg-info src/*.egg-info executor/backends/cpu/ops/_host*.so executor/backends/cuda/cubins

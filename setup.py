@@ -1,8 +1,9 @@
 """Builds the host kernels of csrc/cpu; everything else about the package is in pyproject.toml.
 
 Sources under ``csrc/cpu/kernels`` are compiled once for each instruction set, into a namespace of its own; the others
-once. The library has a plain C ABI and is loaded with ctypes (quintet.executor.ops.host_library), so no Python headers and
-no torch are needed. Where it does not compile, the package installs without it and computes with torch.
+once. The library has a plain C ABI and is loaded with ctypes (quintet.executor.backends.cpu.ops.host_library), so no
+Python headers and no torch are needed. Where it does not compile, the package installs without it and computes with
+torch.
 
 QUINTET_KERNELS in the environment chooses which instruction sets:
 
@@ -29,7 +30,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("csrc/cpu")
-NAMES = runpy.run_path("executor/ops/host_sources.py")
+NAMES = runpy.run_path("executor/backends/cpu/ops/host_sources.py")
 
 NAMED = ("library.cpp", "dispatch.cpp")
 """Carry what names the sources, and which instruction sets are built: compiled each time."""
@@ -211,7 +212,7 @@ class BuildKernels(build_ext):
 
 
 HOST_LIBRARY = Extension(
-    "quintet.executor.ops._host",
+    "quintet.executor.backends.cpu.ops._host",
     sources=[],
     depends=[str(path) for path in SOURCES.rglob("*") if path.suffix in {".cpp", ".hpp"}],
     optional=True,

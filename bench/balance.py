@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.step import SHAPES, Room, config_of
-from quintet.executor.program.runner import OpBalance, ProgramRunner
+from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
 from quintet.executor.worker import make_torch_worker
 
 THREADS = (2, 4, 8, 16, 32, 48, 64, 96)

@@ -4,10 +4,10 @@
 
 One layer. A token chooses its experts by popularity, after Zipf; every so often two experts swap theirs (``--drift``). A step's
 rows are divided as the kernels divide them (`qt_experts_divide`), loads are read, looked at and acted upon by
-`quintet.executor.parallel.balancer`, a chore every fourth step. Printed: the work of the busiest rank over the mean, summed over
-steps behind the first look: how much longer experts take than if all ranks had equally much to do; the same if an expert's rows
-were divided evenly among those who have it, whatever else they have to do; and what was copied from then on. Nothing is computed
-or timed: the same command prints the same figures everywhere.
+`quintet.executor.distributed.parallel.balancer`, a chore every fourth step. Printed: the work of the busiest rank
+over the mean, summed over steps behind the first look: how much longer experts take than if all ranks had equally
+much to do; the same if an expert's rows were divided evenly among those who have it, whatever else they have to do;
+and what was copied from then on. Nothing is computed or timed: the same command prints the same figures everywhere.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.overhead.run import Machine, _commit, machine
-from quintet.executor.ops.host_experts import NO_EXPERT, CExperts, Homes
-from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.parallel.balancer import Balancer
-from quintet.executor.parallel.expert_copies import Piece
-from quintet.executor.parallel.placement import Copy, homes_of
+from quintet.executor.backends.cpu.ops.host_experts import NO_EXPERT, CExperts, Homes
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
+from quintet.executor.distributed.parallel.balancer import Balancer
+from quintet.executor.distributed.parallel.expert_copies import Piece
+from quintet.executor.distributed.parallel.placement import Copy, homes_of
 from quintet.executor.worker import STEPS_PER_CHORE
 from quintet.wire.config import EplbConfig
 
@@ -72,7 +72,7 @@ class Report(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Layer:
-    """As much of `quintet.executor.ops.host_experts.HostExperts` as a balancer looks at."""
+    """As much of `quintet.executor.backends.cpu.ops.host_experts.HostExperts` as a balancer looks at."""
 
     homes: Homes
     copies: NDArray[np.int32]
@@ -80,7 +80,7 @@ class Layer:
 
 
 class Carrier:
-    """`quintet.executor.parallel.expert_copies.ExpertCopies` without weights."""
+    """`quintet.executor.distributed.parallel.expert_copies.ExpertCopies` without weights."""
 
     def __init__(self, layer: Layer) -> None:
         self.layers = [layer]

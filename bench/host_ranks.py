@@ -26,10 +26,10 @@ from bench.hosts import free_port
 from bench.overhead.run import Machine, _commit, machine
 from bench.stages import run
 from bench.step import SHAPES, Room, Steps, config_of
-from quintet.executor.hosts.member import OwnPlace
-from quintet.executor.parallel.follower_processes import Followers
-from quintet.executor.parallel.leader import make_leading_worker
-from quintet.executor.platforms.shares import take_share
+from quintet.executor.backends.platforms.shares import take_share
+from quintet.executor.distributed.hosts.member import OwnPlace
+from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.leader import make_leading_worker
 from quintet.executor.worker import Worker
 from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig, HostsConfig
@@ -71,7 +71,13 @@ def other_host(config: EngineConfig, folder: Path) -> Iterator[EngineConfig]:
         host=1, hosts=hosts, run_dir=str(there), model_path=config.model.path, packed_cache=None,
         threads=config.executor.threads, log_level="WARNING", available_bytes=1 << 50,
     )  # fmt: skip
-    command = [sys.executable, "-m", "quintet.executor.hosts.member", "--parent", str(os.getpid())]
+    command = [
+        sys.executable,
+        "-m",
+        "quintet.executor.distributed.hosts.member",
+        "--parent",
+        str(os.getpid()),
+    ]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as member:
         assert member.stdin is not None
         member.stdin.write(msgspec.json.encode(own))

@@ -1,4 +1,5 @@
-"""Handing bytes on to another host: gloo's point-to-point beside the sockets of `quintet.executor.hosts`, over loopback.
+"""Handing bytes on to another host: gloo's point-to-point beside the sockets of `quintet.executor.distributed.hosts`,
+over loopback.
 
 Both carry hidden states, or logits, from one process to another and wait for a word back. gloo's bytes are plain, the others
 encrypted (CURVE). What a link has besides, memory and a thread on either side, is not in it.
@@ -24,7 +25,7 @@ import torch.distributed
 import zmq
 
 from bench.overhead.run import Machine, _commit, machine
-from quintet.executor.peers.keys import Context, PeerKey
+from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
 
 SIZES = (2 << 10, 128 << 10, 4 << 20, 9 << 20)
 """Bytes: hidden states of 1, 64 and 2048 tokens of 1024 numbers in bf16, and logits of 32 rows of 150,000."""

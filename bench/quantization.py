@@ -44,8 +44,8 @@ from quintet.deploy.embedded import default_model_path
 from quintet.deploy.quantize.loss import measure, table
 from quintet.deploy.quantize.settings import WINDOW
 from quintet.deploy.quantize.windows import windows_of
-from quintet.executor.gguf.writing.type_mixes import MIXES
-from quintet.executor.quantizing.targets import TARGETS
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
+from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 
 END_OF_TEXT = 0
 """Documents begin with it, as in training."""

@@ -25,11 +25,11 @@ import msgspec
 
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES, Room, Steps, config_of
+from quintet.executor.backends.platforms.shares import take_share
+from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.leader import make_leading_worker
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.interface import Pending, StepWorker
-from quintet.executor.parallel.follower_processes import Followers
-from quintet.executor.parallel.leader import make_leading_worker
-from quintet.executor.parallel.pipeline_worker import PipelineWorker
-from quintet.executor.platforms.shares import take_share
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.process.trace import no_span
 from quintet.wire.ids import Role, WorkerId

@@ -29,16 +29,16 @@ import torch
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.batch import Rows
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.fitting import leaves_of
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import Share
-from quintet.executor.cards.spec import DecoderSpec
-from quintet.executor.parallel.follower_processes import Followers
-from quintet.executor.parallel.leader import make_leading_worker
-from quintet.executor.platforms.shares import take_share
-from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.leader import make_leading_worker
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.fitting import leaves_of
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.share import Share
+from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.process.trace import no_span
 from quintet.wire.codec import pack_i32, pack_u8

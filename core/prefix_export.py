@@ -1,7 +1,7 @@
 """Prefixes that go into files and come from there, by way of the disk: what was begun, for whom, and how it ended.
 
 An export is one order: write what the disk has of a prefix. An import is two: what does the file have, and then, have these
-places hold what is not there already. The executor has the files (`quintet.executor.disk.prefix_file`).
+places hold what is not there already. The executor has the files (`quintet.executor.kv_transfer.disk.prefix_file`).
 """
 
 from __future__ import annotations

@@ -29,13 +29,13 @@ from quintet.deploy.resolve.sections import folder_of
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.service_manager import ServiceManager
-from quintet.executor.hosts.member import OwnPlace
-from quintet.executor.parallel.follower_processes import ending
+from quintet.executor.distributed.hosts.member import OwnPlace
+from quintet.executor.distributed.parallel.follower_processes import ending
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
-MODULE = "quintet.executor.hosts.member"
+MODULE = "quintet.executor.distributed.hosts.member"
 TICK_S = 0.2
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 """Between two members, where the first of them did not live long."""

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.layers.attention import Heads, Sight
+from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
+from quintet.executor.backends.cpu.ops.state_rows import StateRows
 from quintet.executor.memory import to_device
-from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
-from quintet.executor.ops.state_rows import StateRows
+from quintet.executor.models.layers.attention import Heads, Sight
 from quintet.executor.ragged import ranges
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import StepPlan
@@ -73,7 +73,7 @@ class Batch:
     positions: torch.Tensor
     """int64[T]"""
     prompts: torch.Tensor | None
-    """int64[T]: how long the prompt of the token's row is; see `quintet.executor.layers.rope`."""
+    """int64[T]: how long the prompt of the token's row is; see `quintet.executor.models.layers.rope`."""
     blocks: tuple[torch.Tensor, ...]
     """int64[T] for each group of layers: the block that holds the token's keys and values."""
     offsets: torch.Tensor

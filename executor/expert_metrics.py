@@ -19,7 +19,7 @@ class ExpertCounts:
     """Of a process's layers that have experts; numbers that only grow."""
 
     asked: Sequence[NDArray[np.int64]]
-    """Of each layer; see `quintet.executor.ops.host_experts.HostExperts`."""
+    """Of each layer; see `quintet.executor.backends.cpu.ops.host_experts.HostExperts`."""
     ranks: int
     """Who share the work."""
     copied: Callable[[], tuple[int, int]]

@@ -7,23 +7,23 @@ from pathlib import Path
 
 import torch
 
-from quintet.executor.cards.card import card_of
-from quintet.executor.cards.share import WHOLE, Share
-from quintet.executor.gguf.weights import open_gguf
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
+from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
+from quintet.executor.backends.platforms.platform import Platform
+from quintet.executor.checkpoints.gguf.weights import open_gguf
+from quintet.executor.checkpoints.quant.blocks import read_blocks
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
+from quintet.executor.checkpoints.quant.registry import open_quantization
+from quintet.executor.checkpoints.quant.rounded_inputs import RoundedInputs
+from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
+from quintet.executor.checkpoints.weights.packed_cache import PackedCache
+from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
-from quintet.executor.ops.host_linear import linear_library
-from quintet.executor.ops.huge_memory import HugeMemory
-from quintet.executor.platforms.platform import Platform
-from quintet.executor.quant.blocks import read_blocks
-from quintet.executor.quant.formats.registry import recognise
-from quintet.executor.quant.formats.scheme import Format
-from quintet.executor.quant.kv_scales import read_kv_scales
-from quintet.executor.quant.registry import open_quantization
-from quintet.executor.quant.rounded_inputs import RoundedInputs
-from quintet.executor.weights.file import WeightFile
-from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
-from quintet.executor.weights.packed_cache import PackedCache
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
@@ -42,7 +42,7 @@ def load_model(
     """Return the configured model, or a rank's share of it, with its weights.
 
     on_device: whether our kernels of a device multiply by them. ahead: memory for them, see
-    `quintet.executor.weights.store.reserve`.
+    `quintet.executor.checkpoints.weights.store.reserve`.
     """
     card = card_of(config.model)
     stored = recognise(card)

@@ -15,14 +15,14 @@ import threading
 import time
 from collections.abc import Callable
 
-from quintet.executor.cards.share import share_of
+from quintet.executor.backends.platforms.shares import take_share
+from quintet.executor.checkpoints.weights.read_ahead import read_ahead, reserve_ahead
+from quintet.executor.distributed.parallel.follower_processes import Followers
 from quintet.executor.expert_metrics import ExpertFigures
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.kv_transfer.kv_connector_loop import kv_talk, own_places
-from quintet.executor.parallel.follower_processes import Followers
-from quintet.executor.platforms.shares import take_share
-from quintet.executor.weights.read_ahead import read_ahead, reserve_ahead
+from quintet.executor.model_config.share import share_of
 from quintet.process.runtime import Process, child_main
 from quintet.process.trace import Span
 from quintet.wire.config import EngineConfig
@@ -41,8 +41,8 @@ WORKERS = {
 """``ExecutorConfig.kind`` to the function that makes the worker. Imported when chosen: the mock needs no torch."""
 
 LEADERS = {
-    "cpu": "quintet.executor.parallel.leader:make_leading_worker",
-    "cuda": "quintet.executor.cuda.leader:make_leading_worker",
+    "cpu": "quintet.executor.distributed.parallel.leader:make_leading_worker",
+    "cuda": "quintet.executor.backends.cuda.leader:make_leading_worker",
 }
 """Likewise, of an executor with several ranks, by ``ExecutorConfig.device``; the function takes the others as well."""
 

@@ -28,7 +28,7 @@ class GivesLogits(Protocol):
 
 
 class Runner(GivesLogits, Protocol):
-    """A model with its KV memory. `quintet.executor.eager` or `quintet.executor.program.runner`."""
+    """A model with its KV memory. `quintet.executor.backends.torch.eager` or `quintet.executor.backends.cpu.program.runner`."""
 
     @property
     def work_done(self) -> int:

@@ -14,29 +14,29 @@ import numpy as np
 import torch
 
 from quintet.executor.audit import TablesDiffer, check_tables
+from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES, NARROW_KV
+from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.program.kv import allocate_kv, takes_layer
+from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.platforms.platform import Platform, open_platform
+from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.batch import Rows
-from quintet.executor.cards.share import WHOLE, Share, share_of
-from quintet.executor.eager import EagerRunner
-from quintet.executor.features.kv_offload import HostBlocks
+from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
+from quintet.executor.distributed.parallel.library import Note
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.distributed.parallel.whole_blocks import open_whole_blocks
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
+from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
 from quintet.executor.kv_transfer.kv_tiers import Elsewhere
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.memory import to_device
+from quintet.executor.model_config.share import WHOLE, Share, share_of
 from quintet.executor.models.model import CausalModel
 from quintet.executor.oom_split import SmallerSteps
-from quintet.executor.ops.host_dtypes import DTYPE_CODES, NARROW_KV
-from quintet.executor.ops.huge_memory import HugeMemory
-from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks, Moves
-from quintet.executor.parallel.library import Note
-from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.parallel.whole_blocks import open_whole_blocks
-from quintet.executor.platforms.platform import Platform, open_platform
-from quintet.executor.program.kv import allocate_kv, takes_layer
-from quintet.executor.program.library import program_library
-from quintet.executor.program.runner import ProgramRunner
-from quintet.executor.program.stage import Stage
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
@@ -77,7 +77,8 @@ class Worker:
     ) -> None:
         """weights: what they lie in, where that is not all on huge pages yet. ranks: who has chores as well.
 
-        stage: what is recorded of the model, where it is. crossings: see `quintet.executor.parallel.follower_processes`.
+        stage: what is recorded of the model, where it is. crossings: see
+        `quintet.executor.distributed.parallel.follower_processes`.
         """
         self.num_blocks = num_blocks
         self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
@@ -161,7 +162,7 @@ class Worker:
         return False
 
     def begin(self, plan: StepPlan) -> Finished:
-        """See `execute`, which waits for the device: `quintet.executor.cuda` has a worker that does not."""
+        """See `execute`, which waits for the device: `quintet.executor.backends.cuda` has a worker that does not."""
         self._num_begun += 1
         if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
             self.do_chore()  # who is never idle gains most
@@ -228,8 +229,10 @@ def make_worker(config: EngineConfig, span: Span = no_span, ahead: HugeMemory | 
     """Open the device, build and load the model, reserve KV memory. ahead: for weights on the host, see `load_model`."""
     if config.executor.device != "cuda" or config.model.implementation == "transformers":
         return make_torch_worker(config, span, ahead=ahead)
-    from quintet.executor.cuda.boot import make_device_worker  # dozens of modules that only a GPU needs
-    from quintet.executor.platforms.cuda import open_cuda_device
+    from quintet.executor.backends.cuda.boot import (
+        make_device_worker,  # dozens of modules that only a GPU needs
+    )
+    from quintet.executor.backends.platforms.cuda import open_cuda_device
 
     begun = time.monotonic()
     platform = open_platform(config.executor)
@@ -277,7 +280,9 @@ def _make_transformers_worker(
     config: EngineConfig, platform: Platform, num_blocks: int, begun: float, span: Span
 ) -> Worker:
     """Return the worker of a model whose layers are those of transformers."""
-    from quintet.executor.fallback.boot import open_transformers_model  # imports transformers: seconds
+    from quintet.executor.backends.torch.fallback.boot import (
+        open_transformers_model,  # imports transformers: seconds
+    )
 
     dtype = MODEL_DTYPES[config.model.dtype]
     opened = open_transformers_model(config, platform.device, dtype, num_blocks, span)

@@ -304,7 +304,7 @@ class ExecutorConfig(msgspec.Struct, frozen=True, kw_only=True):
     allow_torch_kernels: bool = False
     """GPU: compute with torch's operators where Quintet's kernels cannot be loaded."""
     attention_backend: str = "auto"
-    """GPU: whose attention computes prompts; see ``executor/cuda/attention``."""
+    """GPU: whose attention computes prompts; see ``executor/backends/cuda/attention``."""
     step_ms: float = 0.0
     """Mock only: how long a step takes."""
     mock_script: str | None = None

@@ -1,5 +1,5 @@
 """What core and executor tell each other of a store that other servers share: inside `KvOrders` and `KvAnswers`
-(`quintet.core.kv.store_pool`, `quintet.executor.features.kv_store`).
+(`quintet.core.kv.store_pool`, `quintet.executor.kv_transfer.features.kv_store`).
 
 A *run* is so many consecutive blocks of one group, or one state. It is kept as one object, under the key of its last block: that
 names all tokens up to there, and so what every block before it holds.

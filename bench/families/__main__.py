@@ -38,7 +38,7 @@ from bench.families.peer import FORMATS, LlamaCpp, interpreter
 from bench.kernels.limits import Limits
 from bench.peers.__main__ import DEFAULT_HOME
 from bench.peers.records import this_commit, this_machine
-from quintet.executor.ops.host_library import instruction_set, open_library
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
 from quintet.wire.errors import ConfigError
 
 IN_TURN = 4

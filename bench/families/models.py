@@ -16,9 +16,9 @@ import msgspec
 from bench.step import BLOCK_SIZE, Steps
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.torch.fallback.host_runner import HostRunner
 from quintet.executor.batch import Rows
-from quintet.executor.fallback.host_runner import HostRunner
-from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.config import EngineConfig
 

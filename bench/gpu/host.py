@@ -24,14 +24,14 @@ from bench.gpu.engine import drive
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.plans import Batch, Plans
 from bench.gpu.shapes import BLOCK_SIZE, LLAMA_3_8B, Shape, engine_config
-from quintet.executor.cards.card import card_of
-from quintet.executor.cuda.arguments import ArgumentBuffer
-from quintet.executor.cuda.boot import make_device_worker
-from quintet.executor.cuda.device import Argument, Event, Kernel, Size
+from quintet.executor.backends.cuda.arguments import ArgumentBuffer
+from quintet.executor.backends.cuda.boot import make_device_worker
+from quintet.executor.backends.cuda.device import Argument, Event, Kernel, Size
+from quintet.executor.checkpoints.weights.load import fill_randomly
 from quintet.executor.interface import StepWorker
+from quintet.executor.model_config.card import card_of
 from quintet.executor.models.model import Setting
 from quintet.executor.models.registry import build_model
-from quintet.executor.weights.load import fill_randomly
 from quintet.executor.worker import make_worker
 from quintet.wire.codec import pack_i32, pack_u8
 from quintet.wire.config import EngineConfig

@@ -15,10 +15,10 @@ import torch
 from bench.gpu.kernel_rows import blocks_for, step_rows
 from bench.gpu.kernels import Case, num_calls
 from bench.gpu.shapes import BLOCK_SIZE
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.attention import paged_attention
-from quintet.executor.cuda.ops.attention_plan import AttentionPlan
-from quintet.executor.cuda.rows import StepRows
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention import paged_attention
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.backends.cuda.rows import StepRows
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 

@@ -12,11 +12,11 @@ import torch
 
 from bench.gpu.kernel_linear import FEW_ROWS, LLAMA_3_8B, MANY_ROWS, TOY
 from bench.gpu.kernels import Case, num_calls
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.coded_weight import Code, CodedLayout, CodedWeight
-from quintet.executor.cuda.ops.linear import SplitMemory
-from quintet.executor.cuda.ops.linear_coded import coded_matmul
-from quintet.executor.cuda.ops.linear_fp8 import FP8, fp8_matmul
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.coded_weight import Code, CodedLayout, CodedWeight
+from quintet.executor.backends.cuda.ops.linear import SplitMemory
+from quintet.executor.backends.cuda.ops.linear_coded import coded_matmul
+from quintet.executor.backends.cuda.ops.linear_fp8 import FP8, fp8_matmul
 
 FORMATS = {
     "int4, groups of 128": partial(CodedLayout, Code.INT4, group=128),

@@ -11,8 +11,8 @@ from functools import partial
 import torch
 
 from bench.gpu.kernels import Case, num_calls
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.linear import MATVEC_ROWS, SplitMemory, matmul, matvec
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.linear import MATVEC_ROWS, SplitMemory, matmul, matvec
 
 LLAMA_3_8B = {
     "qkv": (6144, 4096),

@@ -13,11 +13,11 @@ import torch
 from bench.gpu.kernel_rows import blocks_for, step_rows
 from bench.gpu.kernels import Case, num_calls
 from bench.gpu.shapes import BLOCK_SIZE
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.activation import Gate, gated
-from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
-from quintet.executor.cuda.ops.norm import add_rms_norm, rms_norm
-from quintet.executor.cuda.ops.rope_kv import rope_kv
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.activation import Gate, gated
+from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
+from quintet.executor.backends.cuda.ops.norm import add_rms_norm, rms_norm
+from quintet.executor.backends.cuda.ops.rope_kv import rope_kv
 
 BF16 = torch.bfloat16
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from bench.gpu.kernels import Case, num_calls
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.draw import draw
-from quintet.executor.cuda.ops.entries import entries
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.draw import draw
+from quintet.executor.backends.cuda.ops.entries import entries
 from quintet.executor.sampling.settings import RECORD
 
 TOP = 20

@@ -22,8 +22,8 @@ import torch
 
 from bench.gpu.ceilings import Ceilings, measure_ceilings, tell_ceilings
 from bench.gpu.figures import Figure, Report, add_report_argument
-from quintet.executor.cuda.device import Device
-from quintet.executor.platforms.cuda import open_cuda_device, open_platform
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.platforms.cuda import open_cuda_device, open_platform
 from quintet.wire.config import ExecutorConfig
 
 REPEATS = 20

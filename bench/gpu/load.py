@@ -20,9 +20,9 @@ import torch
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
 from bench.gpu.machine import ROOT, environment
-from quintet.executor.cuda.compile import PTX_TARGET, TARGETS
-from quintet.executor.cuda.modules import KINDS
-from quintet.executor.cuda.sources import modules
+from quintet.executor.backends.cuda.compile import PTX_TARGET, TARGETS
+from quintet.executor.backends.cuda.modules import KINDS
+from quintet.executor.backends.cuda.sources import modules
 from quintet.wire.errors import ConfigError
 
 SMALL = "norm"
@@ -33,7 +33,7 @@ def compile_for_device(report: Report) -> None:
     """Compile for this generation of GPUs, and the PTX for all others; without a compiler, say so."""
     major = torch.cuda.get_device_capability()[0]
     targets = sorted({PTX_TARGET, *(target for target in TARGETS if target // 10 == major)})
-    command = [sys.executable, "-m", "quintet.executor.cuda.compile", "--only", "nvrtc", "--targets"]
+    command = [sys.executable, "-m", "quintet.executor.backends.cuda.compile", "--only", "nvrtc", "--targets"]
     begun = time.perf_counter()
     ran = subprocess.run(
         [*command, *map(str, targets)],
@@ -50,7 +50,7 @@ def compile_for_device(report: Report) -> None:
 
 def load_each_form(report: Report) -> None:
     """Load one small module as machine code, as PTX, and from its source."""
-    from quintet.executor.cuda.cupy_device import CupyDevice
+    from quintet.executor.backends.cuda.cupy_device import CupyDevice
 
     num_loaded = 0
     for kind in KINDS:

@@ -24,10 +24,10 @@ platforms+=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64)
 .venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: \
   --python-version "$python_version" --implementation cp "${platforms[@]}" --dest "$out/wheels" $packages
 
-cp -r "executor/cuda/cubins/sm_$sm" "$out/cubins/"
+cp -r "executor/backends/cuda/cubins/sm_$sm" "$out/cubins/"
 # A plain C ABI: the library of one version of Python is that of any other.
 suffix=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_config_var("EXT_SUFFIX"))')
-cp "executor/ops/_host$suffix" "$out/_host.cpython-${abi#cp}-x86_64-linux-gnu.so"
+cp "executor/backends/cpu/ops/_host$suffix" "$out/_host.cpython-${abi#cp}-x86_64-linux-gnu.so"
 git rev-parse --short HEAD > "$out/commit"
 du -sh "$out"
 echo "carry $out beside the checkout; there: bash bench/gpu/remote.sh a 330 $(cat "$out/commit")"

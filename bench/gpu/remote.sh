@@ -16,9 +16,9 @@ mkdir -p "$OUT"
 site=${TMPDIR:-/tmp}/quintet-site
 timeout 60 python3 -m pip install --quiet --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$site" \
   build/gpu/wheels/*.whl || echo "wheels could not be installed: rows that need them are skipped"
-mkdir -p executor/cuda/cubins
-cp -r build/gpu/cubins/sm_* executor/cuda/cubins/
-cp build/gpu/_host.cpython-*.so executor/ops/
+mkdir -p executor/backends/cuda/cubins
+cp -r build/gpu/cubins/sm_* executor/backends/cuda/cubins/
+cp build/gpu/_host.cpython-*.so executor/backends/cpu/ops/
 export PYTHONPATH=$PWD:$PWD/src:$site
 exec python3 -m bench.gpu.stages "$stage" --seconds "$seconds" --elapsed "$(($(date +%s) - begun))" --out "$OUT" \
   --commit "$commit" --device "$device"

@@ -24,8 +24,8 @@ import torch
 from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.kernels import open_device
 from bench.gpu.smoke_families import FAMILIES, Family, drawn
-from quintet.executor.cuda.device import Argument, Device, Kernel, Size
-from quintet.executor.cuda.sources import modules
+from quintet.executor.backends.cuda.device import Argument, Device, Kernel, Size
+from quintet.executor.backends.cuda.sources import modules
 
 
 class LoggedDevice:

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.activation import Gate, gated
-from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks
-from quintet.executor.cuda.ops.draw import draw
-from quintet.executor.cuda.ops.entries import DeviceReport
-from quintet.executor.cuda.ops.linear import matmul, matvec
-from quintet.executor.cuda.ops.linear_coded import coded_matmul
-from quintet.executor.cuda.ops.linear_fp8 import fp8_matmul, fp8_quantize, fp8_quantize_reference
-from quintet.executor.cuda.ops.linear_groups import head_matmul
-from quintet.executor.cuda.ops.norm import add_rms_norm, layer_norm, rms_norm
-from quintet.executor.cuda.ops.rope_kv import Turn, rope_kv, rope_kv_reference
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.activation import Gate, gated
+from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
+from quintet.executor.backends.cuda.ops.draw import draw
+from quintet.executor.backends.cuda.ops.entries import DeviceReport
+from quintet.executor.backends.cuda.ops.linear import matmul, matvec
+from quintet.executor.backends.cuda.ops.linear_coded import coded_matmul
+from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_matmul, fp8_quantize, fp8_quantize_reference
+from quintet.executor.backends.cuda.ops.linear_groups import head_matmul
+from quintet.executor.backends.cuda.ops.norm import add_rms_norm, layer_norm, rms_norm
+from quintet.executor.backends.cuda.ops.rope_kv import Turn, rope_kv, rope_kv_reference
 
 BF16 = torch.bfloat16
 UNIT = 2.0**-8

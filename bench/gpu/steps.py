@@ -100,7 +100,7 @@ def open_bench(shape: Shape, device: str, grid: Grid, report: Report, **executor
 
 def check_is_device_worker(worker: StepWorker) -> None:
     """Exit where torch's operators compute, or a CPU: the figures would be of something else."""
-    from quintet.executor.cuda.worker import DeviceWorker
+    from quintet.executor.backends.cuda.worker import DeviceWorker
 
     if not isinstance(worker, DeviceWorker):
         raise SystemExit(f"not a worker of our CUDA kernels but {worker.facts}: nothing to measure")

@@ -24,13 +24,13 @@ import numpy as np
 import torch
 
 from bench.kernels.limits import Limits, Multiply
-from quintet.executor.layers.attention import AttentionLayer
+from quintet.executor.backends.cpu.ops.host_attention import PagedKv, c_attention, write_kv
+from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.step import CStep, KvPlace
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.ops.host_attention import PagedKv, c_attention, write_kv
-from quintet.executor.ops.host_dtypes import DTYPE_CODES
-from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
-from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.step import CStep, KvPlace
+from quintet.executor.models.layers.attention import AttentionLayer
 
 BLOCK_SIZE = 16
 TOTAL_BYTES = 1 << 30

@@ -23,14 +23,14 @@ import torch
 
 from bench.kernels.limits import Limits
 from bench.kernels.linear import FORMATS, GATHER_S, WEIGHT_BYTES, Format
-from quintet.executor.cards.routing import Routing, Scoring
-from quintet.executor.ops.experts import Gate, route
-from quintet.executor.ops.host_experts import HostExperts
-from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
-from quintet.executor.ops.host_linear import LinearLibrary, linear_library
-from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.ops.linear import GatedActivation
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.experts import Gate, route
+from quintet.executor.backends.cpu.ops.host_experts import HostExperts
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.backends.cpu.ops.host_linear import LinearLibrary, linear_library
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.ops.linear import GatedActivation
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.model_config.routing import Routing, Scoring
 
 TOKENS = (1, 2, 4, 16, 64)
 CALLS = 8

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
-from quintet.executor.ops.host_library import declare
-from quintet.executor.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.ops.host_library import declare
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 
 READ_BYTES = 1 << 28
 

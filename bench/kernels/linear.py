@@ -27,11 +27,11 @@ from pathlib import Path
 import torch
 
 from bench.kernels.limits import Limits, Multiply
-from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
-from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
-from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.ops.packed_tables import TABLE_SIZE, Outliers, fill_tables
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.ops.packed_tables import TABLE_SIZE, Outliers, fill_tables
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 
 SHAPES = {
     "S qkv": (1152, 896),

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 import torch
 
-from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.ops.host_linear import WeightFormat, linear_library
-from quintet.executor.ops.linear import GatedActivation
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
+from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.linear import GatedActivation
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 
 PAGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from quintet.executor.ops.host_library import instruction_set, open_library, set_threads
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library, set_threads
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.draw_on_host import draw_on_host
 from quintet.executor.sampling.logprob_entries import entries

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 
 from bench.null_model import SPECIALS, write_tokenizer
 from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
-from quintet.executor.gguf.writing.card import Config
-from quintet.executor.gguf.writing.metadata import metadata_of
-from quintet.executor.gguf.writing.model import add_value
-from quintet.executor.gguf.writing.type_mixes import MIXES, Model, type_of
+from quintet.executor.checkpoints.gguf.writing.card import Config
+from quintet.executor.checkpoints.gguf.writing.metadata import metadata_of
+from quintet.executor.checkpoints.gguf.writing.model import add_value
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES, Model, type_of
 
 Bytes = NDArray[np.uint8]
 

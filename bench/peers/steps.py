@@ -31,7 +31,7 @@ from bench.peers.engines.quintet import Quintet
 from bench.peers.jobs import Job
 from bench.peers.token_bytes import token_bytes
 from bench.peers.workload import FIRST_ID, GGUF_FILES, Precision
-from quintet.executor.ops.host_library import open_library, set_threads
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 
 _VOCAB = 100_000
 """Ids below are in every model's vocabulary."""

@@ -9,8 +9,9 @@ A place is always in exactly one of three states:
 Every full block that becomes findable on the device is stored, unless it is there already; what was used longest ago gives
 way, but for what is pinned. What a waiting request wants is fetched into host blocks (`quintet.core.kv.prefetch`).
 
-Never wrong: a key names the content, and the executor reads nothing else under it (`quintet.executor.disk.block_file`). What is
-believed to be there and is not is a miss: the request computes it.
+Never wrong: a key names the content, and the executor reads nothing else under it
+(`quintet.executor.kv_transfer.disk.block_file`). What is believed to be there and is not is a miss: the request
+computes it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Blocks of other servers: what this one offers them, and what waiting requests fetch from them.
 
 What is offered is copied out of the device at once, and then the executor's: it keeps the copies for a while, for whoever asks
-for them by their keys (`quintet.executor.peers`). So an offer holds no block, and outlives this process.
+for them by their keys (`quintet.executor.kv_transfer.peers`). So an offer holds no block, and outlives this process.
 
 What is fetched comes to host blocks of its own (`quintet.core.kv.prefetch`). Never wrong: a key names the content, and the
 executor takes it only from who computes the same bits. What does not come is a miss: the request computes it.

@@ -9,7 +9,8 @@ until it is missed::
 
 What is to be kept waits on the device, as long as the prefix cache has it; only so much of it is copied to the host at once.
 
-Never wrong: a key names the content, and the executor takes nothing else under it (`quintet.executor.store.chunk_format`).
+Never wrong: a key names the content, and the executor takes nothing else under it
+(`quintet.executor.kv_transfer.store.chunk_format`).
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ inline constexpr index_t kMaxGroups = 16;       // groups that one piece of work
 inline constexpr index_t kMaxNumbers = 3 * kMaxRows * 256;
 static_assert(kMaxNumbers >= kMaxRows * kMaxKeyDim && kMaxKeyDim >= kMaxValueDim);
 
-// Attention of one layer, laid out like `quintet.executor.ops.host_attention.CAttention`.
+// Attention of one layer, laid out like `quintet.executor.backends.cpu.ops.host_attention.CAttention`.
 struct AttentionLayer {
   index_t heads, kv_heads;
   index_t key_width, value_width;    // numbers of a head

@@ -6,7 +6,7 @@
 
 namespace qt {
 
-// Laid out like `quintet.executor.program.step.KvPlace`.
+// Laid out like `quintet.executor.backends.cpu.program.step.KvPlace`.
 struct KvPlace {
   char* memory;         // of all blocks at this place
   index_t block_bytes;  // from one block to the next: at least what the layer needs

@@ -26,7 +26,7 @@ inline constexpr index_t kMostChosen = 64;
 // the larger magnitude of the two.
 enum class Scoring : index_t { softmax = 0, sigmoid = 1, softmax_of_chosen = 2, sparse_mixer = 3 };
 
-// How tokens choose, laid out like `quintet.executor.ops.host_experts.CRouting`. The largest are chosen, of equal ones those
+// How tokens choose, laid out like `quintet.executor.backends.cpu.ops.host_experts.CRouting`. The largest are chosen, of equal ones those
 // with the lower number: experts by their score plus correction, and before them, where there are groups, groups by the sum of
 // their `group_best` largest; others' experts are then not to be had.
 struct Routing {
@@ -39,7 +39,7 @@ struct Routing {
   double scale;                               // of every weight, last
 };
 
-// A layer, laid out like `quintet.executor.ops.host_experts.CExperts`. All experts' weights have one shape and format.
+// A layer, laid out like `quintet.executor.backends.cpu.ops.host_experts.CExperts`. All experts' weights have one shape and format.
 struct ExpertsLayer {
   Routing routing;
   index_t scaled_inputs;         // whether the weight of a choice multiplies what goes in, not what comes out

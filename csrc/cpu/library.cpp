@@ -1,5 +1,5 @@
-// What this library was built from, for whoever loads it: `quintet.executor.ops.host_library` refuses one whose functions and
-// structs are not those that Python calls and fills. setup.py gives both names, as `quintet.executor.ops.host_sources` does.
+// What this library was built from, for whoever loads it: `quintet.executor.backends.cpu.ops.host_library` refuses one whose functions and
+// structs are not those that Python calls and fills. setup.py gives both names, as `quintet.executor.backends.cpu.ops.host_sources` does.
 #include "program.hpp"
 #include "sampling.hpp"
 

@@ -39,7 +39,7 @@ inline constexpr index_t kMostLeaves = 8;
 inline constexpr index_t kTreeHeight = 4;  // places for sums of leaves that are not added yet, at most: log2(kMostLeaves) + 1
 static_assert(1 << (kTreeHeight - 1) == kMostLeaves);
 
-// What x becomes where weights are integers (kernels/linear_quantize.hpp); `quintet.executor.ops.host_linear.Inputs`. In groups: of
+// What x becomes where weights are integers (kernels/linear_quantize.hpp); `quintet.executor.backends.cpu.ops.host_linear.Inputs`. In groups: of
 // the weight's, or by row where it has none.
 enum class Inputs : int { sixteen_bits, eight_bits, eight_bits_in_groups };
 inline constexpr int kInputs = 3;

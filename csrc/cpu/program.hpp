@@ -17,13 +17,13 @@ namespace qt {
 struct DrawSettings;
 struct Masks;
 
-// How a step's tokens are rotated, laid out like `quintet.executor.program.step.CRotation`.
+// How a step's tokens are rotated, laid out like `quintet.executor.backends.cpu.program.step.CRotation`.
 struct Rotation {
   const void *cosines, *sines;      // [..][rotary], in the model's number format; of each, the second half is like the first
   index_t by_token;                 // 1: row i belongs to token i; 0: row p belongs to position p
 };
 
-// One step's input, laid out like `quintet.executor.program.step.CStep`. T tokens, R rows of consecutive ones. Whoever
+// One step's input, laid out like `quintet.executor.backends.cpu.program.step.CStep`. T tokens, R rows of consecutive ones. Whoever
 // runs a program owns all the memory; `qt_fill_step` fills the arrays from a plan.
 //
 //   row r:   slot row_slots[r], tokens [row_offsets[r], row_offsets[r] + row_counts[r]) of the step,
@@ -74,7 +74,7 @@ class Op {
   virtual Work prepare(const Step& step, index_t threads) = 0;
 };
 
-// One operation's share of a step on so many threads, in the order of `quintet.executor.program.runner.OpBalance`.
+// One operation's share of a step on so many threads, in the order of `quintet.executor.backends.cpu.program.runner.OpBalance`.
 struct OpBalance {
   index_t pieces, takes;       // pieces of work; how often a thread takes some
   index_t cost, busiest;       // of all pieces; of the busiest thread's

@@ -31,7 +31,7 @@
 
 namespace qt {
 
-// What there is room for; laid out like `quintet.executor.parallel.library.CRanksShape`.
+// What there is room for; laid out like `quintet.executor.distributed.parallel.library.CRanksShape`.
 struct RanksShape {
   index_t ranks;
   index_t max_tokens, max_rows, max_outputs;  // of a step
@@ -51,7 +51,7 @@ struct RanksShape {
   index_t partial_floats;                     // of what these heads' attention comes to, partition by partition
 };
 
-// What the others shall do; laid out like `quintet.executor.parallel.library.COrder`. Kinds but `kRun` are Python's to know.
+// What the others shall do; laid out like `quintet.executor.distributed.parallel.library.COrder`. Kinds but `kRun` are Python's to know.
 struct Order {
   index_t kind;
   index_t begin, end;  // operations of the program; or entries of the mail

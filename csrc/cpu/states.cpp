@@ -146,7 +146,7 @@ using qt::StateRow;
 
 // Each operation in two forms: at once over `num_rows` rows that say where their states are, and recorded, for a layer whose
 // states are at `place`. `offset`: of this operation's state in a layer's. See states.hpp for shapes and formats,
-// `quintet.executor.ops.host_states` for who calls.
+// `quintet.executor.backends.cpu.ops.host_states` for who calls.
 
 QT_EXPORT void qt_op_causal_conv(const StateRow* rows, index_t num_rows, index_t offset, const void* x, index_t x_stride,
                                  index_t channels, index_t taps, const float* weight, const float* bias, int silu, void* y,

@@ -18,7 +18,7 @@ inline constexpr index_t kMaxStateSize = 256;   // numbers of the state behind e
 inline constexpr index_t kUnitColumns = 64;     // channels of a piece of a scan
 inline constexpr index_t kConvColumns = 512;    // channels of a piece of a convolution
 
-// A row of the step: laid out like the int64[4] of `quintet.executor.ops.host_states`.
+// A row of the step: laid out like the int64[4] of `quintet.executor.backends.cpu.ops.host_states`.
 struct StateRow {
   const char* from;  // its states before its first token; null: zeros
   char* to;          // where they go behind its last one; may be `from`

@@ -12,7 +12,7 @@ namespace qt {
 // The number formats of activations, weights and KV. fp8 is e4m3, and a cache's alone.
 enum class Dtype : int { bf16 = 0, fp16 = 1, fp32 = 2, int8 = 3, int4 = 4, fp8 = 5 };
 
-// Named alike in `quintet.executor.ops.activation`. The result of a gated layer is the function of a gate times the up beside it.
+// Named alike in `quintet.executor.backends.cpu.ops.activation`. The result of a gated layer is the function of a gate times the up beside it.
 // relu2: the square of relu; quick_gelu: x sigmoid(1.702 x). Of gated layers alone: clamped_swiglu is g / (1 + e^-ag) (u + 1)
 // with gates g of at most l and ups u between -l and l (gpt-oss; LinearCall has a, l).
 enum class Activation : int {

@@ -9,7 +9,7 @@
 //
 // FLOPs: 4 * head_dim per line and position that it sees; tiles nobody of the patch sees are not visited. Bytes: the
 // patch's positions once per patch, mostly from L2. Limiter: matrix instructions (mma.sync; not Hopper's wgmma, which is
-// why a library's kernel may be chosen for long prompts: executor/cuda/attention). Shared memory per block, 16 bits:
+// why a library's kernel may be chosen for long prompts: executor/backends/cuda/attention). Shared memory per block, 16 bits:
 //   queries 64 MT * (2 DIM + 16) and stages * 64 * (2 DIM + 16) for the ring
 //   DIM 128: 34 KiB + 17 KiB a stage: 2 blocks of 4 stages on sm_90 and sm_100 (227 KiB), 1 of 7 on sm_80 (163 KiB)
 //   DIM 256: 33 KiB + 33 KiB a stage: 1 block of 5 stages, 3 on sm_80

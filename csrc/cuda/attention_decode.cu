@@ -14,7 +14,7 @@
 //   queries 16 * (2 DIM + 16) + weights 2304 + largest scores 256, and stages * 64 * (2 DIM + 16) for the ring
 //   DIM 128: 6.9 KiB + 17 KiB a stage: 2 blocks of 6 stages on sm_90 and sm_100 (227 KiB), 2 of 4 on sm_80 (163 KiB)
 //   DIM 256: 10.8 KiB + 33 KiB a stage: 1 block of 6 stages, 4 on sm_80
-// The host chooses blocks and stages (executor/cuda/ops/attention_plan.py).
+// The host chooses blocks and stages (executor/backends/cuda/ops/attention_plan.py).
 //
 // Order of reduction: see attention.cuh; it depends on positions only, never on the batch.
 #include "device.cuh"

@@ -9,7 +9,7 @@
 // latency in a decode step, where the step's tables have the token's place in the cache ready (`kv_rows`).
 //
 // Order of the norm's sum: a thread adds its items ascending, then a butterfly over the head's lanes; it depends on the
-// head's width alone. Every operation of the reference (executor/ops/rms_norm.py, rope_kv_write.py) rounds to the
+// head's width alone. Every operation of the reference (executor/backends/cpu/ops/rms_norm.py, rope_kv_write.py) rounds to the
 // model's format here too: the normed number, its product with the weight, the product with the sine, and the rotated
 // number, whose product with the cosine and sum with the former are one operation.
 #include "device.cuh"

@@ -5,7 +5,7 @@
 // numbers t, t + 128 ...; of pairs that are rotated, pairs t, t + 128 ...
 // Bytes: a number read once and written once; limiter: latency, as most threads of a block have nothing to do.
 // Order of the norm's sum: a thread adds its squares ascending, then the block (`block_sum`); it depends on the head's width
-// alone. Rounds where the reference does (executor/ops/rope_kv_write.py): the normed number, its product with the weight (with
+// alone. Rounds where the reference does (executor/backends/cpu/ops/rope_kv_write.py): the normed number, its product with the weight (with
 // an offset once, after both), the product with the sine, the rotated number, its product with the temperature.
 #include "device.cuh"
 #include "pointwise.cuh"

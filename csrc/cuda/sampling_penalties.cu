@@ -10,9 +10,9 @@
 namespace quintet {
 
 constexpr int PENALTY_THREADS = 256;
-constexpr int PENALTY_IDS = 8192;  // per block; as quintet.executor.cuda.ops.penalties launches it
+constexpr int PENALTY_IDS = 8192;  // per block; as quintet.executor.backends.cuda.ops.penalties launches it
 
-// Of one row, as quintet.executor.cuda.ops.penalties packs it.
+// Of one row, as quintet.executor.backends.cuda.ops.penalties packs it.
 struct Penalized {
   int row;         // of the logits
   int slot;        // of the token table

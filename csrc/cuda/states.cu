@@ -4,7 +4,7 @@
 //
 // Tokens of a row are scanned one after the other, so results do not depend on how a request is cut into steps; sums over a state
 // are in an order that its size alone decides. Limiter: a prompt's latency, some hundred instructions a token; a decode step's
-// bandwidth, a state being read once and written once. References: executor/ops/causal_conv.py, selective_scan.py, head_scan.py,
+// bandwidth, a state being read once and written once. References: executor/backends/cpu/ops/causal_conv.py, selective_scan.py, head_scan.py,
 // delta_rule.py; products and sums round where torch's do, except sums over a state, and exponentials in the last bit.
 #include "device.cuh"
 #include "pointwise.cuh"
@@ -300,7 +300,7 @@ using namespace quintet;
   Rows { slots, starts, counts, offsets, table, table_columns }
 
 // Grids: (tokens, channels / 128), (channels / 128, rows), (channels / 128, rows), (heads * head_dim / 32, rows) twice; all rounded
-// up, head_dim / 32 for each head. Dynamic shared memory: see executor/cuda/ops/states.py.
+// up, head_dim / 32 for each head. Dynamic shared memory: see executor/backends/cuda/ops/states.py.
 #define QT_STATES(SUFFIX, T)                                                                                              \
   QT_KERNEL(THREADS, causal_conv_##SUFFIX,                                                                                \
             (const T* x, long long x_stride, T* out, const float* weight, const float* bias, T* states,                   \

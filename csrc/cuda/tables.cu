@@ -1,7 +1,7 @@
 // A plan's columns, from the one buffer that a step copies to the device, into the tables and rows that kernels read.
 //
 // The buffer is 32-bit words: a header of counts, then sections in the order of `Staging` below, each as long as its
-// count says; quintet.executor.cuda.ops.tables writes it. Deltas come first (what new tenants bring, then entries of the
+// count says; quintet.executor.backends.cuda.ops.tables writes it. Deltas come first (what new tenants bring, then entries of the
 // block table), then the step's rows, then each token's id, which is gathered from the token table and so must come after
 // the deltas. `apply_plan` does both in one launch of one block, a barrier between them: that is a decode step, where
 // launching costs more than the work. Where a step has many tokens, `apply_deltas` and `fill_rows` are two launches of

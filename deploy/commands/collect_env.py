@@ -109,7 +109,11 @@ def _cpu_flags() -> list[str]:
 
 def _kernels() -> str:
     """Return the instruction set of the compiled kernels on this processor, and why a better one is not used."""
-    from quintet.executor.ops.host_library import instruction_set, instruction_set_refusal, open_library
+    from quintet.executor.backends.cpu.ops.host_library import (
+        instruction_set,
+        instruction_set_refusal,
+        open_library,
+    )
 
     try:
         library = open_library()

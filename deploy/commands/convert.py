@@ -18,7 +18,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.gguf.endings import generation_of_gguf
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.source import locate_model
-from quintet.executor.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, is_gguf
@@ -55,7 +55,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert, a line for each file."""
-    from quintet.executor.weights.convert import convert  # brings torch
+    from quintet.executor.checkpoints.weights.convert import convert  # brings torch
 
     out: Path | None = arguments.out and arguments.out.expanduser()
     if out is not None and out.suffix == GGUF:
@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _convert_gguf(file: Path, out: Path) -> None:
     """Write a file's model as a folder, with a bar on a terminal and a line at the end."""
-    from quintet.executor.gguf.convert import Folder  # brings torch
-    from quintet.executor.quant.blocks import read_blocks
+    from quintet.executor.checkpoints.gguf.convert import Folder  # brings torch
+    from quintet.executor.checkpoints.quant.blocks import read_blocks
 
     options = Options(
         model=str(file), device="cpu", load_format="dummy", max_num_seqs=1, kv_cache_memory="1TiB"

@@ -13,12 +13,12 @@ from quintet.deploy.commands.serve import add_option_arguments, options_of
 from quintet.deploy.kv_plan import KvDiskPlan, disk_plan, peers_plan, rows_of, store_plan
 from quintet.deploy.resolve.build import Resolution, resolve
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES, available_ram_bytes, format_size
-from quintet.executor.cards.card import card_of
-from quintet.executor.cards.describe import describe
-from quintet.executor.cards.fitting import share_in_words
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import share_of, stage_layers
-from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.describe import describe
+from quintet.executor.model_config.fitting import share_in_words
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.share import share_of, stage_layers
+from quintet.executor.model_config.spec import DecoderSpec
 from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig, ModelConfig
 from quintet.wire.kv_spec import KvGroup, KvSpec
 
@@ -134,7 +134,9 @@ def run(arguments: argparse.Namespace) -> int:
     resolution.notes.extend(notes)
     config = resolution.config
     if (config.executor.kind, config.model.implementation) == ("torch", "transformers"):
-        from quintet.executor.fallback.boot import examine_transformers_model  # imports transformers: seconds
+        from quintet.executor.backends.torch.fallback.boot import (
+            examine_transformers_model,  # imports transformers: seconds
+        )
 
         examine_transformers_model(config)
     plan = make_plan(resolution)

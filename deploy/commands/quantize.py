@@ -18,9 +18,9 @@ from quintet.deploy.quantize.target import check_apart, check_space, check_targe
 from quintet.deploy.resolve.card import ModelFacts, read_facts
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.source import locate_model
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.gguf.writing.type_mixes import MIXES
-from quintet.executor.quantizing.targets import TARGETS
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
+from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
+from quintet.executor.model_config.card import ModelCard
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, card_path, is_gguf
 
@@ -161,7 +161,7 @@ def _read_text(path: Path | None, flag: str) -> str | None:
 def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
     from quintet.deploy.quantize.windows import tokenizer_of
     from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
-    from quintet.executor.gguf.writing.model import plan_of, write_gguf  # brings torch
+    from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf  # brings torch
 
     source = facts.path
     plan = plan_of(source, MIXES[mix], json.loads(facts.card))
@@ -175,7 +175,10 @@ def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
 
 
 def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | None) -> None:
-    from quintet.executor.quantizing.compressed import plan_of, write_compressed  # brings torch
+    from quintet.executor.checkpoints.quantize_tool.compressed import (  # brings torch
+        plan_of,
+        write_compressed,
+    )
 
     source = facts.path
     card = ModelCard(json.loads(facts.card), str(card_path(source)))

@@ -224,8 +224,8 @@ def _compute(config: EngineConfig) -> str:
     """Return what computes: the GPU, or the CPU's kernels and threads."""
     if config.executor.device == "cuda" or config.executor.kind == "mock":
         return config.executor.device
-    from quintet.executor.ops.host_library import instruction_set, open_library
-    from quintet.executor.platforms.cores import default_threads, usable_cores
+    from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
+    from quintet.executor.backends.platforms.cores import default_threads, usable_cores
 
     library = open_library()
     kernels = "torch's operators" if library is None else f"{instruction_set(library)} kernels"

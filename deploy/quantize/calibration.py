@@ -13,9 +13,9 @@ from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import available_ram_bytes, format_size
-from quintet.executor.quantizing.calibrate import calibrated
-from quintet.executor.quantizing.compressed import Plan
-from quintet.executor.quantizing.rounders import AwqRounder, GptqRounder
+from quintet.executor.checkpoints.quantize_tool.calibrate import calibrated
+from quintet.executor.checkpoints.quantize_tool.compressed import Plan
+from quintet.executor.checkpoints.quantize_tool.rounders import AwqRounder, GptqRounder
 from quintet.wire.errors import ConfigError
 
 

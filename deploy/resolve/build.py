@@ -47,9 +47,9 @@ from quintet.deploy.resolve.sections import (
 from quintet.deploy.resolve.source import locate_model
 from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
 from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
-from quintet.executor.platforms.cores import usable_cores
-from quintet.executor.quant.formats.registry import check_contents
-from quintet.executor.quant.formats.scheme import Format
+from quintet.executor.backends.platforms.cores import usable_cores
+from quintet.executor.checkpoints.quant.formats.registry import check_contents
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.process.record import SUFFIX
 from quintet.wire.config import (
     DTYPE_BYTES,

@@ -13,15 +13,15 @@ from pathlib import Path
 from quintet.deploy.resolve.endings import configured_ids
 from quintet.deploy.resolve.implementation import check_transformers_card, choose_implementation
 from quintet.deploy.resolve.own_head import has_own_head, untied
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.families.unknown import unknown
-from quintet.executor.cards.registry import FAMILIES, architecture_of
-from quintet.executor.cards.spec import DecoderSpec, KvNeed, ModelSpec
-from quintet.executor.cards.state_specs import StateNeed
-from quintet.executor.quant.formats.kv_cache import KvWish, wish_of
-from quintet.executor.quant.formats.registry import recognise
-from quintet.executor.quant.formats.scheme import Format
+from quintet.executor.checkpoints.quant.formats.kv_cache import KvWish, wish_of
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.families.unknown import unknown
+from quintet.executor.model_config.registry import FAMILIES, architecture_of
+from quintet.executor.model_config.spec import DecoderSpec, KvNeed, ModelSpec
+from quintet.executor.model_config.state_specs import StateNeed
 from quintet.wire.config import Dtype, ModelImpl
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, parse_json, read_json, read_text
@@ -73,12 +73,12 @@ class ModelFacts:
     max_model_len: int
     """The longest context the position encoding reaches, RoPE scaling included."""
     fixed_rope_len: int | None
-    """See `quintet.executor.cards.rope.RopeSpec.fixed_len`."""
+    """See `quintet.executor.model_config.rope.RopeSpec.fixed_len`."""
     eos_token_ids: list[int]
     """That the configurations name; see `quintet.deploy.resolve.endings` for the others."""
     generation_defaults: dict[str, float | int]
     stages: tuple[tuple[int, int], ...] = ()
-    """Which layers each stage has (`quintet.executor.cards.share.stage_layers`); empty where they are not cut."""
+    """Which layers each stage has (`quintet.executor.model_config.share.stage_layers`); empty where they are not cut."""
     notes: tuple[str, ...] = ()
     """What was taken otherwise than the card says it: one line each, for the boot story."""
 
@@ -241,8 +241,8 @@ def _dtype(config: Json, path: Path) -> Dtype:
 
 def _card_of_gguf(path: Path) -> str:
     # Only of a file: what reads it imports numpy, whose threads would keep the supervisor from forking its processes.
-    from quintet.executor.gguf.card import card_of_gguf
-    from quintet.executor.gguf.parts import read_parts
+    from quintet.executor.checkpoints.gguf.card import card_of_gguf
+    from quintet.executor.checkpoints.gguf.parts import read_parts
 
     return card_of_gguf(read_parts(path))
 
@@ -252,7 +252,7 @@ def _read_generation_config(folder: Path, where: str) -> Json:
         return {}
     if where == "auto" and is_gguf(folder):
         from quintet.deploy.resolve.gguf.endings import generation_of_gguf
-        from quintet.executor.gguf.parts import read_parts
+        from quintet.executor.checkpoints.gguf.parts import read_parts
 
         return generation_of_gguf(read_parts(folder))
     if where == "auto":

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.share import Share
-from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.share import Share
+from quintet.executor.model_config.spec import DecoderSpec
 from quintet.wire.config import EplbConfig
 from quintet.wire.errors import ConfigError
 

@@ -12,7 +12,9 @@ from quintet.wire.errors import ConfigError
 
 FLAG = "--tensor-parallel-size"
 SIZES = (2, 4, 8)
-"""``quintet.executor.cuda.ops.peers.SIZES``: who adds as a tree has a power of two, and eight GPUs reach each other's memory."""
+"""``quintet.executor.backends.cuda.ops.peers.SIZES``: who adds as a tree has a power of two, and eight GPUs reach
+each other's memory.
+"""
 
 
 def check_gpu_ranks(

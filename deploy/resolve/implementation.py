@@ -5,10 +5,10 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families.shape import HEADS
-from quintet.executor.cards.registry import FAMILIES, nearest
-from quintet.executor.cards.rope import POSITIONS
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.families.shape import HEADS
+from quintet.executor.model_config.registry import FAMILIES, nearest
+from quintet.executor.model_config.rope import POSITIONS
 from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 

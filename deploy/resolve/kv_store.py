@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.kv_leaving import check_kv_leaves, num_parts
 from quintet.deploy.resolve.memory import format_size, parse_size
-from quintet.executor.store.connector import FSSPEC, connector_path, known_schemes
+from quintet.executor.kv_transfer.store.connector import FSSPEC, connector_path, known_schemes
 from quintet.process.own_files import complaint_about
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError

@@ -10,9 +10,9 @@ import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintet.executor.cards.names import Names
-from quintet.executor.weights.files import PICKLED, checkpoint_files
-from quintet.executor.weights.header import Entry, read_header
+from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
+from quintet.executor.checkpoints.weights.header import Entry, read_header
+from quintet.executor.model_config.names import Names
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json
 from quintet.wire.model_files import is_gguf

@@ -8,8 +8,8 @@ from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
 from quintet.deploy.resolve.weights import WeightFacts
-from quintet.executor.quant.formats.registry import check_agrees
-from quintet.executor.quant.formats.scheme import Format
+from quintet.executor.checkpoints.quant.formats.registry import check_agrees
+from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import card_path

@@ -14,9 +14,9 @@ from quintet.deploy.resolve.gpu_ranks import check_gpu_ranks
 from quintet.deploy.resolve.hosts import check_first
 from quintet.deploy.resolve.kv_leaving import kv_leaves
 from quintet.deploy.resolve.stored_ranks import why_not_stored
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.fitting import (
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.fitting import (
     MOST_RANKS,
     context_sizes_that_fit,
     has_experts,
@@ -25,10 +25,10 @@ from quintet.executor.cards.fitting import (
     sizes_that_fit,
     why_not,
 )
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.share import CROSSING_BYTES, Share, shared_bytes, stage_layers
-from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, StateSpec
-from quintet.executor.cards.state_specs import Mamba2Spec
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.share import CROSSING_BYTES, Share, shared_bytes, stage_layers
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, StateSpec
+from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.wire.config import DTYPE_BYTES
 from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import parse_json

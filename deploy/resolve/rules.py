@@ -12,7 +12,7 @@ import msgspec
 from quintet.deploy.resolve.card import ModelFacts
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.memory import format_size
-from quintet.executor.cards.spec import KvNeed
+from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.config import KvFormat
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head

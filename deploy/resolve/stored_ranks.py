@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.fitting import has_experts
-from quintet.executor.cards.share import Kept, Share
-from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec
-from quintet.executor.quant.formats.cut import why_not
-from quintet.executor.quant.formats.scheme import Format, StoredLayer
+from quintet.executor.checkpoints.quant.formats.cut import why_not
+from quintet.executor.checkpoints.quant.formats.scheme import Format, StoredLayer
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.fitting import has_experts
+from quintet.executor.model_config.share import Kept, Share
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec
 
 DIVIDED_FORMATS = (
     *("gptq", "awq", "compressed-tensors", "squeezellm", "fp8", "fbgemm_fp8"),
     *("modelopt", "quark", "auto-round", "torchao", "gguf"),
 )
-"""Those of whose tensors each rank reads its part (`quintet.executor.quant.formats.cut`)."""
+"""Those of whose tensors each rank reads its part (`quintet.executor.checkpoints.quant.formats.cut`)."""
 OF_MIXER, OF_FEED_FORWARD = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"
 """Names of layers whose inputs are divided: a configuration may speak of names. What others have the loader finds out."""
 

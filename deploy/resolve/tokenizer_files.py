@@ -34,7 +34,7 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, way_out: str = NAM
     """
     if is_gguf(folder):  # imported only then: numpy has threads, and who forks may have none
         from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
-        from quintet.executor.gguf.parts import read_parts
+        from quintet.executor.checkpoints.gguf.parts import read_parts
 
         return tokenizer_of_gguf(read_parts(folder), cache or _default_cache())
     if (folder / "tokenizer.json").is_file():

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quintet.executor.weights.files import PICKLED, checkpoint_files
-from quintet.executor.weights.header import Entry, read_header
+from quintet.executor.checkpoints.weights.files import PICKLED, checkpoint_files
+from quintet.executor.checkpoints.weights.header import Entry, read_header
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import is_gguf
 
 if TYPE_CHECKING:
-    from quintet.executor.gguf.parts import Parts
+    from quintet.executor.checkpoints.gguf.parts import Parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def read_weight_facts(folder: Path) -> WeightFacts:
     Raises `ConfigError` naming a shard that is listed but missing, or a file whose header makes no sense.
     """
     if is_gguf(folder):  # imported only then: numpy has threads, and who forks may have none
-        from quintet.executor.gguf.parts import read_parts
+        from quintet.executor.checkpoints.gguf.parts import read_parts
 
         return _of_parts(read_parts(folder))
     paths = checkpoint_files(folder)

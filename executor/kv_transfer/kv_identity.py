@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.executor.ops.host_library import instruction_set, open_library, sources_name
-from quintet.executor.parallel.shapes import places_of_stages
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library, sources_name
+from quintet.executor.distributed.parallel.shapes import places_of_stages
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf, part_paths
 
@@ -27,7 +27,7 @@ SAMPLE_BYTES = 4096
 MOST_SAMPLES, LEAST_SAMPLES = 256, 4
 """Of all files together about so many samples, and of each at least so many: a hundredth of a second on a disk of today."""
 
-EXECUTOR = Path(__file__).parent
+EXECUTOR = Path(__file__).parents[1]
 SAMPLED_EVERY = 1 << 20
 """Bytes, where times tell nothing, since they are other ones on every machine."""
 

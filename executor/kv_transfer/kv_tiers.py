@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quintet.executor.disk.boot import open_kv_disk
-from quintet.executor.features.kv_offload import HostBlocks
+from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks
 from quintet.executor.interface import KvDisk, KvElsewhere
 from quintet.executor.kv_transfer.block_bytes import WholeBlocks
-from quintet.executor.parallel.host_blocks import HostBlocksOfAllRanks
-from quintet.executor.store.boot import open_kv_store
+from quintet.executor.kv_transfer.disk.boot import open_kv_disk
+from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
+from quintet.executor.kv_transfer.store.boot import open_kv_store
 from quintet.wire.config import EngineConfig
 
 
@@ -47,7 +47,7 @@ class Elsewhere:
             self.disk = open_kv_disk(blocks, config, runner, first)
             first = self._next_behind(first, self.disk)
         if cache.peers is not None:
-            from quintet.executor.peers.boot import (
+            from quintet.executor.kv_transfer.peers.boot import (
                 open_kv_peers,  # it needs ZeroMQ, and who asks nobody does not
             )
 

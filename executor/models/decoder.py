@@ -12,17 +12,17 @@ from collections.abc import Sequence
 
 import torch
 
-from quintet.executor.cards.names import Names
-from quintet.executor.cards.share import Share
-from quintet.executor.cards.spec import DecoderSpec
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.layers.linear import Embedding, Linear, Part
-from quintet.executor.layers.rope import Rope
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.share import Share
+from quintet.executor.model_config.spec import DecoderSpec
 from quintet.executor.models.blocks.layer import Layer
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.linear import Embedding, Linear, Part
+from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
-from quintet.executor.weights.plan import WeightPlan
 
 
 class Decoder:
@@ -141,7 +141,7 @@ def _elsewhere(names: Names, share: Share, num_layers: int) -> set[str]:
 
 
 def sinusoids(rows: int, width: int) -> torch.Tensor:
-    """Return fp32 ``[rows, width]``; see `quintet.executor.cards.spec.PositionTable.sinusoidal`."""
+    """Return fp32 ``[rows, width]``; see `quintet.executor.model_config.spec.PositionTable.sinusoidal`."""
     half = width // 2
     frequencies = torch.exp(torch.arange(half).float() * (-math.log(10000) / (half - 1)))
     angles = torch.arange(rows).float()[:, None] * frequencies

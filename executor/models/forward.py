@@ -1,8 +1,9 @@
 """A forward pass as a model writes it: a handful of operations on values, top to bottom.
 
-What a value is, is the pass's affair: a tensor, where operations compute at once (`quintet.executor.eager`), or a place in
-memory, where they are recorded once and run later with one call per step (`quintet.executor.program`). So a model knows
-neither batches nor block tables nor the step it is in.
+What a value is, is the pass's affair: a tensor, where operations compute at once
+(`quintet.executor.backends.torch.eager`), or a place in memory, where they are recorded once and run later with one
+call per step (`quintet.executor.backends.cpu.program`). So a model knows neither batches nor block tables nor the
+step it is in.
 
 Operations are pure: no value ever changes, any value may be read again, in any order. What is computed in place, in one
 kernel, or not at all, is the pass's affair as well.
@@ -14,14 +15,14 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from quintet.executor.cards.share import Kept
-from quintet.executor.cards.spec import Activation
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.layers.experts import Experts
-from quintet.executor.layers.head_linear import HeadLinear
-from quintet.executor.layers.linear import Embedding, Linear
-from quintet.executor.layers.norm import Norm
-from quintet.executor.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.spec import Activation
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.experts import Experts
+from quintet.executor.models.layers.head_linear import HeadLinear
+from quintet.executor.models.layers.linear import Embedding, Linear
+from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
 
 ValueT = TypeVar("ValueT")
 
@@ -60,7 +61,9 @@ class ForwardPass(Protocol[ValueT]):
         """Return the activation of every number. Behind a linear layer without gates it costs next to nothing."""
 
     def xielu(self, x: ValueT, numbers: torch.Tensor) -> ValueT:
-        """Return the activation whose shape is learned, fp32 ``[4]``; see `quintet.executor.ops.activation.xielu`."""
+        """Return the activation whose shape is learned, fp32 ``[4]``; see
+        `quintet.executor.backends.cpu.ops.activation.xielu`.
+        """
 
     def columns(self, x: ValueT, begin: int, width: int) -> ValueT:
         """Return numbers ``[begin, begin + width)`` of each row: a view, that costs nothing."""
@@ -89,7 +92,7 @@ class ForwardPass(Protocol[ValueT]):
         """
 
     def causal_conv(self, layer: CausalConv, x: ValueT) -> ValueT:
-        """Return each channel of ``x`` convolved over its last tokens; see `quintet.executor.ops.causal_conv`.
+        """Return each channel of ``x`` convolved over its last tokens; see `quintet.executor.backends.cpu.ops.causal_conv`.
 
         This operation and the following ones go on from the state of each row's layer, and leave another.
         """
@@ -97,14 +100,16 @@ class ForwardPass(Protocol[ValueT]):
     def selective_scan(
         self, layer: SelectiveScan, x: ValueT, dt: ValueT, b: ValueT, c: ValueT, gate: ValueT
     ) -> ValueT:
-        """Return ``x`` scanned and gated; see `quintet.executor.ops.selective_scan`."""
+        """Return ``x`` scanned and gated; see `quintet.executor.backends.cpu.ops.selective_scan`."""
 
     def head_scan(
         self, layer: HeadScan, x: ValueT, dt: ValueT, b: ValueT, c: ValueT, gate: ValueT | None
     ) -> ValueT:
-        """Return ``x`` scanned and, if there is a gate, gated; see `quintet.executor.ops.head_scan`."""
+        """Return ``x`` scanned and, if there is a gate, gated; see `quintet.executor.backends.cpu.ops.head_scan`."""
 
     def delta_rule(
         self, layer: DeltaRule, q: ValueT, k: ValueT, v: ValueT, alpha: ValueT, beta: ValueT
     ) -> ValueT:
-        """Return what the state says of ``q``, corrected by ``k`` and ``v``; see `quintet.executor.ops.delta_rule`."""
+        """Return what the state says of ``q``, corrected by ``k`` and ``v``; see
+        `quintet.executor.backends.cpu.ops.delta_rule`.
+        """

@@ -8,12 +8,12 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.cards.share import WHOLE, Share
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.layers.rope import Rope
+from quintet.executor.checkpoints.quant.method import Quantization
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.quant.method import Quantization
-from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)

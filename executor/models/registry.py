@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.registry import FAMILIES, nearest
-from quintet.executor.cards.spec import ModelSpec
+from quintet.executor.backends.platforms.platform import entry_point_path, import_string
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.registry import FAMILIES, nearest
+from quintet.executor.model_config.spec import ModelSpec
 from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.platforms.platform import entry_point_path, import_string
 from quintet.wire.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from quintet.executor.backends.cpu.ops.argmax import argmax
 from quintet.executor.memory import to_device
-from quintet.executor.ops.argmax import argmax
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.inverse_cdf import choose
 from quintet.executor.sampling.masks import Masks

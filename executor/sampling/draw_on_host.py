@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.ops.host_library import declare, open_library
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.masks import Masks

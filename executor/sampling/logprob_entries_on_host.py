@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.ops.host_library import declare, open_library
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw_on_host import row_addresses
 from quintet.executor.sampling.logprob_entries import Entries, entries

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from quintet.executor.platforms.platform import import_string
+from quintet.executor.backends.platforms.platform import import_string
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.logprob_entries import Entries, entries

@@ -69,19 +69,19 @@ INNER = {
     | {"executor.platforms.cores", "executor.store.connector", "tokenizer_proc.chat_template"},
     "deploy/router": {"deploy.router", "deploy.load_client", "frontend", "wire"},
     "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.resolve.memory", "process", "wire"},
-    "executor/cards": {"executor.cards", "wire"},
-    "executor/gguf": {"executor.gguf", "executor.cards", "executor.weights", "wire"},
-    "executor/layers": {f"executor.{room}" for room in ("cards", "layers", "ops", "quant", "weights")}
+    "executor/model_config": {"executor.cards", "wire"},
+    "executor/checkpoints/gguf": {"executor.gguf", "executor.cards", "executor.weights", "wire"},
+    "executor/models/layers": {f"executor.{room}" for room in ("cards", "layers", "ops", "quant", "weights")}
     | {"wire"},
     "executor/models": {
         f"executor.{room}" for room in ("cards", "models", "layers", "platforms", "quant", "weights")
     }
     | {"wire"},
-    "executor/quant/formats": {
+    "executor/checkpoints/quant/formats": {
         f"executor.{room}" for room in ("quant.formats", "cards", "gguf.types", "weights.header")
     }
     | {"wire"},
-    "executor/weights": {"executor.weights", "executor.ops", "wire"},
+    "executor/checkpoints/weights": {"executor.weights", "executor.ops", "wire"},
 }
 """Rooms within rooms, and all that they may import: a model knows no kernel, a load client no server."""
 

@@ -8,7 +8,7 @@ import pytest
 from bench.families.kinds import KINDS, card_of, llama_card
 from bench.families.models import Decoding, Room, open_model
 
-from quintet.executor.ops.host_library import open_library
+from quintet.executor.backends.cpu.ops.host_library import open_library
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

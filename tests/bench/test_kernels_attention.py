@@ -6,8 +6,8 @@ import pytest
 from bench.kernels import attention
 from bench.kernels.limits import Limits, Multiply
 
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quintet.executor.store.connector import open_connector
+from quintet.executor.kv_transfer.store.connector import open_connector
 from quintet.wire.config import KvStoreConfig
 from tests.processes.server import serve, wait_until
 from tests.processes.test_kv_store import FLAGS, RUN, ask, runs

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
-from quintet.executor.cuda.ops.attention_reference import paged_attention_reference
-from quintet.executor.cuda.ops.formats import Planes
-from quintet.executor.cuda.rows import StepRows
-from quintet.executor.layers.attention import Sight
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
+from quintet.executor.backends.cuda.ops.attention_reference import paged_attention_reference
+from quintet.executor.backends.cuda.ops.formats import Planes
+from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.models.layers.attention import Sight
 
 FP8 = torch.float8_e4m3fn
 Row = tuple[int, int]

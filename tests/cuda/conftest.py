@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.cuda.emulated import EmulatedDevice
 
-from quintet.executor.cuda.device import Device
+from quintet.executor.backends.cuda.device import Device
 
 MANY = 100
 """Tests of kernels in a session, from which on all files are compiled at once rather than each when it is needed."""

@@ -12,12 +12,12 @@ import numpy as np
 from tests.cuda.rank_devices import devices_of
 from tests.cuda.test_worker import model_on
 
-from quintet.executor.cuda.follower import follow
-from quintet.executor.cuda.leader import lead
-from quintet.executor.cuda.ops.tables import HEADER_WORDS, PackedPlan
-from quintet.executor.cuda.rank_broadcast import Teller
-from quintet.executor.cuda.ranks import open_device_ranks
-from quintet.executor.cuda.worker import DeviceWorker
+from quintet.executor.backends.cuda.follower import follow
+from quintet.executor.backends.cuda.leader import lead
+from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS, PackedPlan
+from quintet.executor.backends.cuda.rank_broadcast import Teller
+from quintet.executor.backends.cuda.ranks import open_device_ranks
+from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.wire.config import EngineConfig
 
 

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quintet.executor.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
+from quintet.executor.backends.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc" / "cuda"
 COMPILER = shlex.split(os.environ.get("CXX", "g++"))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from quintet.executor.cuda.attention.backend import AttentionNeeds, HostRows, require
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.attention_plan import AttentionPlan
-from quintet.executor.cuda.ops.attention_reference import paged_attention_reference
-from quintet.executor.cuda.ops.formats import Planes
-from quintet.executor.cuda.rows import StepRows
+from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, HostRows, require
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.backends.cuda.ops.attention_reference import paged_attention_reference
+from quintet.executor.backends.cuda.ops.formats import Planes
+from quintet.executor.backends.cuda.rows import StepRows
 
 
 class Right:

@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from tests.cuda.rank_devices import at_once
 
-from quintet.executor.cards.share import Share
-from quintet.executor.cuda.rank_broadcast import device_ranks_shape
-from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.backends.cuda.rank_broadcast import device_ranks_shape
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.model_config.share import Share
 
 ChoiceT = TypeVar("ChoiceT")
 

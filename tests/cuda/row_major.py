@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.none import RowMajorLinear
-from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackShape
-from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackShape
+from quintet.executor.checkpoints.weights.plan import WeightPlan
 
 
 class RowMajor:

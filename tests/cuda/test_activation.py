@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.cuda.formats import FORMATS, assert_within_steps, noise
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.activation import Gate, gated, gated_reference
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.activation import Gate, gated, gated_reference
 
 
 @pytest.mark.parametrize("dtype", FORMATS)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from tests.cuda.attention_problem import FP8, Problem, Row, Shape
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
-from quintet.executor.cuda.rows import StepRows
-from quintet.executor.layers.attention import Sight
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
+from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.models.layers.attention import Sight
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 300]
 ALONE: list[Row] = [(length - 1, 1) for length in LENGTHS]

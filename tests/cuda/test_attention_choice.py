@@ -12,21 +12,21 @@ import torch
 from tests.cuda.attention_problem import FP8
 from tests.cuda.rank_choices import chosen_by
 
-from quintet.executor.cuda.attention.backend import AttentionNeeds, UnsupportedError
-from quintet.executor.cuda.attention.choice import (
+from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, UnsupportedError
+from quintet.executor.backends.cuda.attention.choice import (
     BACKENDS,
     Choice,
     choose_as_first,
     choose_attention,
 )
-from quintet.executor.cuda.attention.flashinfer import FlashInferAttention
-from quintet.executor.cuda.attention.probe import probe_rows, random_step
-from quintet.executor.cuda.attention.torch_varlen import TorchAttention
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.attention import AttentionPlan, paged_attention
-from quintet.executor.layers.attention import Sight
-from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.platforms.platform import import_string
+from quintet.executor.backends.cuda.attention.flashinfer import FlashInferAttention
+from quintet.executor.backends.cuda.attention.probe import probe_rows, random_step
+from quintet.executor.backends.cuda.attention.torch_varlen import TorchAttention
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
+from quintet.executor.backends.platforms.platform import import_string
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.models.layers.attention import Sight
 from quintet.wire.errors import ConfigError
 
 OURS = BACKENDS["quintet"]

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tests.cuda.attention_problem import FP8, Problem, Row, Shape
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.attention_plan import AttentionPlan, fixed_split_size
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan, fixed_split_size
 
 LENGTH = 600
 """Three splits of 256 positions."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from tests.cuda.formats import noise
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.blocks import BlockPool, copy_blocks, copy_blocks_reference
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks, copy_blocks_reference
 
 
 def layers(where: torch.device, num_layers: int, num_blocks: int, head_dim: int = 8) -> list[torch.Tensor]:

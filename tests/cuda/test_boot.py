@@ -9,8 +9,8 @@ import pytest
 from bench.gpu.host import HostOnlyDevice, open_worker
 from bench.gpu.shapes import TOY
 
-from quintet.executor.cuda import boot
-from quintet.executor.cuda.runner import DeviceRunner
+from quintet.executor.backends.cuda import boot
+from quintet.executor.backends.cuda.runner import DeviceRunner
 
 
 def test_kv_is_sized_while_the_largest_step_holds_its_memory(

@@ -10,16 +10,16 @@ from tests.cuda.test_linear import HALF_UNIT, noise
 from tests.cuda.test_worker import RowMajor
 from tests.executor.gguf_blocks import random_rows
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.gguf.weights import BLOCKS
-from quintet.executor.layers.linear import GatedActivation, Linear, Part
-from quintet.executor.quant.blocks import NUMBERS
-from quintet.executor.quant.coded import KEPT_BLOCKS, CodedLinear, CodedRun
-from quintet.executor.quant.gguf import GgufQuantization
-from quintet.executor.quant.none import RowMajorLinear
-from quintet.executor.weights.header import Entry
-from quintet.executor.weights.plan import WeightPlan
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
+from quintet.executor.checkpoints.gguf.weights import BLOCKS
+from quintet.executor.checkpoints.quant.blocks import NUMBERS
+from quintet.executor.checkpoints.quant.coded import KEPT_BLOCKS, CodedLinear, CodedRun
+from quintet.executor.checkpoints.quant.gguf import GgufQuantization
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
 
 DEPTH = 256
 

@@ -10,14 +10,14 @@ from bench.quantized import Written
 from tests.cuda.test_linear import HALF_UNIT
 from tests.executor.test_formats import DEPTH, FLOATS, KEPT, ROUNDED, loaded, noise, with_another_k
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.cuda.ops.coded_weight import Code
-from quintet.executor.cuda.ops.linear_fp8 import fp8_quantize_reference
-from quintet.executor.layers.linear import GatedActivation, Linear, Part
-from quintet.executor.ops.host_linear import WeightFormat
-from quintet.executor.quant.coded import CodedLinear, CodedRun, Fp8Run
-from quintet.executor.quant.none import RowMajorLinear
+from quintet.executor.backends.cpu.ops.host_linear import WeightFormat
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
+from quintet.executor.backends.cuda.ops.coded_weight import Code
+from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_quantize_reference
+from quintet.executor.checkpoints.quant.coded import CodedLinear, CodedRun, Fp8Run
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
 from quintet.wire.errors import ConfigError
 
 IN_TABLES = {name: written for name, (written, kept, _) in KEPT.items() if kept is WeightFormat.TABLES}

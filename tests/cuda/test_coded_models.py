@@ -21,12 +21,12 @@ from tests.models.quantized import SETTINGS, write
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 from tests.models.rows import routed
 
-from quintet.executor.cuda import experts
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.coded_weight import Code
-from quintet.executor.cuda.ops.linear_coded import coded_grouped_matmul
-from quintet.executor.cuda.worker import DeviceWorker
-from quintet.executor.quant.coded import CodedLinear
+from quintet.executor.backends.cuda import experts
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.coded_weight import Code
+from quintet.executor.backends.cuda.ops.linear_coded import coded_grouped_matmul
+from quintet.executor.backends.cuda.worker import DeviceWorker
+from quintet.executor.checkpoints.quant.coded import CodedLinear
 
 EXPERTS = transformers.Qwen3MoeConfig(
     **SETTINGS | {"num_hidden_layers": 1},  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.executor.cuda.compile import (
+from quintet.executor.backends.cuda.compile import (
     Compilation,
     Usage,
     compile_all,
@@ -18,8 +18,14 @@ from quintet.executor.cuda.compile import (
     usages,
     warnings,
 )
-from quintet.executor.cuda.compilers import CompileError, MissingCompilerError, Nvrtc, Output, find_nvrtc
-from quintet.executor.cuda.sources import digest
+from quintet.executor.backends.cuda.compilers import (
+    CompileError,
+    MissingCompilerError,
+    Nvrtc,
+    Output,
+    find_nvrtc,
+)
+from quintet.executor.backends.cuda.sources import digest
 
 NVCC_LOG = """\
 ptxas info    : 0 bytes gmem

@@ -26,20 +26,20 @@ from tests.models.rows import dense, falcon, gemma, gpt, latent, llama, routed, 
 from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 
-from quintet.executor.cards.share import Share
-from quintet.executor.cuda.device import Kernel, Size
-from quintet.executor.cuda.group import ONE_SHOT_BYTES, DeviceGroup
-from quintet.executor.cuda.ops.peers import (
+from quintet.executor.backends.cuda.device import Kernel, Size
+from quintet.executor.backends.cuda.group import ONE_SHOT_BYTES, DeviceGroup
+from quintet.executor.backends.cuda.ops.peers import (
     AS_LONG_AS_IT_TAKES_NS,
     EXCHANGE,
     PATIENCE_S,
     Peers,
     RanksApart,
 )
-from quintet.executor.cuda.ops.tables import PackedPlan
-from quintet.executor.cuda.rank_broadcast import Hearer, StepOrder, Teller
-from quintet.executor.cuda.ranks import group_of, open_device_ranks
+from quintet.executor.backends.cuda.ops.tables import PackedPlan
+from quintet.executor.backends.cuda.rank_broadcast import Hearer, StepOrder, Teller
+from quintet.executor.backends.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.embeds import StepEmbeds
+from quintet.executor.model_config.share import Share
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
 
@@ -316,7 +316,7 @@ def test_a_step_that_fails_before_it_was_told_ends_the_group(tmp_path: Path) -> 
         house = House(config, worker)
         house.admit(0, mixed(table, [[1, 2, 3]])[0], GREEDY)
         with (
-            mock.patch("quintet.executor.cuda.worker.embeds_of", side_effect=shortage),
+            mock.patch("quintet.executor.backends.cuda.worker.embeds_of", side_effect=shortage),
             pytest.raises(RanksApart, match="rank 0 launched less than it told the others"),
         ):
             house.run()

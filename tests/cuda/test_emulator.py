@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.cuda.emulated import EmulatedDevice, KernelError
 
-from quintet.executor.cuda.device import Argument, Device, Kernel, LaunchError
+from quintet.executor.backends.cuda.device import Argument, Device, Kernel, LaunchError
 
 INT = torch.int32
 ONE = (1, 1, 1)

@@ -16,17 +16,17 @@ import torch
 from tests.cuda.formats import FORMATS, STEP, noise
 from tests.executor.test_experts_kernels import CLAMPED, HIDDEN, ROUTINGS, SILU, correction_of, tables_of
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.experts import experts
-from quintet.executor.cuda.ops.linear import OperandError, matmul, tiles_of
-from quintet.executor.cuda.ops.linear_groups import (
+from quintet.executor.backends.cpu.ops import experts as by_torch
+from quintet.executor.backends.cpu.ops.experts import ExpertTables, Gate
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.experts import experts
+from quintet.executor.backends.cuda.ops.linear import OperandError, matmul, tiles_of
+from quintet.executor.backends.cuda.ops.linear_groups import (
     grouped_matmul,
     grouped_matmul_reference,
     head_matmul,
     tiles_of_groups,
 )
-from quintet.executor.ops import experts as by_torch
-from quintet.executor.ops.experts import ExpertTables, Gate
 
 COUNTS = {
     "one": [5],

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.executor.cuda.graph_capture import GraphCapture
+from quintet.executor.backends.cuda.graph_capture import GraphCapture
 
 
 class FakeStream:

@@ -16,8 +16,8 @@ from tests.models.test_engine import House, changed
 from tests.models.test_hybrids import CARD, PROMPTS, greedy, hybrid
 
 from quintet.core import recurrent_state
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cuda.device import Device
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.model_config.registry import FAMILIES
 
 
 def test_a_hybrid_says_what_torch_says(tmp_path: Path, device: Device) -> None:

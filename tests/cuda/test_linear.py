@@ -18,8 +18,8 @@ import pytest
 import torch
 from tests.cuda.emulated import EmulatedDevice
 
-from quintet.executor.cuda.device import Argument, Device, Kernel, Size
-from quintet.executor.cuda.ops.linear import (
+from quintet.executor.backends.cuda.device import Argument, Device, Kernel, Size
+from quintet.executor.backends.cuda.ops.linear import (
     MATVEC_ROWS,
     TILES_OF_16_BITS,
     TILES_OF_32_BITS,

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from tests.cuda.rank_choices import chosen_by
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.gemm_dispatch import DeviceLinears, Way, captured_stopwatch
-from quintet.executor.cuda.ops.linear import matmul, matvec
-from quintet.executor.layers.linear import Linear
-from quintet.executor.parallel.ranks import Ranks
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, Way, captured_stopwatch
+from quintet.executor.backends.cuda.ops.linear import matmul, matvec
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.models.layers.linear import Linear
 
 CUBLAS, MATMUL, MATVEC = Way.CUBLAS, Way.MATMUL, Way.MATVEC
 

@@ -13,17 +13,17 @@ import torch
 from tests.cuda.emulated import EmulatedDevice
 from tests.cuda.test_linear import HALF_UNIT, Watched, noise, same
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.coded_weight import Code, CodedLayout, CodedWeight
-from quintet.executor.cuda.ops.linear import OperandError, SplitMemory
-from quintet.executor.cuda.ops.linear_coded import (
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.coded_weight import Code, CodedLayout, CodedWeight
+from quintet.executor.backends.cuda.ops.linear import OperandError, SplitMemory
+from quintet.executor.backends.cuda.ops.linear_coded import (
     TILES,
     coded_grouped_matmul,
     coded_grouped_matmul_reference,
     coded_matmul,
     coded_matmul_reference,
 )
-from quintet.executor.cuda.ops.linear_groups import tiles_of_groups
+from quintet.executor.backends.cuda.ops.linear_groups import tiles_of_groups
 
 DTYPES = (torch.bfloat16, torch.float16)
 COLUMNS, DEPTH = 72, 2 * 256 + 24

@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.cuda.test_linear import HALF_UNIT, Watched, noise, same
 
-from quintet.executor.cuda.device import Device, Kernel
-from quintet.executor.cuda.ops.linear import OperandError, SplitMemory
-from quintet.executor.cuda.ops.linear_fp8 import (
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.linear import OperandError, SplitMemory
+from quintet.executor.backends.cuda.ops.linear_fp8 import (
     FP8,
     TILES,
     fp8_matmul,

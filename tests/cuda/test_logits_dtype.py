@@ -13,7 +13,7 @@ from tests.models.equal import load
 from tests.models.test_engine import House, changed
 from tests.models.test_logits_dtype import HIDDEN, ONE_TOKEN, VOCAB, head_of, with_head, write
 
-from quintet.executor.cuda.device import Device
+from quintet.executor.backends.cuda.device import Device
 
 PROMPT = [(5 * i + 3) % VOCAB for i in range(17)]
 SUMS = HIDDEN * 2.0**-22

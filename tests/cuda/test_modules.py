@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.executor.cuda.arguments import ArgumentBuffer
-from quintet.executor.cuda.device import Argument, Kernel, LaunchError
-from quintet.executor.cuda.modules import KINDS, Kind, ModuleStore, RefusedError, forms, record_path
-from quintet.executor.cuda.sources import digest, modules, source_text
+from quintet.executor.backends.cuda.arguments import ArgumentBuffer
+from quintet.executor.backends.cuda.device import Argument, Kernel, LaunchError
+from quintet.executor.backends.cuda.modules import KINDS, Kind, ModuleStore, RefusedError, forms, record_path
+from quintet.executor.backends.cuda.sources import digest, modules, source_text
 from quintet.wire.errors import ConfigError
 
 

@@ -7,14 +7,14 @@ import torch
 import torch.nn.functional as F
 from tests.cuda.formats import FORMATS, assert_within_steps, noise, small_integers
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.norm import (
+from quintet.executor.backends.cpu.ops.rms_norm import rms_norm as reference
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.norm import (
     add_layer_norm,
     add_rms_norm,
     layer_norm,
     rms_norm,
 )
-from quintet.executor.ops.rms_norm import rms_norm as reference
 
 EPS = 1e-5
 WIDTHS = [1, 8, 100, 2047, 2048, 2056, 4096, 4104, 8200]

@@ -11,12 +11,12 @@ from tests.models.odd_models import CARD, KINDS, OddModel
 from tests.models.test_engine import House
 from tests.models.test_odd_models import PROMPTS, by_torch
 
-from quintet.executor.cuda.boot import make_device_worker
-from quintet.executor.cuda.device import Device
+from quintet.executor.backends.cuda.boot import make_device_worker
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.models.model import Setting
-from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.none import RowMajorLinear
-from quintet.executor.weights.plan import WeightPlan
 from quintet.wire.params import SamplingParams
 
 

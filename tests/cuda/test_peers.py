@@ -12,9 +12,16 @@ from tests.cuda.formats import FORMATS
 from tests.cuda.formats import noise as noise_on
 from tests.cuda.rank_devices import at_once, devices_of, peers_of
 
-from quintet.executor.cuda.ops.all_reduce import all_reduce, all_reduce_reference
-from quintet.executor.cuda.ops.gather import Columns, gather
-from quintet.executor.cuda.ops.peers import CHANNELS, HALF_BYTES, MAILBOX_BYTES, Peers, RanksApart, pieces_of
+from quintet.executor.backends.cuda.ops.all_reduce import all_reduce, all_reduce_reference
+from quintet.executor.backends.cuda.ops.gather import Columns, gather
+from quintet.executor.backends.cuda.ops.peers import (
+    CHANNELS,
+    HALF_BYTES,
+    MAILBOX_BYTES,
+    Peers,
+    RanksApart,
+    pieces_of,
+)
 
 RANKS = (2, 4)
 SHAPES = ((1, 8), (3, 100), (5, 72), (1, 33), (9, 4104))

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from quintet.executor.platforms.cuda import extra_for, open_cuda_device, open_platform
+from quintet.executor.backends.platforms.cuda import extra_for, open_cuda_device, open_platform
 from quintet.wire.config import ExecutorConfig
 from quintet.wire.errors import ConfigError
 
@@ -40,7 +40,7 @@ def without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA H200")
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.delitem(sys.modules, "quintet.executor.cuda.cupy_device", raising=False)
+    monkeypatch.delitem(sys.modules, "quintet.executor.backends.cuda.cupy_device", raising=False)
 
 
 @pytest.mark.usefixtures("without_cupy")

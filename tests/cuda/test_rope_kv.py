@@ -8,10 +8,10 @@ import pytest
 import torch
 from tests.cuda.formats import FORMATS, assert_within_steps, noise, small_integers
 
-from quintet.executor.cards.spec import Temperature
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.rope_kv import Turn, rope_kv, rope_kv_reference
-from quintet.executor.cuda.rows import StepRows
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.rope_kv import Turn, rope_kv, rope_kv_reference
+from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.model_config.spec import Temperature
 
 EPS = 1e-6
 BLOCK_SIZE, NUM_BLOCKS = 16, 4

@@ -10,9 +10,9 @@ import pytest
 import torch
 from tests.executor.acceptable_draws import FILTERS, acceptable, positions_of, table
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.draw import DeviceDraw, draw
-from quintet.executor.cuda.ops.logit_tiles import SCAN_TILES, num_tiles, tile_scratch
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.draw import DeviceDraw, draw
+from quintet.executor.backends.cuda.ops.logit_tiles import SCAN_TILES, num_tiles, tile_scratch
 from quintet.executor.sampling.draw import draw as reference
 from quintet.executor.sampling.philox import uniform
 from quintet.executor.sampling.settings import RECORD, Settings, settings_of

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.entries import MAX_TOP, DeviceReport
-from quintet.executor.cuda.ops.entries import entries as device_entries
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.entries import MAX_TOP, DeviceReport
+from quintet.executor.backends.cuda.ops.entries import entries as device_entries
 from quintet.executor.sampling.logprob_entries import entries
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

@@ -9,12 +9,12 @@ from typing import cast
 import pytest
 import torch
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.gemm_dispatch import DeviceLinears
-from quintet.executor.cuda.ops.linear_fp8 import FP8, fp8_matmul
-from quintet.executor.cuda.scaled_mm import LEAST_ROWS, ScaledMm
-from quintet.executor.layers.linear import Linear
-from quintet.executor.quant.coded import CodedLinear, Fp8Run
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
+from quintet.executor.backends.cuda.ops.linear_fp8 import FP8, fp8_matmul
+from quintet.executor.backends.cuda.scaled_mm import LEAST_ROWS, ScaledMm
+from quintet.executor.checkpoints.quant.coded import CodedLinear, Fp8Run
+from quintet.executor.models.layers.linear import Linear
 
 BF16 = torch.bfloat16
 

@@ -17,16 +17,16 @@ import torch
 from tests.cuda.formats import FORMATS
 from tests.executor.state_problems import SHAPES, Problem, rows_of
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.kv_memory import DeviceKv
-from quintet.executor.cuda.ops import states as operations
-from quintet.executor.cuda.rows import StepRows
-from quintet.executor.cuda.states import DeviceStates
-from quintet.executor.layers.states import StatePart
-from quintet.executor.ops.causal_conv import causal_conv
-from quintet.executor.ops.delta_rule import delta_rule
-from quintet.executor.ops.head_scan import head_scan
-from quintet.executor.ops.selective_scan import selective_scan
+from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
+from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
+from quintet.executor.backends.cpu.ops.head_scan import head_scan
+from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.kv_memory import DeviceKv
+from quintet.executor.backends.cuda.ops import states as operations
+from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.states import DeviceStates
+from quintet.executor.models.layers.states import StatePart
 from quintet.wire.kv_spec import LayerKv, group_layers
 
 REFERENCES: Any = SimpleNamespace(

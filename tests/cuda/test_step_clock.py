@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.executor.cuda.step_clock import SPIN_S, StepClock, wait_until_done
+from quintet.executor.backends.cuda.step_clock import SPIN_S, StepClock, wait_until_done
 
 
 class Time:

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.batch import BatchBuilder, Rows
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.ops.tables import (
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.tables import (
     ONE_BLOCK_TOKENS,
     PackedPlan,
     PlanOutsideTables,
@@ -19,9 +18,10 @@ from quintet.executor.cuda.ops.tables import (
     pack_staging,
     scatter_tokens,
 )
-from quintet.executor.cuda.rows import SampledRows, StepRows
-from quintet.executor.cuda.tables import DeviceTables, StepMemory
-from quintet.executor.layers.attention import Heads, Sight
+from quintet.executor.backends.cuda.rows import SampledRows, StepRows
+from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.batch import BatchBuilder, Rows
+from quintet.executor.models.layers.attention import Heads, Sight
 from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32

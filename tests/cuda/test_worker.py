@@ -24,22 +24,22 @@ from tests.models.test_engine import GREEDY, House, changed, small_kv, without_p
 from tests.models.test_qwen1_long import Rememberer
 from tests.models.test_swapping import with_host_memory
 
-from quintet.executor.cards.card import card_of
-from quintet.executor.cards.share import WHOLE, Share
-from quintet.executor.cuda.boot import make_device_worker
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.worker import DeviceWorker
-from quintet.executor.gguf.weights import open_gguf
+from quintet.executor.backends.cuda.boot import make_device_worker
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.worker import DeviceWorker
+from quintet.executor.checkpoints.gguf.weights import open_gguf
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.checkpoints.quant.gguf import GgufQuantization
+from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
+from quintet.executor.checkpoints.quant.method import Quantization
+from quintet.executor.checkpoints.quant.stored import StoredQuantization
+from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.loading import MODEL_DTYPES as DTYPES
+from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.share import WHOLE, Share
 from quintet.executor.models.model import CausalModel, Setting
 from quintet.executor.models.registry import build_model
-from quintet.executor.quant.formats.registry import recognise
-from quintet.executor.quant.gguf import GgufQuantization
-from quintet.executor.quant.kv_scales import read_kv_scales
-from quintet.executor.quant.method import Quantization
-from quintet.executor.quant.stored import StoredQuantization
-from quintet.executor.weights.file import WeightFile
-from quintet.executor.weights.load import fill_randomly, load_checkpoint, open_files
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.model_files import is_gguf

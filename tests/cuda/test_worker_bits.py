@@ -27,8 +27,8 @@ from tests.models.equal import load
 from tests.models.random_checkpoints import write_checkpoint
 from tests.models.rows import dense, latent, states
 
-from quintet.executor.cuda.device import Device
-from quintet.executor.cuda.worker import DeviceWorker
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.wire.config import EngineConfig
 
 NUM_TOKENS = 4

@@ -13,7 +13,7 @@ from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.card import read_facts
 from quintet.deploy.resolve.endings import end_token_ids
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.registry import FAMILIES, architecture_of
+from quintet.executor.model_config.registry import FAMILIES, architecture_of
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model

@@ -14,7 +14,7 @@ import pytest
 from quintet.deploy import cli
 from quintet.deploy.commands import collect_env
 from quintet.deploy.supervisor import run_dirs
-from quintet.executor.ops.host_library import instruction_set, open_library
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
 from quintet.process.sockets import make_run_dir
 
 from .model_folder import write_model, write_weights

@@ -67,7 +67,7 @@ def test_every_folder_of_the_package_is_let_in() -> None:
     """Each is a symlink under src, which would lead nowhere."""
     folders = [path.name for path in (ROOT / "src" / "quintet").iterdir() if path.is_symlink()]
     assert folders and [name for name in folders if not is_let_in(f"{name}/__init__.py")] == []
-    assert not is_let_in("tests/conftest.py") and not is_let_in("executor/ops/_host.so")
+    assert not is_let_in("tests/conftest.py") and not is_let_in("executor/backends/cpu/ops/_host.so")
 
 
 def test_what_is_run_is_of_this_package() -> None:

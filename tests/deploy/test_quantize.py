@@ -16,8 +16,8 @@ from quintet.deploy.quantize import target
 from quintet.deploy.quantize.settings import WINDOW
 from quintet.deploy.quantize.windows import window_of, windows_of_text
 from quintet.deploy.resolve.card import read_facts
-from quintet.executor.gguf.parts import read_parts
-from quintet.executor.gguf.writing.type_mixes import MIXES, Model, type_of
+from quintet.executor.checkpoints.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES, Model, type_of
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 

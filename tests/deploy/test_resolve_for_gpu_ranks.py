@@ -11,7 +11,7 @@ import pytest
 from quintet.deploy import cli
 from quintet.deploy.resolve import gpu_ranks
 from quintet.deploy.resolve.device import num_gpus
-from quintet.executor.cuda.ops.peers import SIZES
+from quintet.executor.backends.cuda.ops.peers import SIZES
 
 from .model_folder import write_model
 from .test_device import machine

@@ -14,7 +14,7 @@ from quintet.deploy.resolve import build
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.quantization import check_weights_fit
-from quintet.executor.cards.share import most_outputs
+from quintet.executor.model_config.share import most_outputs
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model

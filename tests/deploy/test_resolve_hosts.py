@@ -13,7 +13,7 @@ from quintet.deploy.resolve.flags import Options
 from quintet.deploy.resolve.hosts import hosts_config
 from quintet.deploy.supervisor.commands import CommandError
 from quintet.deploy.supervisor.room import check_room
-from quintet.executor.hosts.topology import hearer_of, links_between, ranks_of, teller_of
+from quintet.executor.distributed.hosts.topology import hearer_of, links_between, ranks_of, teller_of
 from quintet.wire.config import ExecutorConfig, HostsConfig
 from quintet.wire.errors import ConfigError
 

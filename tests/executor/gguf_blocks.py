@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from quintet.executor.ops.host_library import instruction_set, open_library
-from quintet.executor.ops.host_linear import WeightFormat, linear_library
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
+from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 
 Bytes = NDArray[np.uint8]
 Floats = NDArray[np.float32]

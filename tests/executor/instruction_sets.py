@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.executor.ops.host_library import instruction_set, instruction_sets, open_library
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, instruction_sets, open_library
 
 REPEATING = "QUINTET_TEST_REPEATING"
 """Names the instruction set that tests are being repeated with."""

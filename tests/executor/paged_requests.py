@@ -10,9 +10,9 @@ import torch
 from numpy.typing import NDArray
 from tests.executor.instruction_sets import MATRIX_UNITS, isa
 
-from quintet.executor.layers.attention import AttentionLayer, KvScales
-from quintet.executor.ops.host_attention import PagedKv, attend, write_kv
-from quintet.executor.program.step import CStep
+from quintet.executor.backends.cpu.ops.host_attention import PagedKv, attend, write_kv
+from quintet.executor.backends.cpu.program.step import CStep
+from quintet.executor.models.layers.attention import AttentionLayer, KvScales
 
 Row = tuple[int, int, int]
 """Request, first position, number of tokens."""

@@ -21,11 +21,11 @@ import pytest
 import torch
 from tests.executor.gguf_blocks import random_rows
 
-from quintet.executor.ops import host_library
-from quintet.executor.ops.host_library import instruction_set, set_threads
-from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat
-from quintet.executor.ops.linear import GatedActivation
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops import host_library
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, set_threads
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat
+from quintet.executor.backends.cpu.ops.linear import GatedActivation
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 
 ROOT = Path(__file__).parents[2]
 SOURCE = Path(__file__).parent / "amx/operations.cpp"

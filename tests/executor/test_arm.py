@@ -23,7 +23,7 @@ import pytest
 from tests.executor.compiled_checks import KERNELS, NATIVE, ROOT, compiled, kernel_sources, run
 from tests.executor.instruction_sets import all_of_them, isa
 
-from quintet.executor.ops.host_library import open_library
+from quintet.executor.backends.cpu.ops.host_library import open_library
 
 CHECKS = ROOT / "tests/executor/arm"
 PARTS = ("linear", "attention", "rows", "sampling")

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from quintet.executor.ops.host_library import instruction_sets, open_library
+from quintet.executor.backends.cpu.ops.host_library import instruction_sets, open_library
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 
 TELL = """
-from quintet.executor.ops.host_library import instruction_set, instruction_set_refusal, open_library
+from quintet.executor.backends.cpu.ops.host_library import instruction_set, instruction_set_refusal, open_library
 library = open_library()
 print(instruction_set(library), instruction_set_refusal(library), sep="|")
 """

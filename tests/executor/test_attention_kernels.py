@@ -23,13 +23,13 @@ from tests.executor.instruction_sets import MATRIX_UNITS, REPEATING, isa
 from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
 from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES
-from quintet.executor.cards.spec import NormKind, Temperature
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.layers.norm import Norm
-from quintet.executor.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
-from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.rope_kv_write import rope, temperatures
-from quintet.executor.program.step import CRotation, CStep
+from quintet.executor.backends.cpu.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
+from quintet.executor.backends.cpu.ops.rope_kv_write import rope, temperatures
+from quintet.executor.backends.cpu.program.step import CRotation, CStep
+from quintet.executor.model_config.spec import NormKind, Temperature
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.norm import Norm
 from quintet.wire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")

@@ -8,8 +8,8 @@ import pytest
 from bench.balance import STEPS, share
 from bench.step import SHAPES, Room, config_of
 
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.program.runner import OpBalance, ProgramRunner
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.program.runner import OpBalance, ProgramRunner
 from quintet.executor.worker import Worker, make_torch_worker
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")

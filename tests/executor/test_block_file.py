@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.executor.disk.block_file import ENTRY, HEAD_BYTES, BlockFile
+from quintet.executor.kv_transfer.disk.block_file import ENTRY, HEAD_BYTES, BlockFile
 from quintet.process import own_files
 from quintet.wire.errors import ConfigError
 
@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_holds_nothing_of_it(tmp_path: Path, monkeypatch: py
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("quintet.executor.disk.block_file.write_whole", full)
+        patch.setattr("quintet.executor.kv_transfer.disk.block_file.write_whole", full)
         assert not file.write(0, KEYS[0], memoryview(block_of(KEYS[0])))
     assert found(file, 0, KEYS[0]) is None and found(opened(tmp_path), 0, KEYS[0]) is None
 

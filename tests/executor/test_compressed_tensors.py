@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.quant.decode import decode
-from quintet.executor.quant.formats.registry import recognise
-from quintet.executor.quant.formats.scheme import StoredLayer
-from quintet.executor.weights.header import Entry
-from quintet.executor.weights.mapped import DTYPES
+from quintet.executor.checkpoints.quant.decode import decode
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.mapped import DTYPES
+from quintet.executor.model_config.card import ModelCard
 
 ROWS, DEPTH = 96, 160
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

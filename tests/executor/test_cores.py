@@ -12,11 +12,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.platforms import shares
-from quintet.executor.platforms.cores import default_threads, usable_cores
-from quintet.executor.platforms.memory_nodes import usable_nodes
-from quintet.executor.platforms.shares import devices_of, share_of
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
+from quintet.executor.backends.platforms import shares
+from quintet.executor.backends.platforms.cores import default_threads, usable_cores
+from quintet.executor.backends.platforms.memory_nodes import usable_nodes
+from quintet.executor.backends.platforms.shares import devices_of, share_of
 
 from .test_process import config_of
 
@@ -90,7 +90,7 @@ def test_threads_stay_on_cores_of_their_own_before_two_share_one(tmp_path: Path)
 
 PINNING = """
 import os, sys, threading
-from quintet.executor.ops.host_library import open_library, set_threads
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 before = os.sched_getaffinity(0)
 set_threads(open_library(), len(before), True)
 tasks = [int(task) for task in os.listdir("/proc/self/task")]
@@ -109,7 +109,7 @@ sys.exit(f"{masks} of {before}")
 TORCH_BESIDE_PINNED = """
 import os, sys
 import torch
-from quintet.executor.platforms.cpu import open_platform
+from quintet.executor.backends.platforms.cpu import open_platform
 from quintet.wire.config import ExecutorConfig
 before = os.sched_getaffinity(0)
 open_platform(ExecutorConfig(threads=2, pin_threads=True))
@@ -169,8 +169,8 @@ SHARING = """
 import os, sys, threading
 from pathlib import Path
 import msgspec
-from quintet.executor.platforms.memory_nodes import usable_nodes
-from quintet.executor.platforms.shares import take_share
+from quintet.executor.backends.platforms.memory_nodes import usable_nodes
+from quintet.executor.backends.platforms.shares import take_share
 from quintet.wire.config import EngineConfig
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 taken = take_share(0, msgspec.json.decode(sys.stdin.buffer.read(), type=EngineConfig), 1).executor

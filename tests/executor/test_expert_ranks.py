@@ -22,18 +22,18 @@ from tests.executor.test_experts_kernels import (
     tables_of,
 )
 
-from quintet.executor.cards.share import LINE_BYTES, Share
-from quintet.executor.ops.experts import ExpertTables
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.ops.host_experts import NO_EXPERT, Homes, HostExperts
-from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.ops.host_linear import Inputs, WeightFormat
-from quintet.executor.parallel.expert_copies import ExpertCopies
-from quintet.executor.parallel.library import CRanksShape
-from quintet.executor.parallel.placement import Copy, copies_between, homes_of, no_copies, placed
-from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.step import Step
+from quintet.executor.backends.cpu.ops.experts import ExpertTables
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.ops.host_experts import NO_EXPERT, Homes, HostExperts
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.step import Step
+from quintet.executor.distributed.parallel.expert_copies import ExpertCopies
+from quintet.executor.distributed.parallel.library import CRanksShape
+from quintet.executor.distributed.parallel.placement import Copy, copies_between, homes_of, no_copies, placed
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.model_config.share import LINE_BYTES, Share
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

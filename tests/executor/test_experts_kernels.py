@@ -12,18 +12,18 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quintet.executor.cards.routing import Routing, Scoring
-from quintet.executor.ops.experts import (
+from quintet.executor.backends.cpu.ops.experts import (
     ExpertTables,
     Gate,
     experts,
     route,
 )
-from quintet.executor.ops.host_experts import HostExperts
-from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.host_linear import Inputs, WeightFormat, linear_library
-from quintet.executor.ops.linear import GatedActivation
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.host_experts import HostExperts
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.linear import GatedActivation
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.model_config.routing import Routing, Scoring
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

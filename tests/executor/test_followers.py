@@ -10,7 +10,7 @@ import msgspec
 import psutil
 import pytest
 
-from quintet.executor.parallel.follower_processes import ending
+from quintet.executor.distributed.parallel.follower_processes import ending
 from quintet.process.runtime import error_file
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role, WorkerId
@@ -20,7 +20,7 @@ from .test_process import config_of
 RANK_0 = """
 import sys, threading
 import msgspec
-from quintet.executor.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import Followers
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId
 

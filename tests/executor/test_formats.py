@@ -13,22 +13,22 @@ from bench import quantized
 from bench import quantized_tools as tools
 from bench.quantized import Array, Tensors, Written
 
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.layers.linear import GatedActivation, Linear, Part
-from quintet.executor.ops.host_linear import Inputs, WeightFormat, linear_library
-from quintet.executor.quant import source
-from quintet.executor.quant.coded import kept_of
-from quintet.executor.quant.fill import numbers_of
-from quintet.executor.quant.formats.registry import recognise
-from quintet.executor.quant.formats.scheme import StoredLayer
-from quintet.executor.quant.method import Quantization
-from quintet.executor.quant.none import Unquantized
-from quintet.executor.quant.packed_formats import Numbers
-from quintet.executor.quant.stored import StoredQuantization
-from quintet.executor.weights.header import Entry
-from quintet.executor.weights.mapped import DTYPES
-from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.weights.store import reserve
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
+from quintet.executor.checkpoints.quant import source
+from quintet.executor.checkpoints.quant.coded import kept_of
+from quintet.executor.checkpoints.quant.fill import numbers_of
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
+from quintet.executor.checkpoints.quant.method import Quantization
+from quintet.executor.checkpoints.quant.none import Unquantized
+from quintet.executor.checkpoints.quant.packed_formats import Numbers
+from quintet.executor.checkpoints.quant.stored import StoredQuantization
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.mapped import DTYPES
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
 from quintet.wire.errors import ConfigError
 
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
@@ -525,7 +525,7 @@ def test_a_gate_and_its_up_are_of_one_weight() -> None:
 
 def test_without_the_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("none", "stored"):
-        monkeypatch.setattr(f"quintet.executor.quant.{module}.linear_library", lambda: None)
+        monkeypatch.setattr(f"quintet.executor.checkpoints.quant.{module}.linear_library", lambda: None)
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [Part("q", 96), Part("k", 32)])
     whole = torch.cat([numbers["q"], numbers["k"]]).bfloat16()
     assert layer.method.table is not None and torch.equal(layer.method.table, whole)

@@ -8,8 +8,8 @@ import logging
 import pytest
 import torch
 
-from quintet.executor.cuda.graphs import DecodeGraphs, padded_sizes
-from quintet.executor.cuda.kv_memory import graph_bytes, kv_bytes
+from quintet.executor.backends.cuda.graphs import DecodeGraphs, padded_sizes
+from quintet.executor.backends.cuda.kv_memory import graph_bytes, kv_bytes
 
 
 def test_sizes_end_at_the_limit_and_pad_by_an_eighth_at_most_past_the_smallest() -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from quintet.executor.layers.head_linear import HeadLinear
-from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.quant.none import Unquantized
-from quintet.executor.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
-from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.weights.store import reserve
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
+from quintet.executor.checkpoints.quant.none import Unquantized
+from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.models.layers.head_linear import HeadLinear
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

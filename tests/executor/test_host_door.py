@@ -15,10 +15,10 @@ import msgspec
 import pytest
 import zmq
 
-from quintet.executor.hosts import member as member_module
-from quintet.executor.hosts.hub import Hub
-from quintet.executor.hosts.member import Member, OwnPlace
-from quintet.executor.hosts.messages import (
+from quintet.executor.distributed.hosts import member as member_module
+from quintet.executor.distributed.hosts.hub import Hub
+from quintet.executor.distributed.hosts.member import Member, OwnPlace
+from quintet.executor.distributed.hosts.messages import (
     GROUP_KEY,
     RUNNER,
     VERSION,
@@ -34,9 +34,9 @@ from quintet.executor.hosts.messages import (
     Told,
     Welcome,
 )
+from quintet.executor.distributed.parallel.child import ExpectedEnd, Seat
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
-from quintet.executor.parallel.child import ExpectedEnd, Seat
-from quintet.executor.peers.keys import Context, read_key
+from quintet.executor.kv_transfer.peers.keys import Context, read_key
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig, HostsConfig
 from quintet.wire.errors import ConfigError

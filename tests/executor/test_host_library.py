@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.executor.ops import host_library
-from quintet.executor.ops.host_attention import CAttention
-from quintet.executor.ops.host_dtypes import DTYPE_CODES
-from quintet.executor.ops.host_library import SOURCES, check_layout, check_library, open_library
-from quintet.executor.ops.host_linear import WeightFormat
-from quintet.executor.program.library import program_library
-from quintet.executor.program.step import CRotation, CStep, KvPlace
+from quintet.executor.backends.cpu.ops import host_library
+from quintet.executor.backends.cpu.ops.host_attention import CAttention
+from quintet.executor.backends.cpu.ops.host_dtypes import DTYPE_CODES
+from quintet.executor.backends.cpu.ops.host_library import SOURCES, check_layout, check_library, open_library
+from quintet.executor.backends.cpu.ops.host_linear import WeightFormat
+from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.step import CRotation, CStep, KvPlace
 from quintet.executor.sampling.settings import RECORD
 from quintet.wire.errors import ConfigError
 
@@ -36,8 +36,8 @@ ONES, WITH_ZERO = (ctypes.c_float * 2)(1.0, 1.0), (ctypes.c_float * 2)(1.0, 0.0)
 SMALL_STACK = """
 import threading
 import torch
-from quintet.executor.ops.host_attention import CAttention
-from quintet.executor.ops.host_library import open_library
+from quintet.executor.backends.cpu.ops.host_attention import CAttention
+from quintet.executor.backends.cpu.ops.host_library import open_library
 from tests.executor.paged_requests import Requests, Shape
 
 for dtype, in_pairs in ((torch.float32, 0), (torch.bfloat16, 0), (torch.bfloat16, 1)):

@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.cards.share import Share
-from quintet.executor.hosts.link import Ear, LinkEnd, Mouth
-from quintet.executor.hosts.messages import Senseless, Told
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.parallel.library import (
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.step import Step
+from quintet.executor.distributed.hosts.link import Ear, LinkEnd, Mouth
+from quintet.executor.distributed.hosts.messages import Senseless, Told
+from quintet.executor.distributed.parallel.library import (
     CRanksShape,
     Note,
     OrderKind,
     Part,
     open_ranks_library,
 )
-from quintet.executor.parallel.links import HEARER, TELLER
-from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.step import Step
+from quintet.executor.distributed.parallel.links import HEARER, TELLER
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.model_config.share import Share
 
 MAX_TOKENS, WIDTH, OUTPUTS, VOCAB = 8, 6, 4, 10
 DEADLINE_S = 60.0

@@ -11,15 +11,15 @@ import msgspec
 import pytest
 import torch
 
-from quintet.executor.cards.share import Share
-from quintet.executor.hosts.host_collectives import Meetings
-from quintet.executor.hosts.link import Ear, LinkEnd, Mouth
-from quintet.executor.hosts.messages import Met, Rows, Senseless, Told
-from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.parallel.library import CRanksShape, OrderKind, open_ranks_library
-from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.step import Step
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.step import Step
+from quintet.executor.distributed.hosts.host_collectives import Meetings
+from quintet.executor.distributed.hosts.link import Ear, LinkEnd, Mouth
+from quintet.executor.distributed.hosts.messages import Met, Rows, Senseless, Told
+from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind, open_ranks_library
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.model_config.share import Share
 from quintet.wire.config import ExecutorConfig, HostsConfig
 
 WIDTH, TOKENS, VOCAB, GATHERED = 700, 5, 11, 12

@@ -19,7 +19,7 @@ from tests.processes.test_apart import free_port
 from quintet.deploy import embedded
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.hosts.member import OwnPlace
+from quintet.executor.distributed.hosts.member import OwnPlace
 from quintet.executor.worker import make_torch_worker
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig, HostsConfig
@@ -27,7 +27,7 @@ from quintet.wire.step import StepResult
 
 from .test_rank_processes import ME, config_of, prompt, ranks_of
 
-MEMBER = "quintet.executor.hosts.member"
+MEMBER = "quintet.executor.distributed.hosts.member"
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.executor.ops import huge_memory
-from quintet.executor.ops.huge_memory import (
+from quintet.executor.backends.cpu.ops import huge_memory
+from quintet.executor.backends.cpu.ops.huge_memory import (
     LEAST_STALLS,
     PAGE_BYTES,
     PAGES_PER_STALL,
     PIECE_BYTES,
     HugeMemory,
 )
-from quintet.executor.ops.huge_pages import HugePages
-from quintet.executor.platforms.memory_nodes import usable_nodes
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.platforms.memory_nodes import usable_nodes
 
 SIZE = 3 * PIECE_BYTES - 12345
 ALLOWED = "always [madvise] never\n"
@@ -41,7 +41,7 @@ def stalling(monkeypatch: pytest.MonkeyPatch, made: int, found_none: int, slack_
     monkeypatch.setattr(huge_memory, "SLACK_S", slack_s)
     monkeypatch.setattr(huge_memory, "BYTES_PER_S", 1e18)
     monkeypatch.setattr(huge_memory, "_stalls", lambda: (made * (now := next(counts)), found_none * now))
-    monkeypatch.setattr("quintet.executor.ops.huge_pages.spare_threads", lambda: 0)
+    monkeypatch.setattr("quintet.executor.backends.cpu.ops.huge_pages.spare_threads", lambda: 0)
 
 
 def reserved(folder: Path, words: str = ALLOWED) -> HugeMemory:

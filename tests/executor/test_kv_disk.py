@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quintet.executor.disk.block_file import NOTHING, BlockFile
-from quintet.executor.features import kv_disk
-from quintet.executor.features.kv_disk import DiskBlocks
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
+from quintet.executor.kv_transfer.disk.block_file import NOTHING, BlockFile
+from quintet.executor.kv_transfer.features import kv_disk
+from quintet.executor.kv_transfer.features.kv_disk import DiskBlocks
 from quintet.executor.kv_transfer.kv_connector_loop import KvTalk
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_disk import FileOrder, KvAnswers, KvOrders

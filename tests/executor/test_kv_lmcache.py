@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from tests.executor.lmcache_server import StandIn, stand_in
 
-from quintet.executor.store import lmcache
-from quintet.executor.store.connector import connector_path, open_connector
+from quintet.executor.kv_transfer.store import lmcache
+from quintet.executor.kv_transfer.store.connector import connector_path, open_connector
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 

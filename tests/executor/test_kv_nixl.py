@@ -10,9 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from quintet.executor.store import nixl
-from quintet.executor.store.connector import open_connector
-from quintet.executor.store.nixl import NixlStore
+from quintet.executor.kv_transfer.store import nixl
+from quintet.executor.kv_transfer.store.connector import open_connector
+from quintet.executor.kv_transfer.store.nixl import NixlStore
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 

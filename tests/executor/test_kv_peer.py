@@ -13,12 +13,12 @@ import torch
 import zmq
 from tests.processes.test_apart import free_port
 
-from quintet.executor.features.kv_peer import PeerBlocks
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
-from quintet.executor.peers import link, messages
-from quintet.executor.peers.keys import read_key
-from quintet.executor.peers.link import Came, Link, PeerLost, Wanted
-from quintet.executor.peers.messages import Ask, Foreign, Given, Lacking
+from quintet.executor.kv_transfer.features.kv_peer import PeerBlocks
+from quintet.executor.kv_transfer.peers import link, messages
+from quintet.executor.kv_transfer.peers.keys import read_key
+from quintet.executor.kv_transfer.peers.link import Came, Link, PeerLost, Wanted
+from quintet.executor.kv_transfer.peers.messages import Ask, Foreign, Given, Lacking
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_disk import KvOrders, Pull

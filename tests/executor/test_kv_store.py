@@ -13,13 +13,13 @@ import pytest
 import torch
 from tests.executor.lmcache_server import StandIn, stand_in
 
-from quintet.executor.features import kv_store
-from quintet.executor.features.kv_store import StoreBlocks
 from quintet.executor.kv_transfer.block_bytes import BlockBytes
-from quintet.executor.store.chunk_format import RunFormat
-from quintet.executor.store.connector import KvConnector, open_connector
-from quintet.executor.store.folder import FolderStore
-from quintet.executor.store.objects import ObjectStore
+from quintet.executor.kv_transfer.features import kv_store
+from quintet.executor.kv_transfer.features.kv_store import StoreBlocks
+from quintet.executor.kv_transfer.store.chunk_format import RunFormat
+from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
+from quintet.executor.kv_transfer.store.folder import FolderStore
+from quintet.executor.kv_transfer.store.objects import ObjectStore
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.kv_disk import KvAnswers, KvOrders

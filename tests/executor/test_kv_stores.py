@@ -16,10 +16,10 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from quintet.executor.store import connector as connector_module
-from quintet.executor.store.connector import KvConnector, open_connector
-from quintet.executor.store.folder import INSIDE, FolderStore
-from quintet.executor.store.objects import QUESTIONS, ObjectStore, count_first
+from quintet.executor.kv_transfer.store import connector as connector_module
+from quintet.executor.kv_transfer.store.connector import KvConnector, open_connector
+from quintet.executor.kv_transfer.store.folder import INSIDE, FolderStore
+from quintet.executor.kv_transfer.store.objects import QUESTIONS, ObjectStore, count_first
 from quintet.wire.config import KvStoreConfig
 from quintet.wire.errors import ConfigError
 
@@ -84,7 +84,7 @@ def test_what_another_wrote_meanwhile_takes_no_room_twice(tmp_path: Path) -> Non
 WRITER = """
 import os, sys
 from pathlib import Path
-from quintet.executor.store import folder
+from quintet.executor.kv_transfer.store import folder
 write = folder.write_whole
 def half(file, content, offset):
     write(file, content[:500], offset)
@@ -119,7 +119,7 @@ def test_what_was_being_written_by_who_was_killed_is_swept(tmp_path: Path) -> No
 
 def test_a_ledger_that_is_held_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = FolderStore(tmp_path, 10_000), FolderStore(tmp_path, 10_000)
-    monkeypatch.setattr("quintet.executor.store.folder.LOCK_S", 0.05)
+    monkeypatch.setattr("quintet.executor.kv_transfer.store.folder.LOCK_S", 0.05)
     with one._ledger_held():
         for store in (one, other):
             with pytest.raises(TimeoutError):
@@ -135,8 +135,8 @@ def test_what_could_not_be_settled_is_swept(tmp_path: Path, monkeypatch: pytest.
             held.enter_context(other._ledger_held())
             return True
 
-        patch.setattr("quintet.executor.store.folder.LOCK_S", 0.05)
-        patch.setattr("quintet.executor.store.folder.write_whole", write)
+        patch.setattr("quintet.executor.kv_transfer.store.folder.LOCK_S", 0.05)
+        patch.setattr("quintet.executor.kv_transfer.store.folder.write_whole", write)
         with pytest.raises(TimeoutError):
             put(one, 30)
     for number in range(11):

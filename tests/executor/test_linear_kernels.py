@@ -16,12 +16,12 @@ import pytest
 import torch
 from tests.executor.instruction_sets import MATRIX_UNITS, isa
 
-from quintet.executor.ops.host_library import declare, instruction_sets, open_library
-from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
-from quintet.executor.ops.linear import GatedActivation, linear
-from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
-from quintet.executor.program.library import ProgramLibrary, program_library
-from quintet.executor.program.step import CStep
+from quintet.executor.backends.cpu.ops.host_library import declare, instruction_sets, open_library
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.linear import GatedActivation, linear
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, PackedWeightError
+from quintet.executor.backends.cpu.program.library import ProgramLibrary, program_library
+from quintet.executor.backends.cpu.program.step import CStep
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

@@ -12,9 +12,9 @@ import torch
 from tests.frontend.configs import make_config
 
 from quintet.executor import main
-from quintet.executor.ops.huge_memory import PAGE_BYTES, PIECE_BYTES, HugeMemory
-from quintet.executor.weights.read_ahead import reserve_ahead
-from quintet.executor.weights.store import Description, reserve
+from quintet.executor.backends.cpu.ops.huge_memory import PAGE_BYTES, PIECE_BYTES, HugeMemory
+from quintet.executor.checkpoints.weights.read_ahead import reserve_ahead
+from quintet.executor.checkpoints.weights.store import Description, reserve
 from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig
 

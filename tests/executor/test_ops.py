@@ -11,16 +11,16 @@ import torch
 from tests.executor.paged_requests import Features, reference
 
 from quintet.executor import batch as batches
+from quintet.executor.backends.cpu.ops.activation import clipped
+from quintet.executor.backends.cpu.ops.experts import Gate, gated
+from quintet.executor.backends.cpu.ops.linear import GatedActivation, linear
+from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
+from quintet.executor.backends.cpu.ops.rms_norm import rms_norm
+from quintet.executor.backends.cpu.ops.rope_kv_write import rope, rope_kv_write, temperatures
 from quintet.executor.batch import BatchBuilder, Rows
-from quintet.executor.cards.spec import Temperature
-from quintet.executor.layers.attention import AttentionLayer, Sight
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.ops.activation import clipped
-from quintet.executor.ops.experts import Gate, gated
-from quintet.executor.ops.linear import GatedActivation, linear
-from quintet.executor.ops.paged_attention import MAX_FOLDED_TOKENS, paged_attention
-from quintet.executor.ops.rms_norm import rms_norm
-from quintet.executor.ops.rope_kv_write import rope, rope_kv_write, temperatures
+from quintet.executor.model_config.spec import Temperature
+from quintet.executor.models.layers.attention import AttentionLayer, Sight
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import full_layers

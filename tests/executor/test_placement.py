@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quintet.executor.parallel.placement import (
+from quintet.executor.distributed.parallel.placement import (
     LEAST_GAIN,
     Spares,
     busiest,

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from tests.executor.instruction_sets import REPEATING, isa
 
-from quintet.executor.cards.spec import Activation
-from quintet.executor.ops import host_pointwise as pointwise
-from quintet.executor.ops.activation import ACTIVATION_CODES, activate, xielu
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.ops.host_pointwise import pointwise_functions
-from quintet.executor.program.step import CStep
+from quintet.executor.backends.cpu.ops import host_pointwise as pointwise
+from quintet.executor.backends.cpu.ops.activation import ACTIVATION_CODES, activate, xielu
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.ops.host_pointwise import pointwise_functions
+from quintet.executor.backends.cpu.program.step import CStep
+from quintet.executor.model_config.spec import Activation
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quintet.executor.disk.block_file import BlockFile
-from quintet.executor.disk.prefix_file import (
+from quintet.executor.kv_transfer.disk.block_file import BlockFile
+from quintet.executor.kv_transfer.disk.prefix_file import (
     ENTRY,
     HEAD,
     PrefixFileError,

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.batch import Rows
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.program.library import program_library
-from quintet.executor.program.step import Step
 from quintet.executor.ragged import ranges
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32, pack_u8

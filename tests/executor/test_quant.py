@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from quintet.executor.layers.linear import Embedding, GatedActivation, Linear, Part
-from quintet.executor.ops.host_linear import Inputs, WeightFormat, linear_library
-from quintet.executor.ops.linear import linear
-from quintet.executor.quant.method import Quantization
-from quintet.executor.quant.none import RowMajorLinear
-from quintet.executor.quant.registry import open_quantization
-from quintet.executor.quant.rounded_inputs import RoundedInputs
-from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.weights.store import reserve
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.linear import linear
+from quintet.executor.checkpoints.quant.method import Quantization
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.registry import open_quantization
+from quintet.executor.checkpoints.quant.rounded_inputs import RoundedInputs
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, Part
 from quintet.wire.errors import ConfigError
 
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
@@ -202,7 +202,7 @@ def test_a_tied_embedding_is_never_quantized(name: str) -> None:
 
 def test_without_the_kernels_torch_computes_or_the_user_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("none", "packed"):
-        monkeypatch.setattr(f"quintet.executor.quant.{module}.linear_library", lambda: None)
+        monkeypatch.setattr(f"quintet.executor.checkpoints.quant.{module}.linear_library", lambda: None)
     layer, given = layer_of("none", QKV)
     assert isinstance(layer.method, RowMajorLinear)
     x = noise(3, DEPTH).bfloat16()

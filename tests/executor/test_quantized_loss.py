@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from quintet.deploy.embedded import default_model_path
 from quintet.deploy.quantize.loss import read
 from quintet.deploy.quantize.settings import WINDOW
-from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
 
 HELD_OUT = "fnmatch.py"
 """A library file that TRAINING.json lists as kept from the model."""

@@ -18,14 +18,14 @@ from tests.models.random_checkpoints import Logits, Row, of_transformers, side_b
 from tests.models.test_equal import made
 
 from quintet.deploy import cli
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.quantizing.compressed import plan_of, write_compressed
-from quintet.executor.quantizing.gptq import gptq
-from quintet.executor.quantizing.layers import layers_of
-from quintet.executor.quantizing.rounders import Division
-from quintet.executor.quantizing.rounding import rounded
-from quintet.executor.quantizing.targets import TARGETS
-from quintet.executor.weights.load import open_files
+from quintet.executor.checkpoints.quantize_tool.compressed import plan_of, write_compressed
+from quintet.executor.checkpoints.quantize_tool.gptq import gptq
+from quintet.executor.checkpoints.quantize_tool.layers import layers_of
+from quintet.executor.checkpoints.quantize_tool.rounders import Division
+from quintet.executor.checkpoints.quantize_tool.rounding import rounded
+from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
+from quintet.executor.checkpoints.weights.load import open_files
+from quintet.executor.model_config.card import ModelCard
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 CLOSE = 3e-3

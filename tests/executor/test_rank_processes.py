@@ -30,8 +30,8 @@ RANK_0 = """
 import sys, threading
 import msgspec
 from quintet.executor.main import make_worker
-from quintet.executor.parallel.follower_processes import Followers
-from quintet.executor.platforms.shares import take_share
+from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.backends.platforms.shares import take_share
 from quintet.process.trace import no_span
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role, WorkerId

@@ -13,14 +13,14 @@ from tests.deploy.model_folder import write_model
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.share import Kept, Share
-from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.parallel.library import CRanksShape, OrderKind, RanksLibrary
-from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.parallel.shapes import shape_of
-from quintet.executor.program.library import ProgramLibrary
-from quintet.executor.program.step import CStep, Step
-from quintet.executor.quant.row_ranges import Part
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.step import CStep, Step
+from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind, RanksLibrary
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.distributed.parallel.shapes import shape_of
+from quintet.executor.model_config.share import Kept, Share
 
 DEPTH = 6
 DEADLINE_S = 60.0

@@ -8,27 +8,27 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quintet.executor.cards.routing import Routing, Scoring
-from quintet.executor.cards.spec import Activation, NormKind
-from quintet.executor.layers.experts import Experts, Gate
-from quintet.executor.layers.linear import GatedActivation, Linear, Part
-from quintet.executor.layers.norm import Norm
+from quintet.executor.backends.cpu.ops.activation import activate
+from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.backends.cpu.program.graph_builder import Recorder
+from quintet.executor.backends.cpu.program.kv import KvMemory
+from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, Places
+from quintet.executor.backends.cpu.program.step import CStep
+from quintet.executor.backends.cpu.program.values import Extent, Operation, Value
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
+from quintet.executor.checkpoints.quant.packed_formats import Numbers
+from quintet.executor.checkpoints.quant.registry import open_quantization
+from quintet.executor.checkpoints.quant.stack import StackMethod, StackPiece, StackShape
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.model_config.routing import Routing, Scoring
+from quintet.executor.model_config.spec import Activation, NormKind
+from quintet.executor.models.layers.experts import Experts, Gate
+from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.model import Setting
-from quintet.executor.ops.activation import activate
-from quintet.executor.ops.host_linear import WeightFormat, linear_library
-from quintet.executor.program.graph_builder import Recorder
-from quintet.executor.program.kv import KvMemory
-from quintet.executor.program.library import program_library
-from quintet.executor.program.memory_planner import Lifetimes, Places
-from quintet.executor.program.step import CStep
-from quintet.executor.program.values import Extent, Operation, Value
-from quintet.executor.quant.method import LinearMethod, LinearShape
-from quintet.executor.quant.mixed_rows import packed_by_part
-from quintet.executor.quant.packed_formats import Numbers
-from quintet.executor.quant.registry import open_quantization
-from quintet.executor.quant.stack import StackMethod, StackPiece, StackShape
-from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.weights.store import reserve
 from quintet.wire.kv_spec import full_layers
 
 pytestmark = pytest.mark.skipif(program_library() is None, reason="the host kernels are not built")

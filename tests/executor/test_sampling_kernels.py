@@ -16,11 +16,11 @@ from tests.executor.acceptable_draws import FILTERS, acceptable, positions_of, t
 from tests.executor.conftest import Drawer, plan_of
 from tests.executor.instruction_sets import REPEATING, isa
 
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.step import Step
 from quintet.executor.batch import Rows
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.program.library import program_library
-from quintet.executor.program.step import Step
 from quintet.executor.sampling.draw import draw
 from quintet.executor.sampling.draw_on_host import draw_on_host
 from quintet.executor.sampling.logprob_entries import entries

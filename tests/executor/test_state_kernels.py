@@ -14,12 +14,12 @@ import pytest
 import torch
 from tests.executor.state_problems import SHAPES, rows_of
 
-from quintet.executor.ops import host_states
-from quintet.executor.ops.causal_conv import causal_conv
-from quintet.executor.ops.delta_rule import delta_rule
-from quintet.executor.ops.head_scan import head_scan
-from quintet.executor.ops.host_library import open_library
-from quintet.executor.ops.selective_scan import selective_scan
+from quintet.executor.backends.cpu.ops import host_states
+from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
+from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
+from quintet.executor.backends.cpu.ops.head_scan import head_scan
+from quintet.executor.backends.cpu.ops.host_library import open_library
+from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

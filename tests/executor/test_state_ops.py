@@ -15,10 +15,10 @@ from transformers.models.qwen3_next.modeling_qwen3_next import (
     torch_recurrent_gated_delta_rule,
 )
 
-from quintet.executor.ops.causal_conv import causal_conv
-from quintet.executor.ops.delta_rule import delta_rule
-from quintet.executor.ops.head_scan import head_scan
-from quintet.executor.ops.selective_scan import selective_scan
+from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
+from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
+from quintet.executor.backends.cpu.ops.head_scan import head_scan
+from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
 
 NUM_TOKENS = 41
 

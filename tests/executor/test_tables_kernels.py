@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from quintet.executor.ops.host_library import declare, open_library
-from quintet.executor.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
-from quintet.executor.ops.linear import GatedActivation
-from quintet.executor.ops.packed_tables import Outliers, fill_tables
-from quintet.executor.ops.packed_weight import PackedWeight, PackedWeightError
+from quintet.executor.backends.cpu.ops.host_library import declare, open_library
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.linear import GatedActivation
+from quintet.executor.backends.cpu.ops.packed_tables import Outliers, fill_tables
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, PackedWeightError
 
 pytestmark = pytest.mark.skipif(open_library() is None, reason="the host kernels are not built")
 

@@ -15,7 +15,7 @@ import pytest
 from tests.executor.compiled_checks import KERNELS, NATIVE, ROOT, compiled, kernel_sources, run
 from tests.executor.instruction_sets import all_of_them
 
-from quintet.executor.ops.host_linear import WeightFormat
+from quintet.executor.backends.cpu.ops.host_linear import WeightFormat
 
 SANITIZED = (
     *("-std=c++20", "-O1", "-g1", "-fno-omit-frame-pointer", "-Wall", f"-I{KERNELS}"),

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quintet.executor.gguf.writing.card import usual
-from quintet.executor.gguf.writing.model import plan_of, write_gguf
-from quintet.executor.gguf.writing.type_mixes import MIXES
+from quintet.executor.checkpoints.gguf.writing.card import usual
+from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 
 
 def write_model(folder: Path, target: Path, mix: str = "f32") -> None:

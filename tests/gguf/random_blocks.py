@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quintet.executor.gguf.types import BY_NAME
-from quintet.executor.gguf.writing.model import plan_of, write_gguf
-from quintet.executor.gguf.writing.type_mixes import MIXES
+from quintet.executor.checkpoints.gguf.types import BY_NAME
+from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from tests.gguf.files import names_of_ids
 from tests.models.random_checkpoints import Logits, Row, side_by_side
 

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quintet.deploy.resolve.card import read_facts
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.gguf.architectures import ARCHITECTURES
-from quintet.executor.gguf.card import card_of_gguf
-from quintet.executor.gguf.header import Header, Tensor
-from quintet.executor.gguf.parts import Parts, read_parts
-from quintet.executor.gguf.types import TYPES
-from quintet.executor.gguf.unsupported import REFUSED
+from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES
+from quintet.executor.checkpoints.gguf.card import card_of_gguf
+from quintet.executor.checkpoints.gguf.header import Header, Tensor
+from quintet.executor.checkpoints.gguf.parts import Parts, read_parts
+from quintet.executor.checkpoints.gguf.types import TYPES
+from quintet.executor.checkpoints.gguf.unsupported import REFUSED
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.registry import FAMILIES
 from quintet.wire.errors import ConfigError
 from tests.gguf.families import ROWS
 from tests.gguf.files import write_model

@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from quintet.deploy import cli
-from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.wire.errors import EXIT_CONFIG
 from tests.gguf.files import write_model
 from tests.gguf.random_blocks import in_blocks, of_gpt_oss

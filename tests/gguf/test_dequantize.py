@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.gguf.dequantize import dequantize
-from quintet.executor.gguf.types import TYPES
+from quintet.executor.checkpoints.gguf.dequantize import dequantize
+from quintet.executor.checkpoints.gguf.types import TYPES
 
 BLOCKS = 300
 

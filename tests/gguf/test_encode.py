@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from quintet.executor.gguf.encode import WRITERS, encode
-from quintet.executor.gguf.types import BY_NAME
+from quintet.executor.checkpoints.gguf.encode import WRITERS, encode
+from quintet.executor.checkpoints.gguf.types import BY_NAME
 from tests.gguf.vocabularies import LLAMA_CPP
 
 ROWS, DEPTH = 64, 1024

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quintet.executor.gguf.header import MAX_STRINGS, Strings, read_header
-from quintet.executor.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.header import MAX_STRINGS, Strings, read_header
+from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.wire.errors import ConfigError
 from tests.gguf.bytes_of_files import ARRAY, Q4_K, STRING, array, file_of, key, tensor, text
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from quintet.executor.gguf.dequantize import PLAIN
-from quintet.executor.gguf.parts import read_parts
-from quintet.executor.gguf.types import BY_NAME
-from quintet.executor.ops.host_linear import WeightFormat, linear_library
-from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.quant import gguf as gguf_quantization
-from quintet.executor.quant.blocks import NUMBERS
-from quintet.executor.quant.formats.gguf import Gguf
-from quintet.executor.weights.header import Entry
+from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.checkpoints.gguf.dequantize import PLAIN
+from quintet.executor.checkpoints.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.types import BY_NAME
+from quintet.executor.checkpoints.quant import gguf as gguf_quantization
+from quintet.executor.checkpoints.quant.blocks import NUMBERS
+from quintet.executor.checkpoints.quant.formats.gguf import Gguf
+from quintet.executor.checkpoints.weights.header import Entry
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import write_model
 from tests.gguf.random_blocks import SCALES, WIDENED, in_blocks, of_gpt_oss

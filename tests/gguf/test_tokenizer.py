@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
-from quintet.executor.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.parts import read_parts
 from tests.gguf.vocabularies import (
     EXPECTED,
     KINDS,

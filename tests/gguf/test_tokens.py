@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from quintet.deploy.resolve import tokenizer_files
-from quintet.executor.gguf.parts import read_parts
-from quintet.executor.gguf.writing import routed_metadata
-from quintet.executor.gguf.writing.conversions import CONVERT, Named, as_it_is
-from quintet.executor.gguf.writing.model import plan_of, write_gguf
-from quintet.executor.gguf.writing.type_mixes import MIXES
+from quintet.executor.checkpoints.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.writing import routed_metadata
+from quintet.executor.checkpoints.gguf.writing.conversions import CONVERT, Named, as_it_is
+from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from tests.gguf.families import ROWS
 from tests.gguf.files import names_of_ids, write_model
 from tests.gguf.vocabularies import LLAMA_CPP

@@ -17,9 +17,9 @@ from tokenizers import Tokenizer
 
 from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
 from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
-from quintet.executor.gguf.parts import read_parts
-from quintet.executor.gguf.writing.model import add_value, plan_of, write_gguf
-from quintet.executor.gguf.writing.type_mixes import MIXES, Model, type_of
+from quintet.executor.checkpoints.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.writing.model import add_value, plan_of, write_gguf
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES, Model, type_of
 from quintet.wire.errors import ConfigError
 from tests.gguf.files import names_of_ids, write_model
 from tests.gguf.test_tokenizer import made as tokenizer_made

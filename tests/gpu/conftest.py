@@ -13,7 +13,7 @@ import pytest
 import torch
 from bench.gpu.figures import Report
 
-from quintet.executor.cuda.device import Device
+from quintet.executor.backends.cuda.device import Device
 from quintet.wire.config import ExecutorConfig
 
 KERNEL_TESTS = Path(__file__).resolve().parents[1] / "cuda"
@@ -113,7 +113,7 @@ def device(device_name: str) -> Device:
         from tests.cuda.emulated import EmulatedDevice
 
         return EmulatedDevice()
-    from quintet.executor.platforms.cuda import open_cuda_device, open_platform
+    from quintet.executor.backends.platforms.cuda import open_cuda_device, open_platform
 
     config = ExecutorConfig(device="cuda")
     open_platform(config)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from quintet.executor.cuda.device import Device
+from quintet.executor.backends.cuda.device import Device
 
 Capture = Callable[[Device], Callable[[Callable[[], None]], Callable[[], None]]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.describe import describe
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import DecoderSpec
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.describe import describe
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.spec import DecoderSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT, README = ROOT / "docs" / "models.md", ROOT / "README.md"

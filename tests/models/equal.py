@@ -25,7 +25,7 @@ from tests.models.test_same_bits import Witness
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.executor import worker as worker_module
-from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.config import EngineConfig, Quantization
 from quintet.wire.params import SamplingParams

@@ -19,10 +19,10 @@ from unittest import mock
 import msgspec
 
 from quintet.executor import loading
-from quintet.executor.parallel.boot import share_of_rank
-from quintet.executor.platforms.platform import open_platform
-from quintet.executor.weights.file import WeightFile
-from quintet.executor.weights.mapped import MappedFile
+from quintet.executor.backends.platforms.platform import open_platform
+from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.mapped import MappedFile
+from quintet.executor.distributed.parallel.boot import share_of_rank
 from quintet.wire.config import EngineConfig
 
 Ranges = Sequence[tuple[int, int]]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from quintet.executor.cards.rope import RopeSpec
-from quintet.executor.cards.spec import Activation, NormKind
-from quintet.executor.layers.linear import Embedding, GatedActivation, Linear, Part
-from quintet.executor.layers.norm import Norm
-from quintet.executor.layers.rope import Rope
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.model_config.rope import RopeSpec
+from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
+from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, Part
+from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
-from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.weights.store import reserve
 
 VOCAB, HIDDEN, LAYERS, HEADS, KV_HEADS, HEAD_DIM, WIDE = 97, 64, 2, 4, 2, 16, 96
 Q_WIDTH, KV_WIDTH = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM

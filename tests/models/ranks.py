@@ -14,12 +14,12 @@ from tests.models.equal import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR, D
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.parallel.boot import open_links, open_ranks, share_of_rank
-from quintet.executor.parallel.follower_loop import be_a_stage, follow
-from quintet.executor.parallel.leader import make_pipeline_worker
-from quintet.executor.parallel.library import OrderKind
-from quintet.executor.parallel.pipeline_worker import PipelineWorker
-from quintet.executor.platforms.platform import open_platform
+from quintet.executor.backends.platforms.platform import open_platform
+from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
+from quintet.executor.distributed.parallel.follower_loop import be_a_stage, follow
+from quintet.executor.distributed.parallel.leader import make_pipeline_worker
+from quintet.executor.distributed.parallel.library import OrderKind
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.worker import Worker, make_torch_worker
 from quintet.wire.config import ActivationDtype, EngineConfig, KvCacheDtype, Quantization
 

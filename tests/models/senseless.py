@@ -16,10 +16,10 @@ from tests.models.conftest import SmallCore
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.card import card_of
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import DecoderSpec
-from quintet.executor.layers.rope import Rope
+from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.executor.models.layers.rope import Rope
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError

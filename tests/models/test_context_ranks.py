@@ -28,9 +28,9 @@ from tests.models.rows import latent
 from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, check_tokens, made
 
-from quintet.executor.parallel.ranks import Ranks
-from quintet.executor.program.runner import ProgramRunner
-from quintet.executor.program.stage import Stage
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.wire.config import KvCacheDtype
 from quintet.wire.params import SamplingParams
 

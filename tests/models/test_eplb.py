@@ -11,7 +11,7 @@ from tests.models.ranks import in_ranks
 from tests.models.test_engine import changed
 from tests.models.test_equal import ROWS, made
 
-from quintet.executor.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.wire.config import Quantization
 
 OFTEN = '{{"window_size": 8, "step_interval": 4, "num_redundant_experts": {}}}'

@@ -16,8 +16,8 @@ from tests.models.rows import fallback
 from tests.models.test_equal import check_once, check_tokens
 
 from quintet.deploy import cli
-from quintet.executor.fallback.masks import UnknownSight, sight_of
-from quintet.executor.layers.attention import Sight
+from quintet.executor.backends.torch.fallback.masks import UnknownSight, sight_of
+from quintet.executor.models.layers.attention import Sight
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 

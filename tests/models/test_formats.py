@@ -18,12 +18,12 @@ from tests.models.equal import WAYS, Loaded, alone, in_every_way, load, logits_o
 from tests.models.quantized import SETTINGS, write
 
 from quintet.deploy.cli import main
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.ops.host_linear import linear_library
-from quintet.executor.ops.packed_weight import PackedWeight
-from quintet.executor.quant.formats.registry import FORMATS as FORMATS_BY_METHOD
-from quintet.executor.quant.formats.registry import recognise
-from quintet.executor.quant.formats.scheme import StoredLayer
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.checkpoints.quant.formats.registry import FORMATS as FORMATS_BY_METHOD
+from quintet.executor.checkpoints.quant.formats.registry import recognise
+from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
+from quintet.executor.model_config.card import ModelCard
 from quintet.wire.config import Quantization
 from quintet.wire.errors import ConfigError
 
@@ -334,7 +334,7 @@ def test_it_keeps_tables_and_outliers_and_dummies_have_tables(
 ) -> None:
     ours, _ = write(tmp_path, MORE_FORMATS["squeezellm"])
     first = alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS)
-    monkeypatch.delattr("quintet.executor.quant.fill.fill_tables")  # nothing is filled
+    monkeypatch.delattr("quintet.executor.checkpoints.quant.fill.fill_tables")  # nothing is filled
     assert alone(load(ours, packed_cache=str(tmp_path / "cache")), PROMPTS).bits == first.bits
     monkeypatch.undo()
     check_dummies(ours)

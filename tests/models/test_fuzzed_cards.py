@@ -18,7 +18,7 @@ import transformers
 from tests.models.senseless import SMALL, nonsense, try_out, without_card
 from tests.models.test_equal import ROWS
 
-from quintet.executor.cards.registry import FAMILIES
+from quintet.executor.model_config.registry import FAMILIES
 
 OPTIONAL: dict[str, Any] = {
     "attention_bias": True,

@@ -21,10 +21,10 @@ from tests.models.test_engine import House, changed, without_prefix_cache
 from tests.models.test_groups import lose_executor, run_evicting, with_blocks
 
 from quintet.core import recurrent_state
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import DecoderSpec
-from quintet.executor.cards.state_specs import MambaSpec, ShortConvSpec
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.executor.model_config.state_specs import MambaSpec, ShortConvSpec
 from quintet.wire.params import SamplingParams
 
 NUM_TOKENS = 12

@@ -19,7 +19,7 @@ from tests.models.test_kv_store import RUN, with_store
 
 from quintet.core import recurrent_state
 from quintet.core.kv import store_chunks
-from quintet.executor.parallel import shapes
+from quintet.executor.distributed.parallel import shapes
 from quintet.wire.config import EngineConfig
 from quintet.wire.request import Handover
 

@@ -19,13 +19,13 @@ from transformers.models.llama import modeling_llama
 
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.share import Kept
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.ops.host_linear import linear_library
-from quintet.executor.quant.formats.kv_cache import wish_of
-from quintet.executor.quant.kv_scales import read_kv_scales
-from quintet.executor.weights.load import open_files
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
+from quintet.executor.checkpoints.quant.formats.kv_cache import wish_of
+from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
+from quintet.executor.checkpoints.weights.load import open_files
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.share import Kept
+from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.wire.errors import ConfigError
 
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")

@@ -10,7 +10,7 @@ from tests.models.equal import Loaded, alone, load
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 from tests.models.ranks import in_ranks
 
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 
 PROMPTS = [[5, 6, 7]]
 

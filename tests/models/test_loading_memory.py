@@ -38,7 +38,7 @@ from pathlib import Path
 from quintet.deploy.resolve.build import resolve
 from quintet.deploy.resolve.flags import Options
 from quintet.executor.loading import load_model
-from quintet.executor.platforms.platform import open_platform
+from quintet.executor.backends.platforms.platform import open_platform
 options = Options(model=sys.argv[1], dtype="bfloat16", device="cpu", max_model_len=64, kv_cache_memory="16MiB")
 config = resolve(options, Path(sys.argv[2]), http=False).config
 platform = open_platform(config.executor)

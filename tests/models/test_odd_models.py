@@ -10,10 +10,10 @@ from tests.models.conftest import SmallCore, engine_config
 from tests.models.odd_models import CARD, KINDS, LAYERS, OddModel
 
 from quintet.executor import worker as workers
-from quintet.executor.eager import EagerRunner
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.backends.torch.eager import EagerRunner
+from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.models.model import Setting
-from quintet.executor.program.runner import ProgramRunner
-from quintet.executor.quant.registry import open_quantization
 from quintet.executor.worker import Worker
 
 PROMPTS = [[(7 * i + n) % 97 for i in range(n)] for n in (1, 6, 23)]

@@ -13,8 +13,8 @@ import pytest
 import torch
 import transformers
 
-from quintet.executor.ops.host_linear import linear_library
-from quintet.executor.ops.packed_weight import PackedWeight
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.worker import make_torch_worker
 
 from .test_weights import tiny

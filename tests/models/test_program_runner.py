@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.models.families import FAMILIES
 
-from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
 
 
 @pytest.mark.parametrize("serve", [16], ids=["compiled"], indirect=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.registry import FAMILIES
-from quintet.executor.cards.spec import AttentionSpec, DecoderSpec, MlpSpec, QkvLayout
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, QkvLayout
 from quintet.wire.errors import ConfigError
 
 Card = dict[str, Any]

@@ -14,7 +14,7 @@ from tests.models.references.qwen1 import Qwen1
 from tests.models.rows.departed import QWEN_1
 
 from quintet.deploy.resolve.card import read_facts
-from quintet.executor.program.runner import ProgramRunner
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
 
 LENGTHS = (8, 15, 16, 17, 32, 33, 70)
 """Of prompts, trained length 16: steps of the rotation are at 16, 32 and 64, and answers of 12 tokens go across them."""

@@ -11,9 +11,9 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.rope import rope_spec
-from quintet.executor.layers.rope import Rope
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.rope import rope_spec
+from quintet.executor.models.layers.rope import Rope
 from quintet.wire.errors import ConfigError
 
 HEAD_DIM = 16

@@ -10,7 +10,7 @@ from tests.models.equal import alone, in_every_way, load, logits_of, one_torch_t
 from tests.models.quantized import write
 from tests.models.test_formats import EXPERTS, FORMATS, MORE_FORMATS, PROMPTS, SOME_WAYS
 
-from quintet.executor.ops.host_linear import linear_library
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.wire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")

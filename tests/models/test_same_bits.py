@@ -19,10 +19,10 @@ import transformers
 from tests.models.conftest import engine_config
 from tests.models.test_engine import House, changed, without_prefix_cache
 
+from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.batch import Int, Rows
 from quintet.executor.interface import Finished
-from quintet.executor.ops.host_library import open_library, set_threads
-from quintet.executor.program.runner import ProgramRunner
 from quintet.executor.sampling.grammar import StepMasks
 from quintet.executor.sampling.settings import Settings
 from quintet.executor.slots import SlotTables

@@ -32,11 +32,11 @@ from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, made
 
 from quintet.core.token_messages import Effects
+from quintet.executor.backends.cpu.program.kv import allocate_kv
+from quintet.executor.distributed.parallel.boot import share_of_rank
+from quintet.executor.distributed.parallel.pipeline import Flight, Pipeline
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.interface import StepWorker
-from quintet.executor.parallel.boot import share_of_rank
-from quintet.executor.parallel.pipeline import Flight, Pipeline
-from quintet.executor.parallel.pipeline_worker import PipelineWorker
-from quintet.executor.program.kv import allocate_kv
 from quintet.executor.sampling.sampler import Sampler
 from quintet.executor.worker import make_torch_worker
 from quintet.process.sockets import make_run_dir

@@ -22,24 +22,24 @@ from transformers.models.mamba.modeling_mamba import MambaMixer
 from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.program.graph_builder import Recorder
+from quintet.executor.backends.cpu.program.kv import KvMemory
+from quintet.executor.backends.cpu.program.library import program_library
+from quintet.executor.backends.cpu.program.step import Step
+from quintet.executor.backends.cpu.program.values import Extent, Value
+from quintet.executor.backends.torch.eager import EagerKv, EagerPass
 from quintet.executor.batch import Batch, Rows, state_rows
-from quintet.executor.cards.names import Names
-from quintet.executor.cards.spec import NormKind, NormSpec, StateSpec
-from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
-from quintet.executor.eager import EagerKv, EagerPass
+from quintet.executor.checkpoints.quant.registry import open_quantization
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import reserve
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.spec import NormKind, NormSpec, StateSpec
+from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.blocks.block import Block, mixer
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.model import Setting
-from quintet.executor.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.program.graph_builder import Recorder
-from quintet.executor.program.kv import KvMemory
-from quintet.executor.program.library import program_library
-from quintet.executor.program.step import Step
-from quintet.executor.program.values import Extent, Value
-from quintet.executor.quant.registry import open_quantization
 from quintet.executor.slots import SlotTables
-from quintet.executor.weights.plan import WeightPlan
-from quintet.executor.weights.store import reserve
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvSpec, LayerKv, group_layers
 from quintet.wire.step import StepPlan

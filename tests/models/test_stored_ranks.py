@@ -18,10 +18,10 @@ from tests.models.test_equal import made
 from tests.models.test_formats import BY_ROW, W4
 from tests.models.test_formats import MORE_FORMATS as FORMATS_OF_ONE
 
-from quintet.executor.cards.share import Share
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
+from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.loading import load_model
-from quintet.executor.ops.host_linear import linear_library
-from quintet.executor.platforms.platform import open_platform
+from quintet.executor.model_config.share import Share
 from quintet.wire.errors import ConfigError
 
 pytestmark = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")

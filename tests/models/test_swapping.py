@@ -11,7 +11,7 @@ from tests.models.families import FAMILIES, prompts_of
 from tests.models.test_engine import GREEDY, NUM_TOKENS, House, changed, small_kv, without_prefix_cache
 
 from quintet.executor import worker as worker_module
-from quintet.executor.eager import EagerRunner
+from quintet.executor.backends.torch.eager import EagerRunner
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig
 

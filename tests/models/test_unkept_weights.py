@@ -19,9 +19,9 @@ from tests.models.fenced_weights import Ending, Fenced, Ranges
 from tests.models.random_checkpoints import Row, of_transformers, write_checkpoint
 from tests.models.ranks import config_of
 
-from quintet.executor.weights.files import packed_file
-from quintet.executor.weights.header import Entry, read_header
-from quintet.executor.weights.read_ahead import files_ahead
+from quintet.executor.checkpoints.weights.files import packed_file
+from quintet.executor.checkpoints.weights.header import Entry, read_header
+from quintet.executor.checkpoints.weights.read_ahead import files_ahead
 from quintet.wire.config import EngineConfig, HostsConfig, Quantization
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,13 +18,13 @@ from safetensors.torch import load_file, save_file
 from quintet.deploy.cli import main
 from quintet.deploy.resolve.card import read_facts
 from quintet.deploy.resolve.weights import read_weight_facts
-from quintet.executor.cards.card import ModelCard
-from quintet.executor.cards.families.llama import llama
+from quintet.executor.backends.cpu.ops.huge_memory import HugeMemory
+from quintet.executor.checkpoints.weights.load import random_tensor, random_tensor_on
+from quintet.executor.checkpoints.weights.plan import Expected
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.families.llama import llama
 from quintet.executor.models.decoder import Decoder
 from quintet.executor.models.model import CausalModel, Setting
-from quintet.executor.ops.huge_memory import HugeMemory
-from quintet.executor.weights.load import random_tensor, random_tensor_on
-from quintet.executor.weights.plan import Expected
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.errors import ConfigError
 
@@ -411,7 +411,7 @@ def test_installed_packages_can_add_architectures(
     def installed(group: str, name: str) -> EntryPoints:
         return EntryPoints([entry]).select(group=group, name=name)
 
-    monkeypatch.setattr("quintet.executor.platforms.platform.entry_points", installed)
+    monkeypatch.setattr("quintet.executor.backends.platforms.platform.entry_points", installed)
     model = msgspec.structs.replace(served.config.model, architecture="OurForCausalLM")
     served.core.worker = make_torch_worker(msgspec.structs.replace(served.config, model=model))
     request = served.core.add([1, 2, 3], max_tokens=8)

@@ -143,7 +143,7 @@ T atomicCAS(T* address, T expected, T value) {
 
 namespace quintet::emulation {
 
-// The kinds of a kernel's parameters, as `Kernel.kinds` of executor/cuda/device.py spells them.
+// The kinds of a kernel's parameters, as `Kernel.kinds` of executor/backends/cuda/device.py spells them.
 template <class P>
 constexpr char kind_of() {
   static_assert(std::is_pointer_v<P> || std::is_same_v<P, float> || (std::is_integral_v<P> && sizeof(P) >= 4),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from quintet.deploy.resolve.gguf.tokenizer import tokens_of
-from quintet.executor.gguf.header import Value
-from quintet.executor.gguf.parts import Parts
+from quintet.executor.checkpoints.gguf.header import Value
+from quintet.executor.checkpoints.gguf.parts import Parts
 
 _ENDING_KEYS = ("eos", "eot", "eom")
 _ENDINGS = frozenset(

@@ -20,8 +20,8 @@ import numpy as np
 
 from quintet.deploy.resolve.gguf import pre_tokenizers
 from quintet.deploy.resolve.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from quintet.executor.gguf.header import Strings
-from quintet.executor.gguf.parts import Parts
+from quintet.executor.checkpoints.gguf.header import Strings
+from quintet.executor.checkpoints.gguf.parts import Parts
 from quintet.wire.errors import ConfigError
 
 MAX_TOKENS = 1 << 21

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 
 import torch
 
-from quintet.executor.cards.share import Kept
-from quintet.executor.cards.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.layers.linear import Part
-from quintet.executor.layers.norm import Norm
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
 from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.linear import Part
+from quintet.executor.models.layers.norm import Norm
 
 
 class Attention:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.executor.cards.spec import BesideSpec
+from quintet.executor.model_config.spec import BesideSpec
 from quintet.executor.models.blocks.attention import Attention
 from quintet.executor.models.blocks.mamba2 import Mamba2, scaled
 from quintet.executor.models.blocks.scope import Scope

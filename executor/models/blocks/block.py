@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.spec import (
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.spec import (
     AttentionSpec,
     BesideSpec,
     FeedForwardSpec,
@@ -13,7 +13,7 @@ from quintet.executor.cards.spec import (
     MixerSpec,
     MlpSpec,
 )
-from quintet.executor.cards.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
+from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from quintet.executor.models.blocks.attention import Attention
 from quintet.executor.models.blocks.beside import Beside
 from quintet.executor.models.blocks.delta import Delta

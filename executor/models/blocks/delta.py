@@ -9,11 +9,9 @@ Yang, Kautz and Hatamizadeh, "Gated delta networks" (2024), figure 1::
 
 from __future__ import annotations
 
-from quintet.executor.cards.share import Kept
-from quintet.executor.cards.spec import Activation
-from quintet.executor.cards.state_specs import DeltaSpec
-from quintet.executor.layers.linear import Part
-from quintet.executor.layers.states import DeltaRule
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.spec import Activation
+from quintet.executor.model_config.state_specs import DeltaSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
@@ -25,6 +23,8 @@ from quintet.executor.models.blocks.states import (
     scan_part,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.linear import Part
+from quintet.executor.models.layers.states import DeltaRule
 
 
 class Delta:

@@ -7,12 +7,12 @@ from functools import partial
 
 import torch
 
-from quintet.executor.cards.experts import ExpertsLayout, ExpertsSpec
-from quintet.executor.cards.share import Kept
+from quintet.executor.checkpoints.quant.decode import Coded, mxfp4
+from quintet.executor.checkpoints.quant.formats.scheme import Packing, Scheme
+from quintet.executor.checkpoints.quant.stack import StackPiece, StackShape
+from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.model_config.share import Kept
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.quant.decode import Coded, mxfp4
-from quintet.executor.quant.formats.scheme import Packing, Scheme
-from quintet.executor.quant.stack import StackPiece, StackShape
 
 _MX = Scheme(stored=(), codes=Packing(4), group=32, is_fp4=True)
 """Microscaled 4 bits."""

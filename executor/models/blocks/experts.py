@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from quintet.executor.cards.experts import ExpertsSpec
-from quintet.executor.cards.names import Names
-from quintet.executor.cards.spec import Activation, MlpLayout, MlpSpec
-from quintet.executor.layers.experts import Experts, Gate
-from quintet.executor.layers.linear import GatedActivation, Linear
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.spec import Activation, MlpLayout, MlpSpec
 from quintet.executor.models.blocks.expert_weights import down_of, gate_up_of
 from quintet.executor.models.blocks.feed_forward import FeedForward
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.experts import Experts, Gate
+from quintet.executor.models.layers.linear import GatedActivation, Linear
 
 
 class ExpertsBlock:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quintet.executor.cards.spec import Activation, LearnedActivation, MlpLayout, MlpSpec
-from quintet.executor.layers.linear import GatedActivation, Linear
+from quintet.executor.checkpoints.quant.method import LinearShape
+from quintet.executor.model_config.spec import Activation, LearnedActivation, MlpLayout, MlpSpec
 from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.quant.method import LinearShape
+from quintet.executor.models.layers.linear import GatedActivation, Linear
 
 
 class FeedForward:
@@ -72,7 +72,7 @@ class FeedForward:
 
 
 def _learned(scope: Scope, spec: MlpSpec) -> torch.Tensor:
-    """Declare the numbers of xIELU, unless the spec has them; see `quintet.executor.ops.activation.xielu`."""
+    """Declare the numbers of xIELU, unless the spec has them; see `quintet.executor.backends.cpu.ops.activation.xielu`."""
     if spec.curve is not None:
         numbers = torch.tensor(spec.curve)
         numbers[:2] = F.softplus(numbers[:2])

@@ -14,13 +14,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quintet.executor.cards.spec import LatentSpec
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.layers.head_linear import HeadLinear
-from quintet.executor.layers.norm import Norm
+from quintet.executor.checkpoints.quant.stack import StackPiece, StackShape
+from quintet.executor.model_config.spec import LatentSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.quant.stack import StackPiece, StackShape
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.head_linear import HeadLinear
+from quintet.executor.models.layers.norm import Norm
 
 
 class Latent:

@@ -11,7 +11,7 @@ side by side            x ─┬─ before ─┬─ mixer ─ behind ───�
 
 from __future__ import annotations
 
-from quintet.executor.cards.spec import LayerSpec, Norms
+from quintet.executor.model_config.spec import LayerSpec, Norms
 from quintet.executor.models.blocks.block import Block, feed_forward, mixer
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT

@@ -9,9 +9,7 @@ Gu and Dao, "Mamba: linear-time sequence modeling with selective state spaces" (
 
 from __future__ import annotations
 
-from quintet.executor.cards.state_specs import MambaSpec
-from quintet.executor.layers.norm import Norm
-from quintet.executor.layers.states import SelectiveScan
+from quintet.executor.model_config.state_specs import MambaSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
     KeptRows,
@@ -23,6 +21,8 @@ from quintet.executor.models.blocks.states import (
     scan_part,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.layers.states import SelectiveScan
 
 
 class Mamba:

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import torch
 
-from quintet.executor.cards.share import Kept
-from quintet.executor.cards.spec import Activation
-from quintet.executor.cards.state_specs import Mamba2Spec
-from quintet.executor.layers.states import HeadScan
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.spec import Activation
+from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import (
@@ -27,6 +26,7 @@ from quintet.executor.models.blocks.states import (
     scan_part,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.states import HeadScan
 
 
 class Mamba2:

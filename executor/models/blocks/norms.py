@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from quintet.executor.cards.share import Kept
-from quintet.executor.layers.norm import Norm
+from quintet.executor.model_config.share import Kept
 from quintet.executor.models.forward import ForwardPass, ValueT
+from quintet.executor.models.layers.norm import Norm
 
 
 def norm_of_all(ops: ForwardPass[ValueT], x: ValueT, norm: Norm, kept: Kept) -> ValueT:

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quintet.executor.cards.names import Names
-from quintet.executor.cards.rope import RopeSpec
-from quintet.executor.cards.share import Share
-from quintet.executor.cards.spec import NormKind, NormSpec
-from quintet.executor.layers.attention import AttentionLayer
-from quintet.executor.layers.linear import GatedActivation, Linear, Part
-from quintet.executor.layers.norm import Norm
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import RopeSpec
+from quintet.executor.model_config.share import Share
+from quintet.executor.model_config.spec import NormKind, NormSpec
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.model import Setting
-from quintet.executor.weights.plan import WeightPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Scope:
     layer: int | None = None
     """Which; None outside of layers, where names are whole."""
     transposed: bool = False
-    """See `quintet.executor.cards.spec.DecoderSpec`."""
+    """See `quintet.executor.model_config.spec.DecoderSpec`."""
     ropes: tuple[RopeSpec, ...] = ()
     """The model's rotations, in its order."""
     attentions: list[AttentionLayer] = field(default_factory=list)

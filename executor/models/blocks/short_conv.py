@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.executor.cards.state_specs import ShortConvSpec
+from quintet.executor.model_config.state_specs import ShortConvSpec
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.blocks.states import KeptRows, convolution, output
 from quintet.executor.models.forward import ForwardPass, ValueT

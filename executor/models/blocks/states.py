@@ -7,11 +7,11 @@ from itertools import accumulate
 
 import torch
 
-from quintet.executor.cards.share import Kept
-from quintet.executor.cards.state_specs import StateNeed
-from quintet.executor.layers.linear import Linear, Part
-from quintet.executor.layers.states import CausalConv, StatePart
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.state_specs import StateNeed
 from quintet.executor.models.blocks.scope import Scope
+from quintet.executor.models.layers.linear import Linear, Part
+from quintet.executor.models.layers.states import CausalConv, StatePart
 
 
 def below(scope: Scope, name: str) -> str:

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 from tests.clients.kv_stores import CONTENT, NAMES, check_objects, check_servers
 from tests.processes.server import wait_until
 
-from quintet.executor.store.connector import open_connector
+from quintet.executor.kv_transfer.store.connector import open_connector
 from quintet.wire.config import KvStoreConfig
 
 ORDER = struct.Struct("<9i150s")

@@ -1,0 +1,1 @@
+"""CPU backend: a compiled step over the host kernels of csrc/cpu."""

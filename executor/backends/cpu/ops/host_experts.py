@@ -1,0 +1,191 @@
+"""Experts by the host kernels: ``csrc/cpu/experts.cpp``, alone or as an operation of a compiled step.
+
+The reference is `quintet.executor.backends.cpu.ops.experts`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from quintet.executor.backends.cpu.ops.experts import Gate
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.ops.host_library import check_layout, declare, open_library
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, WeightFormat
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.model_config.routing import MAX_CHOSEN, MAX_EXPERTS, Routing
+
+NO_EXPERT = -1
+"""Lies in a place that nothing was copied into."""
+
+_SIZE, _ADDRESS, _INT, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_double
+
+
+class CExperts(ctypes.Structure):
+    """Field by field ``qt::ExpertsLayer``, its ``qt::Routing`` first."""
+
+    _fields_ = (
+        ("experts", _SIZE),
+        ("chosen", _SIZE),
+        ("scoring", _SIZE),
+        ("groups", _SIZE),
+        ("chosen_groups", _SIZE),
+        ("group_best", _SIZE),
+        ("correction", _ADDRESS),
+        ("renormalise", _SIZE),
+        ("addend", _DOUBLE),
+        ("jitter", _DOUBLE),
+        ("scale", _DOUBLE),
+        ("scaled_inputs", _SIZE),
+        ("first", _SIZE),
+        ("kept", _SIZE),
+        ("rank", _SIZE),
+        ("ranks", _SIZE),
+        ("places", _SIZE),
+        ("copies", _ADDRESS),
+        ("gate_up", _ADDRESS),
+        ("down", _ADDRESS),
+        ("gate_up_bias", _ADDRESS),
+        ("down_bias", _ADDRESS),
+        ("activation", _SIZE),
+        ("gate_up_inputs", _SIZE),
+        ("down_inputs", _SIZE),
+        ("gate_factor", _DOUBLE),
+        ("gate_limit", _DOUBLE),
+        ("asked", _ADDRESS),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Homes:
+    """Where experts are: at home at one rank, neighbours together; and copied into places of others."""
+
+    rank: int = 0
+    ranks: int = 1
+    places: int = 0
+    """Of each rank."""
+
+
+ALL_HERE = Homes()
+
+
+@cache
+def _experts_function() -> Callable[..., Any]:
+    library = open_library()
+    assert library is not None, "there are packed weights, and so a library"
+    check_layout(library, "qt_experts_bytes", ctypes.sizeof(CExperts))
+    a, n, i = _ADDRESS, _SIZE, _INT
+    return declare(library, "qt_op_experts", a, a, n, a, n, n, a, n, i)
+
+
+class HostExperts:
+    """A layer's experts as the kernels are told of them; keeps all that they point to."""
+
+    def __init__(
+        self,
+        routing: Routing,
+        gate: Gate,
+        gate_up: Sequence[PackedWeight],
+        down: Sequence[PackedWeight],
+        *,
+        correction: torch.Tensor | None = None,
+        gate_up_bias: torch.Tensor | None = None,
+        down_bias: torch.Tensor | None = None,
+        inputs: tuple[Inputs, Inputs] = (Inputs.SIXTEEN_BITS, Inputs.SIXTEEN_BITS),
+        homes: Homes = ALL_HERE,
+    ) -> None:
+        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; the rest: see `ExpertTables`, `route`.
+
+        Of the experts that are at home here, then of the places. inputs: of gates and ups, then of downs.
+        """
+        first = routing.experts * homes.rank // homes.ranks
+        kept = routing.experts * (homes.rank + 1) // homes.ranks - first
+        assert len(gate_up) == len(down) == kept + homes.places, (len(gate_up), len(down), homes)
+        assert routing.experts <= MAX_EXPERTS and routing.chosen <= MAX_CHOSEN, routing
+        assert len(_shapes(gate_up)) == len(_shapes(down)) == 1, (_shapes(gate_up), _shapes(down))
+        assert correction is None or correction.dtype is torch.float32, "a correction is compared in fp32"
+        tensors = (correction, gate_up_bias, down_bias)
+        assert all(each is None or each.is_contiguous() for each in tensors)
+        self._handles = [
+            (_ADDRESS * len(weights))(*(each.handle for each in weights)) for weights in (gate_up, down)
+        ]
+        self._weights, self._biases, self._correction = (gate_up, down), (gate_up_bias, down_bias), correction
+        addresses = [None if each is None else each.data_ptr() for each in tensors]
+        self.hidden = down[0].columns
+        self.homes = homes
+        self.first, self.kept = first, kept
+        """Experts that are at home here, from which one on, and how many."""
+        self.copies = np.full((homes.ranks, homes.places), NO_EXPERT, np.int32)
+        """``[ranks, places]``: which expert lies there. Written between steps, by all ranks alike."""
+        self.asked = np.zeros(routing.experts + 2, np.int64)
+        """Work of all steps so far, in rows; few rows of an expert count as many as are multiplied while it is read. Of each
+        expert; of whichever rank was busiest in each step; of all ranks."""
+        self.c = CExperts(
+            **_told_of(routing),
+            correction=addresses[0],
+            first=first,
+            kept=kept,
+            rank=homes.rank,
+            ranks=homes.ranks,
+            places=homes.places,
+            copies=self.copies.ctypes.data,
+            gate_up=ctypes.addressof(self._handles[0]),
+            down=ctypes.addressof(self._handles[1]),
+            gate_up_bias=addresses[1],
+            down_bias=addresses[2],
+            activation=gate.activation,
+            gate_up_inputs=inputs[0],
+            down_inputs=inputs[1],
+            gate_factor=gate.factor,
+            gate_limit=gate.limit,
+            asked=self.asked.ctypes.data,
+        )
+        self.address = ctypes.addressof(self.c)
+
+    def bytes_at(self, place: int) -> list[torch.Tensor]:
+        """Return all that is known of the expert at a place, of `kept` and then those for copies: uint8, as long at each."""
+        weights = [packed[place].memory for packed in self._weights]
+        return weights + [each[place].view(torch.uint8) for each in self._biases if each is not None]
+
+    def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return each token's sum over the experts that its scores choose.
+
+        x: ``[tokens, hidden]``; scores: ``[tokens, experts]``, of the weights' number format or, where that is integer, any.
+        """
+        assert x.shape == (len(scores), self.hidden) and scores.shape[1] == self.c.experts, (
+            x.shape,
+            scores.shape,
+        )
+        assert x.dtype is scores.dtype and x.stride(1) == scores.stride(1) == 1
+        y = torch.empty(x.shape, dtype=x.dtype)
+        _experts_function()(
+            *(self.address, x.data_ptr(), x.stride(0), scores.data_ptr(), scores.stride(0), len(x)),
+            *(y.data_ptr(), y.stride(0), FLOAT_CODES[x.dtype]),
+        )
+        return y
+
+
+def _shapes(weights: Sequence[PackedWeight]) -> set[tuple[WeightFormat, int, int, int]]:
+    return {(each.format, each.columns, each.depth, each.group) for each in weights}
+
+
+def _told_of(routing: Routing) -> dict[str, float]:
+    return {
+        "experts": routing.experts,
+        "chosen": routing.chosen,
+        "scoring": routing.scoring,
+        "groups": routing.groups,
+        "chosen_groups": routing.chosen_groups,
+        "group_best": routing.group_best,
+        "renormalise": routing.renormalise,
+        "addend": routing.addend,
+        "jitter": routing.jitter,
+        "scale": routing.scale,
+        "scaled_inputs": routing.scaled_inputs,
+    }

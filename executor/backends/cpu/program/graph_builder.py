@@ -1,0 +1,500 @@
+"""Records a forward pass: which operation reads and writes what. Then each value is given its place in memory, and the
+operations make the program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from quintet.executor.backends.cpu.ops.activation import ACTIVATION_CODES
+from quintet.executor.backends.cpu.ops.host_attention import c_attention, query_width
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.ops.host_experts import HostExperts
+from quintet.executor.backends.cpu.program.kv import KvMemory
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, Places, fuse
+from quintet.executor.backends.cpu.program.states import StateOperations
+from quintet.executor.backends.cpu.program.values import EmitWith, Extent, Operation, Value
+from quintet.executor.distributed.parallel.operations import Left, RankOperations
+from quintet.executor.distributed.parallel.ranks import Ranks, input_place
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.spec import Activation, NormKind
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.experts import Experts
+from quintet.executor.models.layers.head_linear import HeadLinear
+from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear
+from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An operation's share of the program: one operation or, with quantized weights, two for each of them."""
+
+    name: str
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Where everything is in the program."""
+
+    spans: list[Span]
+    """Of each operation that is left, in order."""
+    parts: list[int]
+    """Where each marked part begins."""
+
+
+class Recorder:
+    """A `quintet.executor.models.forward.ForwardPass` over `Value`."""
+
+    def __init__(
+        self,
+        library: ProgramLibrary,
+        dtype: torch.dtype,
+        kv: KvMemory,
+        max_tokens: int,
+        max_outputs: int,
+        ranks: Ranks | None = None,
+    ) -> None:
+        """``max_tokens`` and ``max_outputs``: the most rows a step has of each extent. ranks: of a model that is divided."""
+        self._library = library
+        self._dtype = dtype
+        self._code = FLOAT_CODES[dtype]
+        self._kv = kv
+        self._max_rows = {Extent.TOKENS: max_tokens, Extent.OUTPUTS: max_outputs}
+        self._operations: list[Operation] = []
+        self._kept: set[int] = set()
+        self._marks: list[int] = []
+        self.memory: list[torch.Tensor] = []
+        """What values lie in: must live as long as the program is run."""
+        self.expert_layers: list[HostExperts] = []
+        """Of all layers that have some, in order."""
+        self.embedded: Value | None = None
+        """What the embedding makes: there until the operation behind it."""
+        self.given: Value | None = None
+        """What the stage before has computed; None in the first stage."""
+        self.handle = library.new()
+        self._input = partial(input_place, max_tokens, dtype=dtype, ranks=ranks)
+        self._ranks = None if ranks is None else RankOperations(ranks, self.handle, dtype, max_tokens)
+        self._states = StateOperations(library, self.handle, partial(kv.place, state=True), self._code)
+
+    def embedding(self, layer: Embedding) -> Value:
+        """See `ForwardPass`."""
+        y = Value(layer.width, Extent.TOKENS)
+        library, code = self._library, self._code
+        packed, table = layer.packed, layer.table
+
+        def emit() -> None:
+            if packed is not None:
+                library.embedding_packed(self.handle, packed.handle, y.address, y.stride, code)
+            else:
+                assert table is not None, "an embedding has a table or a packed output layer"
+                library.embedding(
+                    *(self.handle, table.data_ptr(), layer.width, y.address, y.stride),
+                    *(code, FLOAT_CODES[table.dtype]),
+                )
+
+        self.embedded = y
+        return self._append("embedding", emit, (), y)
+
+    def of_stage_before(self, width: int) -> Value:
+        """See `ForwardPass`. Nothing is written over it: other ranks read it too."""
+        self.given = Value(width, Extent.TOKENS, self._input(width))
+        self.keep(self.given)
+        return self.given
+
+    def norm(self, x: Value, norm: Norm) -> Value:
+        """See `ForwardPass`."""
+        y = Value(x.width, x.extent)
+        groups, is_rms = norm.groups(x.width), norm.kind is NormKind.RMS
+        vectors = [norm.weight] if is_rms else [norm.weight, norm.bias]
+        assert all(vector is None or vector.dtype is self._dtype for vector in vectors), norm
+        append = self._library.rms_norm if is_rms else self._library.layer_norm
+
+        def emit() -> None:
+            append(
+                *(self.handle, x.address, x.stride, groups, norm.width),
+                *(*(None if v is None else v.data_ptr() for v in vectors), norm.is_per_group, norm.eps),
+                *((norm.offset, norm.rounds_once) if is_rms else ()),
+                *(y.address, y.stride, self._code, x.extent),
+            )
+
+        return self._append(f"{norm.kind}_norm", emit, (x,), y)
+
+    def linear(self, layer: Linear, x: Value) -> Value:
+        """See `ForwardPass`."""
+        if layer.shape.is_partial:
+            return self._linear_of_ranks(layer, x)
+        y = Value(layer.width, x.extent, dtype=layer.shape.result_dtype)
+        runs, code = layer.method.runs, self._code_of(y)
+        assert runs, "recorded without the host kernels"
+        assert x.width == layer.depth, (x.width, layer.depth)
+        inputs = [x if run.order is None else self._take_columns(x, run.order) for run in runs]
+
+        def emit(result: Value, residual: Value | None, activation: int) -> None:
+            assert residual is None or residual.stride == result.stride, (residual, result)
+            begin = 0
+            for run, its in zip(runs, inputs, strict=True):
+                packed, bias, width = run.packed, run.bias, run.packed.output_columns
+                added = None if residual is None else self.columns(residual, begin, width).address
+                y = self.columns(result, begin, width)
+                self._library.linear(
+                    *(
+                        self.handle,
+                        packed.handle,
+                        its.address,
+                        its.stride,
+                        self._max_rows[x.extent],
+                        self._code,
+                    ),
+                    *(None if bias is None else bias.data_ptr(), added, y.address, y.stride),
+                    *(activation, run.inputs, code, x.extent),
+                )
+                begin += width
+
+        name = f"linear {layer.depth} to {layer.width}"
+        is_plain = layer.activation is GatedActivation.NONE and code == self._code
+        alone = partial(emit, y, None, layer.activation)
+        return self._append(
+            name, alone, tuple(dict.fromkeys(inputs)), y, emit_with=emit if is_plain else None
+        )
+
+    def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
+        """Record a layer of whose inputs every rank has some."""
+        y, ranks = Value(layer.width, x.extent), self._ranks
+        assert ranks is not None and x.width == layer.depth, (ranks, x.width, layer.depth)
+
+        def emit(result: Value, residual: Value | None, activation: int) -> None:
+            assert not activation, activation
+            ranks.linear(layer, x, residual, result)
+
+        name = f"linear {layer.depth} to {layer.width}, and the other ranks'"
+        return self._append(name, partial(emit, y, None, 0), (x,), y, emit_with=emit)
+
+    def _take_columns(self, x: Value, columns: torch.Tensor) -> Value:
+        """Return columns of x by their numbers, int32."""
+        y = Value(x.width, x.extent)
+        assert columns.dtype is torch.int32 and columns.shape == (x.width,), (x, columns)
+
+        def emit() -> None:
+            self._library.take_columns(
+                *(self.handle, x.address, x.stride, x.width, columns.data_ptr()),
+                *(y.address, y.stride, self._code, x.extent),
+            )
+
+        return self._append("order of inputs", emit, (x,), y)
+
+    def add(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`. Part of the layer whose result it adds, where that can be."""
+        total = Value(x.width, x.extent)
+        assert (y.width, y.extent) == (x.width, x.extent), (x, y)
+
+        def emit() -> None:
+            self._library.add(
+                *(self.handle, x.address, x.stride, y.address, y.stride, x.width),
+                *(total.address, total.stride, self._code, x.extent),
+            )
+
+        return self._append("add", emit, (x, y), total, over=(x, y), sums=(x, y))
+
+    def add_positions(self, x: Value, table: torch.Tensor, offset: int) -> Value:
+        """See `ForwardPass`."""
+        y = Value(x.width, x.extent)
+        assert x.extent is Extent.TOKENS and table.dtype is self._dtype and table.is_contiguous(), (x, table)
+
+        def emit() -> None:
+            self._library.add_positions(
+                *(self.handle, x.address, x.stride, table.data_ptr(), offset, x.width),
+                *(y.address, y.stride, self._code),
+            )
+
+        return self._append("add positions", emit, (x,), y, over=(x,))
+
+    def multiply(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`."""
+        product = Value(x.width, x.extent)
+        assert y.width in (x.width, 1) and y.extent is x.extent, (x, y)
+
+        def emit() -> None:
+            self._library.multiply(
+                *(self.handle, x.address, x.stride, y.address, y.stride, y.width, x.width),
+                *(product.address, product.stride, self._code, x.extent),
+            )
+
+        return self._append("multiply", emit, (x, y), product, over=(x, y))
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("scale", self._library.scale, x, factor)
+
+    def clip(self, x: Value, bound: float) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("clip", self._library.clip, x, bound)
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("softcap", self._library.softcap, x, cap)
+
+    def _with_number(self, name: str, append: Callable[..., Any], x: Value, number: float) -> Value:
+        y = Value(x.width, x.extent, dtype=x.dtype)
+
+        def emit() -> None:
+            append(
+                *(self.handle, x.address, x.stride, x.width, number),
+                *(y.address, y.stride, self._code_of(y), x.extent),
+            )
+
+        return self._append(name, emit, (x,), y, over=(x,))
+
+    def activation(self, x: Value, kind: Activation) -> Value:
+        """See `ForwardPass`. Part of the layer whose result it takes, where nobody else does."""
+        y, code = Value(x.width, x.extent), ACTIVATION_CODES[kind]
+
+        def emit() -> None:
+            self._library.activation(
+                *(self.handle, code, x.address, x.stride, x.width, y.address, y.stride),
+                *(self._code, x.extent),
+            )
+
+        return self._append(kind, emit, (x,), y, over=(x,), activates=(x, code))
+
+    def xielu(self, x: Value, numbers: torch.Tensor) -> Value:
+        """See `ForwardPass`."""
+        return self._with_number("xielu", self._library.xielu, x, numbers.data_ptr())
+
+    def columns(self, x: Value, begin: int, width: int) -> Value:
+        """See `ForwardPass`."""
+        assert begin >= 0 and begin + width <= x.width, (begin, width, x.width)
+        return Value(width, x.extent, viewed=x.owner, begin=x.begin + begin, dtype=x.dtype)
+
+    def head_linear(self, layer: HeadLinear, x: Value) -> Value:
+        """See `ForwardPass`."""
+        y, handles = Value(layer.width, Extent.TOKENS), layer.handles
+        assert (x.width, x.extent) == (layer.depth, Extent.TOKENS), (x, layer.depth)
+
+        def emit() -> None:
+            self._library.head_linear(
+                *(self.handle, ctypes.addressof(handles), len(handles), x.address, x.stride),
+                *(self._max_rows[Extent.TOKENS], self._code, y.address, y.stride),
+            )
+
+        shape = layer.shape
+        return self._append(f"{shape.experts} x linear {shape.depth} to {shape.columns}", emit, (x,), y)
+
+    def join(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`. A copy of each."""
+        both = Value(x.width + y.width, x.extent)
+        assert x.extent is y.extent, (x, y)
+
+        def emit() -> None:
+            for part, begin in ((x, 0), (y, x.width)):
+                self._library.scale(
+                    *(self.handle, part.address, part.stride, part.width, 1.0),
+                    *(both.address + begin * self._dtype.itemsize, both.stride, self._code, x.extent),
+                )
+
+        return self._append("join", emit, (x, y), both)
+
+    def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
+        """See `ForwardPass`."""
+        y = Value(x.width, Extent.TOKENS)
+        host = layer.host
+        assert host is not None, "recorded without the host kernels"
+        assert (x.width, scores.width) == (layer.hidden, layer.routing.experts), (x.width, scores.width)
+        assert x.extent is scores.extent is Extent.TOKENS, "experts are chosen for every token of a step"
+        self.expert_layers.append(host)
+
+        def emit() -> None:
+            self._library.experts(
+                *(self.handle, host.address, x.address, x.stride, scores.address, scores.stride),
+                *(self._max_rows[Extent.TOKENS], y.address, y.stride, self._code),
+            )
+
+        def emit_with(result: Value, residual: Value | None, activation: int) -> None:
+            assert self._ranks is not None and not activation, activation
+            self._ranks.experts(layer, x, scores, residual, result)
+
+        name = f"{layer.routing.chosen} of {layer.routing.experts} experts"
+        if layer.is_partial:
+            alone = partial(emit_with, y, None, 0)
+            return self._append(f"{name}, and the other ranks'", alone, (x, scores), y, emit_with=emit_with)
+        return self._append(name, emit, (x, scores), y)
+
+    def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
+        """See `ForwardPass`. Rotation with the KV write, then attention."""
+        together = layer.norms_with_rotation
+        if together is None:
+            q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
+            k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
+        widths = (
+            layer.num_heads * layer.head_dim,
+            layer.num_kv_heads * layer.head_dim,
+            layer.num_kv_heads * layer.value_width,
+        )
+        assert (q.width, k.width, v.width) == widths, (q.width, k.width, v.width, widths)
+        queries = Value(layer.num_heads * query_width(layer.head_dim), Extent.TOKENS)
+        y = Value(layer.num_heads * layer.value_width, Extent.TOKENS)
+        library, kv = self._library, self._kv
+        together_with = None if kv.turn.is_alone else self._ranks
+        if together_with is not None:
+            queries.place = together_with.queries(queries.width)
+            self.keep(queries)
+        place = kv.place(layer.index)
+        described = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
+
+        def emit_write() -> None:
+            library.rope_kv_write(
+                *(self.handle, ctypes.byref(described)),
+                *(q.address, q.stride, k.address, k.stride, v.address, v.stride),
+                *(ctypes.byref(place), queries.address, queries.stride),
+            )
+            if together_with is not None:
+                together_with.meet(Extent.TOKENS)
+
+        def emit_attend() -> None:
+            if together_with is not None:
+                together_with.attention(described, queries, place, y)
+                return
+            library.attention(
+                *(self.handle, ctypes.byref(described), queries.address, queries.stride, ctypes.byref(place)),
+                *(y.address, y.stride, self._max_rows[Extent.TOKENS]),
+            )
+
+        self._append("rotate and write KV", emit_write, (q, k, v), queries)
+        return self._append("attention", emit_attend, (queries,), y)
+
+    def causal_conv(self, layer: CausalConv, x: Value) -> Value:
+        """See `ForwardPass`."""
+        assert x.width == layer.weight.shape[1], (x.width, layer.weight.shape)
+        y = Value(x.width, Extent.TOKENS)
+        return self._append("causal_conv", lambda: self._states.causal_conv(layer, x, y), (x,), y)
+
+    def selective_scan(
+        self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
+    ) -> Value:
+        """See `ForwardPass`."""
+        y, reads = Value(x.width, Extent.TOKENS), (x, dt, b, c, gate)
+        return self._append("selective_scan", lambda: self._states.selective_scan(layer, reads, y), reads, y)
+
+    def head_scan(
+        self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
+    ) -> Value:
+        """See `ForwardPass`."""
+        y, values = Value(x.width, Extent.TOKENS), (x, dt, b, c, gate)
+        reads = tuple(value for value in values if value is not None)
+        return self._append("head_scan", lambda: self._states.head_scan(layer, values, y), reads, y)
+
+    def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
+        """See `ForwardPass`."""
+        y, reads = Value(v.width, Extent.TOKENS), (q, k, v, alpha, beta)
+        return self._append("delta_rule", lambda: self._states.delta_rule(layer, reads, y), reads, y)
+
+    def take_outputs(self, x: Value) -> Value:
+        """Return the rows of ``x`` whose logits are wanted."""
+        y = Value(x.width, Extent.OUTPUTS)
+
+        def emit() -> None:
+            self._library.take_outputs(
+                self.handle, x.address, x.stride, x.width, y.address, y.stride, self._code
+            )
+
+        return self._append("take outputs", emit, (x,), y)
+
+    def gather_logits(self, logits: Value) -> Value:
+        """Return all ranks' logits: each rank's lie among the others' from the beginning, and are there once all have met."""
+        ranks = self._ranks
+        assert ranks is not None, "nobody else has logits"
+        dtype = logits.dtype or self._dtype
+        place = ranks.logits(dtype)
+        whole = Value(place.shape[1], Extent.OUTPUTS, place, dtype=logits.dtype)
+        logits.place = ranks.own_columns(place)
+        assert logits.place.shape[1] == logits.width and logits.viewed is None, (logits, place.shape)
+        self.keep(logits)
+        row_bytes, stride = (width * dtype.itemsize for width in (logits.width, whole.stride))
+        left = Left(logits.place.data_ptr(), row_bytes, stride, for_first=True)
+        return self._append(
+            "logits of all ranks", partial(ranks.meet, Extent.OUTPUTS, left), (logits,), whole
+        )
+
+    def of_all_ranks(self, x: Value, kept: Kept) -> Value:
+        """See `ForwardPass`. Each rank writes its columns where all read them, until the next but one wants the place."""
+        ranks = self._ranks
+        assert ranks is not None and x.extent is Extent.TOKENS and x.width == kept.count, (x, kept)
+        whole = Value(kept.whole, x.extent, ranks.next_gathered(kept.whole))
+        self.keep(whole)
+
+        def emit() -> None:
+            item_bytes = self._dtype.itemsize
+            own = whole.address + kept.begin * item_bytes
+            self._library.scale(
+                *(self.handle, x.address, x.stride, x.width, 1.0),
+                *(own, whole.stride, self._code, x.extent),
+            )
+            ranks.meet(x.extent, Left(own, x.width * item_bytes, whole.stride * item_bytes))
+
+        return self._append(f"{kept.whole} of all ranks", emit, (x,), whole)
+
+    def mark(self) -> None:
+        """Begin a part of the program that is run by itself, and have each run note when it comes to it.
+
+        What it reads of the parts before it has been kept.
+        """
+        self._marks.append(len(self._operations))
+
+    def keep(self, value: Value) -> None:
+        """Never give the memory of ``value`` to another: it is read after the pass, or by a later part."""
+        self._kept.add(id(value.owner))
+
+    def finish(self) -> Recorded:
+        """Give every value its memory and append the operations to the program."""
+        self._check_parts()
+        operations = fuse(self._operations, self._kept, self._marks)
+        places = Places(self._dtype, self._max_rows, self._kept, Lifetimes(operations))
+        spans, parts = [], []
+        for number, operation in enumerate(operations):
+            begin = self._library.size(self.handle)
+            if number in self._marks:
+                self._library.mark(self.handle)
+                parts.append(begin)
+            if operation is not None:
+                places.give(number, operation)
+                operation.emit()
+                spans.append(Span(operation.name, begin, self._library.size(self.handle)))
+        self.memory = places.memory
+        return Recorded(spans, parts)
+
+    def _code_of(self, value: Value) -> int:
+        return self._code if value.dtype is None else FLOAT_CODES[value.dtype]
+
+    def _check_parts(self) -> None:
+        made = {id(operation.writes): number for number, operation in enumerate(self._operations)}
+        for number, operation in enumerate(self._operations):
+            for value in operation.reads:
+                maker = made.get(id(value.owner), number)
+                is_here = all(not maker < mark <= number for mark in self._marks)
+                assert is_here or id(value.owner) in self._kept, (
+                    f"operation {number}, {operation.name!r}, reads what an earlier part made and did not keep"
+                )
+
+    def _append(
+        self,
+        name: str,
+        emit: Callable[[], None],
+        reads: tuple[Value, ...],
+        y: Value,
+        *,
+        over: tuple[Value, ...] = (),
+        emit_with: EmitWith | None = None,
+        sums: tuple[Value, Value] | None = None,
+        activates: tuple[Value, int] | None = None,
+    ) -> Value:
+        self._operations.append(Operation(name, emit, reads, y, over, emit_with, sums, activates))
+        return y

@@ -1,0 +1,57 @@
+"""The KV memory of a process's layers, and which layers the compiled attention takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.step import KvPlace
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.memory import lazy_zeros
+from quintet.executor.model_config.share import ALONE, Share, Turn
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.wire.kv_spec import KvSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """The KV memory of all layers."""
+
+    spec: KvSpec
+    places: tuple[torch.Tensor, ...]
+    """uint8 ``[num_blocks, layer_bytes]`` each, inner layout private to the kernels."""
+    dtype: int
+    """Code of the numbers stored."""
+    turn: Turn = ALONE
+    """Which blocks this process writes, where it keeps the memory together with others."""
+
+    def place(self, layer: int, *, state: bool = False) -> KvPlace:
+        """Return where a layer's keys and values lie, or its state."""
+        group, place = self.spec.place(layer, state=state)
+        memory, turn = self.places[place].data_ptr(), self.turn
+        return KvPlace(memory, self.spec.layer_bytes, group, turn.size, turn.index)
+
+
+def takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block_size: int) -> bool:
+    """Whether the kernels compute such a layer over a cache of such numbers."""
+    heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
+    return bool(library.kv_block_bytes(code, *heads, block_size, layer.values_in_keys))
+
+
+def allocate_kv(
+    spec: KvSpec, num_blocks: int, code: int, share: Share, ranks: Ranks | None = None
+) -> KvMemory:
+    """Reserve the KV memory of the layers that this process has, or find that of the ranks that keep it together.
+
+    Pages are mapped when first written. code: of the numbers stored. A place that only layers of other stages have is empty.
+    """
+    used = spec.places_of(share.has_layer)
+    if ranks is not None and not share.turn.is_alone:
+        memory = ranks.kv_blocks(spec.layer_bytes).view(spec.layers_per_block, num_blocks, spec.layer_bytes)
+        places = tuple(memory[place][:, : spec.layer_bytes * (place in used)] for place in range(len(memory)))
+        return KvMemory(spec, places, code, share.turn)
+    widths = (spec.layer_bytes if place in used else 0 for place in range(spec.layers_per_block))
+    own = (lazy_zeros((num_blocks, width), torch.uint8, torch.device("cpu")) for width in widths)
+    return KvMemory(spec, tuple(own), code)

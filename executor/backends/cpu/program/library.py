@@ -1,0 +1,66 @@
+"""The compiled step's functions of the kernel library: a program, and what appends an operation to it.
+
+``csrc/cpu`` says what each argument is. Nothing is checked here:
+`quintet.executor.backends.cpu.program.graph_builder` hands over what it made itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import partial
+
+from quintet.executor.backends.cpu.ops import host_states
+from quintet.executor.backends.cpu.ops.host_library import check_layout, declare, open_library
+from quintet.executor.sampling.settings import RECORD
+
+_ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+
+
+class ProgramLibrary:
+    """The functions, with their C types."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        check_layout(library, "qt_draw_settings_bytes", RECORD.itemsize)
+        self.check_layout = partial(check_layout, library)
+        a, n, i, f = _ADDRESS, _SIZE, _INT, _FLOAT
+        self.new = declare(library, "qt_program_new", result=a)
+        self.delete = declare(library, "qt_program_delete", a)
+        self.size = declare(library, "qt_program_size", a, result=n)
+        self.pieces_done = declare(library, "qt_pieces_done", result=ctypes.c_uint64)
+        self.mark = declare(library, "qt_program_mark", a)
+        self.fill_step = declare(library, "qt_fill_step", a, a, a, a, a, n, result=n)
+        self.run = declare(library, "qt_program_run", a, a, n, n)
+        self.balance = declare(library, "qt_program_balance", a, a, n, n, n, a)
+        self.embedding = declare(library, "qt_program_embedding", a, a, n, a, n, i, i)
+        self.embedding_packed = declare(library, "qt_program_embedding_packed", a, a, a, n, i)
+        self.rms_norm = declare(library, "qt_program_rms_norm", a, a, n, n, n, a, i, f, f, i, a, n, i, i)
+        self.layer_norm = declare(library, "qt_program_layer_norm", a, a, n, n, n, a, a, i, f, a, n, i, i)
+        self.add = declare(library, "qt_program_add", a, a, n, a, n, n, a, n, i, i)
+        self.add_positions = declare(library, "qt_program_add_positions", a, a, n, a, n, n, a, n, i)
+        self.multiply = declare(library, "qt_program_multiply", a, a, n, a, n, n, n, a, n, i, i)
+        self.scale, self.clip, self.softcap = (
+            declare(library, f"qt_program_{name}", a, a, n, n, f, a, n, i, i)
+            for name in ("scale", "clip", "softcap")
+        )
+        self.xielu = declare(library, "qt_program_xielu", a, a, n, n, a, a, n, i, i)
+        self.activation = declare(library, "qt_program_activation", a, i, a, n, n, a, n, i, i)
+        self.take_outputs = declare(library, "qt_program_take_outputs", a, a, n, n, a, n, i)
+        self.take_columns = declare(library, "qt_program_take_columns", a, a, n, n, a, a, n, i, i)
+        self.linear = declare(library, "qt_program_linear", a, a, a, n, n, i, a, a, a, n, i, i, i, i)
+        self.rope_kv_write = declare(library, "qt_program_rope_kv_write", a, a, a, n, a, n, a, n, a, a, n)
+        self.experts = declare(library, "qt_program_experts", a, a, a, n, a, n, n, a, n, i)
+        self.head_linear = declare(library, "qt_program_head_linear", a, a, n, a, n, n, i, a, n)
+        self.draw = declare(library, "qt_program_draw", a, a, n, i, n)
+        self.kv_block_bytes = declare(library, "qt_kv_block_bytes", i, n, n, n, n, n, result=n)
+        self.attention = declare(library, "qt_program_attention", a, a, a, n, a, a, n, n)
+
+        self.causal_conv, self.selective_scan, self.head_scan, self.delta_rule = (
+            declare(library, f"qt_program_{name}", a, a, n, *host_states.ARGUMENTS[name])
+            for name in ("causal_conv", "selective_scan", "head_scan", "delta_rule")
+        )
+
+
+def program_library() -> ProgramLibrary | None:
+    """Return the functions, or None where the kernels were not built."""
+    library = open_library()
+    return None if library is None else ProgramLibrary(library)

@@ -1,0 +1,161 @@
+"""Runs a model's recorded program over a worker's plans. A `quintet.executor.runner.Runner`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.cpu.program.step import Step
+from quintet.executor.batch import Int, Rows
+from quintet.executor.embeds import embeds_of
+from quintet.executor.sampling.grammar import StepMasks
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class OpBalance:
+    """One operation's work in a step, cut for some number of threads."""
+
+    name: str
+    pieces: int
+    takes: int
+    """How often a thread takes pieces."""
+    cost: int
+    """Of all pieces, in about the time of a multiplication and addition."""
+    busiest: int
+    """Of the busiest thread's, were all threads equally fast."""
+    bytes: int
+    """Of weights and KV that pieces read."""
+    bytes_again: int
+    """Of these, read before by another piece."""
+
+
+class ProgramRunner:
+    """A model's program, its KV memory and the step it ran last."""
+
+    def __init__(self, stage: Stage, config: EngineConfig, span: Span = no_span) -> None:
+        """stage: of all layers. Of a model that is divided rank 0 has a runner, and the others do what it tells them."""
+        assert stage.logits is not None and stage.given is None, stage.share
+        self._span = span
+        self._stage = stage
+        self.max_outputs, self.spans = stage.max_outputs, stage.spans
+        self._logits = stage.logits  # [max_outputs, vocab]
+        self._library = library = stage.library
+        library.mark(stage.program)
+        append_draw(library, stage.program, self._logits, stage)
+        self._size = library.size(stage.program)
+        self._step = Step(library, stage.max_tokens, config.scheduler.max_num_seqs)
+        self._step.c.rotations = stage.rotations.address
+        if span is no_span:
+            self._step.c.marks = None
+        self._length = 0
+        """The largest position of the step plus 1."""
+
+    @property
+    def work_done(self) -> int:
+        """Pieces of work that the compute threads have done."""
+        return self._stage.work_done
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the program so far."""
+        return self._stage.seconds
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """See `Runner.blocks`."""
+        return self._stage.blocks
+
+    def forward(self, rows: Rows, tables: SlotTables) -> None:
+        """See `Runner.forward`."""
+        self._fill(rows, tables, None)
+        self._run(self._embed(rows), self._stage.layers_end)
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `Runner.logits`."""
+        assert self._step.c.num_rows, "no step has run"
+        assert len(tokens) <= self.max_outputs, (len(tokens), self.max_outputs)
+        with self._step.asking_for(tokens):
+            self._run(self._stage.layers_end, self._stage.end)
+        return self._logits[: len(tokens)]
+
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> bytes:
+        """See `Runner.forward_and_draw`."""
+        self._fill(rows, tables, settings)
+        begin = self._embed(rows)
+        if masks is None:
+            self._run(begin, self._size)
+        else:
+            self._run(begin, self._stage.end)
+            self._step.c.masks = masks.wait().address
+            try:
+                self._run(self._stage.end, self._size)
+            finally:
+                self._step.c.masks = None
+        step = self._step
+        tokens = step.columns["drawn"][: step.c.num_outputs].tobytes()
+        if self._span is not no_span:
+            self._tell(step.columns["marks"].tolist() if tokens else [])
+        return tokens
+
+    def _embed(self, rows: Rows) -> int:
+        """Compute the beginning of a step that brings vectors of its own; return which operation is the next."""
+        embeds = embeds_of(rows, self._stage.dtype, self._logits.device)
+        if embeds is None:
+            return 0
+        self._stage.embed(self._step.address, self._length, embeds)
+        return self._stage.embedding_end
+
+    def _tell(self, marks: list[int]) -> None:
+        for part, mark in zip(("layers", "logits"), marks, strict=False):
+            self._span(part, None, None, mark)
+        self._span("sampling" if marks else "layers")
+
+    def _fill(self, rows: Rows, tables: SlotTables, settings: Settings | None) -> None:
+        self._length = self._step.fill(rows, tables, settings)
+        self._stage.rotations.fill(self._length, rows, tables)
+        self._span("arrays")
+
+    def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:
+        """Compute a step as `forward` and `logits` do, one operation at a time; return each one's name and seconds."""
+        self.forward(rows, tables)
+        self.logits(tokens)
+        return [(span.name, self._run(span.begin, span.end)) for span in self.spans]
+
+    def balance(self, starts: Sequence[int], counts: Sequence[int], threads: int) -> list[OpBalance]:
+        """Return how a step of such rows would keep so many threads busy, an operation each. Nothing is run.
+
+        starts, counts: as in a plan. Not to be called between `forward` and `logits`: it describes another step. What is known
+        only while a step runs (experts' work) is told as the last step had it, cut for its threads: nothing before the first.
+        """
+        self._step.outline(starts, counts)
+        figures = np.zeros((self._size, 6), np.int64)
+        self._library.balance(
+            self._stage.program, self._step.address, threads, 0, self._size, figures.ctypes.data
+        )
+        names = [span.name for span in self.spans for _ in range(span.begin, span.end)]
+        names += ["draw"] * (self._size - len(names))
+        return [OpBalance(name, *row) for name, row in zip(names, figures.tolist(), strict=True)]
+
+    def _run(self, begin: int, end: int) -> float:
+        return self._stage.run(self._step.address, begin, end, self._length)
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.copy_blocks`."""
+        self._stage.copy_blocks(sources, targets)
+
+
+def append_draw(library: ProgramLibrary, program: int, logits: torch.Tensor, stage: Stage) -> None:
+    """Append the draw of a step's tokens from ``logits [max_outputs, vocab]``."""
+    library.draw(*(program, logits.data_ptr(), logits.stride(0), FLOAT_CODES[logits.dtype], stage.vocab_size))

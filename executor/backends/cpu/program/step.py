@@ -1,0 +1,158 @@
+"""What changes from step to step, as the C++ side reads it: ``qt::Step`` of ``csrc/cpu/program.hpp``."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+from numpy.typing import NDArray
+
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.batch import Int, Rows
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.slots import SlotTables
+
+_SIZE, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+
+NUM_MARKS = 2
+COLUMNS_OF_ROWS = (
+    *("row_slots", "row_starts", "row_counts", "row_offsets"),
+    *("output_tokens", "output_slots", "output_positions"),
+)
+
+
+class CRotation(ctypes.Structure):
+    """Field by field ``qt::Rotation``; its comments say what each is."""
+
+    _fields_ = (("cosines", _ADDRESS), ("sines", _ADDRESS), ("by_token", _SIZE))
+
+
+class CStep(ctypes.Structure):
+    """Field by field ``qt::Step``; its comments say what each is."""
+
+    _fields_ = (
+        ("num_tokens", _SIZE),
+        ("num_rows", _SIZE),
+        ("num_outputs", _SIZE),
+        ("token_ids", _ADDRESS),
+        ("positions", _ADDRESS),
+        ("row_slots", _ADDRESS),
+        ("row_starts", _ADDRESS),
+        ("row_counts", _ADDRESS),
+        ("row_offsets", _ADDRESS),
+        ("block_table", _ADDRESS),
+        ("block_table_stride", _SIZE),
+        ("block_table_group_stride", _SIZE),
+        ("output_tokens", _ADDRESS),
+        ("rotations", _ADDRESS),
+        ("max_tokens", _SIZE),
+        ("max_rows", _SIZE),
+        ("num_slots", _SIZE),
+        ("slot_tokens", _ADDRESS),
+        ("slot_tokens_stride", _SIZE),
+        ("settings", _ADDRESS),
+        ("output_slots", _ADDRESS),
+        ("output_positions", _ADDRESS),
+        ("drawn", _ADDRESS),
+        ("masks", _ADDRESS),
+        ("marks", _ADDRESS),
+    )
+
+
+class KvPlace(ctypes.Structure):
+    """Where a layer keeps what it needs of each request; field by field ``qt::KvPlace`` of ``csrc/cpu/blocks.hpp``."""
+
+    _fields_ = (
+        ("memory", _ADDRESS),
+        ("block_bytes", _SIZE),
+        ("group", _SIZE),
+        ("sharers", _SIZE),
+        ("sharer", _SIZE),
+    )
+
+
+class Step:
+    """A `CStep` that is filled anew for each plan, the arrays it points into, and the tables it reads."""
+
+    def __init__(self, library: ProgramLibrary, max_tokens: int, max_rows: int) -> None:
+        library.check_layout("qt_step_bytes", ctypes.sizeof(CStep))
+        self._fill = library.fill_step
+        self._tables: SlotTables | None = None
+        self._settings: Settings | None = None
+        self.columns: dict[str, NDArray[np.generic]] = {
+            name: np.zeros(max_rows, np.int64) for name in COLUMNS_OF_ROWS
+        }
+        """The arrays by name; of a step with fewer rows or tokens, the first ones hold it."""
+        self.columns |= {
+            "token_ids": np.zeros(max_tokens, np.int32),
+            "positions": np.zeros(max_tokens, np.int64),
+        }
+        self.columns |= {"drawn": np.zeros(max_rows, np.int32), "marks": np.zeros(NUM_MARKS, np.int64)}
+        self.c = CStep(max_tokens=max_tokens, max_rows=max_rows)
+        for name, column in self.columns.items():
+            setattr(self.c, name, column.ctypes.data)
+        self.address = ctypes.byref(self.c)
+
+    def fill(self, rows: Rows, tables: SlotTables, settings: Settings | None = None) -> int:
+        """Describe the rows of a plan whose deltas ``tables`` already hold; without rotation.
+
+        Returns the largest position plus 1. Raises ValueError where the plan names what there is no room for.
+        """
+        if tables is not self._tables or settings is not self._settings:
+            self._bind(tables, settings)
+        plan = rows.plan
+        num_rows = len(plan.samples)
+        if not len(plan.slots) == len(plan.starts) == len(plan.counts) == 4 * num_rows:
+            raise ValueError(
+                f"step {plan.step}: columns of {len(plan.slots)}, {len(plan.starts)} and {len(plan.counts)} bytes;"
+                f" expected {4 * num_rows} each, for {num_rows} rows"
+            )
+        length: int = self._fill(self.address, plan.slots, plan.starts, plan.counts, plan.samples, num_rows)
+        if length < 0:
+            row = -1 - length
+            raise ValueError(
+                f"step {plan.step}, row {row} of {num_rows}: slot {rows.slots[row]}, tokens from {rows.starts[row]} on:"
+                f" {rows.counts[row]}; there are {self.c.num_slots} slots of {self.c.slot_tokens_stride - 1} tokens, and a"
+                f" step has at most {self.c.max_rows} rows and {self.c.max_tokens} tokens"
+            )
+        return length
+
+    @contextmanager
+    def asking_for(self, tokens: Int) -> Iterator[None]:
+        """Want the logits of other tokens of the step, by index among them, for as long as this lasts."""
+        c, tokens = self.c, np.ascontiguousarray(tokens)
+        own = c.output_tokens
+        try:
+            c.num_outputs, c.output_tokens = len(tokens), tokens.ctypes.data
+            yield
+        finally:
+            c.output_tokens = own  # whatever a signal's handler raises: the next plan is written there
+
+    def outline(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Describe rows that all draw, in the first slots, without any of their tokens: for `ProgramRunner.balance` alone."""
+        num_rows, c = len(counts), self.c
+        c.num_tokens, c.num_rows, c.num_outputs = sum(counts), num_rows, num_rows
+        assert num_rows <= c.max_rows and c.num_tokens <= c.max_tokens, (num_rows, c.num_tokens)
+        ends = np.cumsum(counts)
+        for name, column in (
+            ("row_slots", np.arange(num_rows)),
+            ("row_starts", starts),
+            ("row_counts", counts),
+            ("row_offsets", ends - counts),
+        ):
+            self.columns[name][:num_rows] = column
+
+    def _bind(self, tables: SlotTables, settings: Settings | None) -> None:
+        """Point at the tables: the same ones in every step of a worker."""
+        c, token_ids, block_table = self.c, tables.token_ids, tables.block_table
+        assert token_ids.is_contiguous() and block_table.flags.c_contiguous, "a table has gaps"
+        c.slot_tokens, c.slot_tokens_stride = token_ids.data_ptr(), token_ids.shape[1]
+        _, c.num_slots, c.block_table_stride = block_table.shape
+        c.block_table, c.block_table_group_stride = (
+            block_table.ctypes.data,
+            c.num_slots * c.block_table_stride,
+        )
+        c.settings = None if settings is None else settings.ctypes.data
+        self._tables, self._settings = tables, settings

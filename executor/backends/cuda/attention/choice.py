@@ -1,0 +1,171 @@
+"""Which backend computes attention in steps with prompts, decided once at boot and logged in one line with the reason.
+
+A library is taken if it says it can, computes a small random problem as our kernels do, and is not slower on a larger one.
+Whatever goes wrong in between, ours computes: a server must not fail for a library it does not need.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from quintet.executor.backends.cuda.attention.backend import (
+    AttentionBackend,
+    AttentionNeeds,
+    OpenBackend,
+    UnsupportedError,
+)
+from quintet.executor.backends.cuda.attention.probe import ProbeStep, compare, probe_rows, random_step
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.backends.platforms.platform import entry_point_path, import_string
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.wire.errors import ConfigError
+
+log = logging.getLogger("quintet")
+
+OURS = "quintet"
+BACKENDS = {
+    OURS: "quintet.executor.backends.cuda.attention.quintet:QuintetAttention",
+    "flashinfer": "quintet.executor.backends.cuda.attention.flashinfer:FlashInferAttention",
+    "torch": "quintet.executor.backends.cuda.attention.torch_varlen:TorchAttention",
+}
+"""``--attention-backend`` to what opens it. Third parties: entry points of ``quintet.attention``."""
+
+CANDIDATES = ("flashinfer", "torch")
+"""What ``auto`` tries besides ours."""
+
+MARGIN = 0.95
+"""A library is taken if it needs at most this much of our time: for less, one code path for all steps is worth more."""
+
+TIMED_TOKENS = 4096
+"""Of the prompt that is timed, or as many as the plan holds."""
+
+Stopwatch = Callable[[Callable[[], None]], float]
+"""Runs a function's launches and returns the device's milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The backend, and why."""
+
+    name: str
+    backend: AttentionBackend
+    reason: str
+
+
+def choose_attention(
+    wanted: str,
+    device: Device,
+    plan: AttentionPlan,
+    needs: AttentionNeeds,
+    stopwatch: Stopwatch,
+    backends: Mapping[str, str] = BACKENDS,
+) -> Choice:
+    """Return the backend for ``--attention-backend wanted``; `ConfigError` for a name nobody registered."""
+    ours: OpenBackend = import_string(backends[OURS])
+    choice = _choose(wanted, device, plan, needs, stopwatch, backends, ours(device, plan, needs))
+    log.info("attention of prompts: %s (%s)", choice.name, choice.reason)
+    return choice
+
+
+def choose_as_first(wanted: str, ranks: Ranks, choose: Callable[[str], Choice]) -> Choice:
+    """Return the choice of rank 0, by `choose`, at every rank; ours at all of them where another one cannot have it.
+
+    Each rounds in its own way, and times differ from rank to rank. Called by all ranks.
+    """
+    own = choose(wanted) if ranks.share.rank == 0 else None
+    name = ranks.as_first_says(b"" if own is None else own.name.encode()).decode()
+    choice = own or choose(name)
+    if ranks.all_say(choice.name == name):
+        return choice
+    log.warning("attention of prompts: %s cannot be had by every rank, so %s computes it", name, OURS)
+    return choose(OURS)
+
+
+def _choose(
+    wanted: str,
+    device: Device,
+    plan: AttentionPlan,
+    needs: AttentionNeeds,
+    stopwatch: Stopwatch,
+    backends: Mapping[str, str],
+    ours: AttentionBackend,
+) -> Choice:
+    if wanted == OURS:
+        return Choice(OURS, ours, "as --attention-backend asks")
+    paths = {name: _path(name, backends) for name in (CANDIDATES if wanted == "auto" else (wanted,))}
+    if needs.batch_invariant:
+        return Choice(OURS, ours, "--batch-invariant needs fixed splits, which only ours have")
+    reasons = []
+    times_ms: dict[str, float] = {}
+    usable: dict[str, AttentionBackend] = {}
+    for name, path in paths.items():
+        try:
+            open_backend: OpenBackend = import_string(path)
+            backend = open_backend(device, plan, needs)
+            compare(backend, ours, plan, random_step(device, plan, needs, probe_rows(needs)), needs)
+            if wanted == "auto":
+                times_ms[name] = _time(backend, device, plan, needs, stopwatch)
+        except UnsupportedError as error:
+            reasons.append(f"{name}: {error}")
+        except ImportError as error:
+            reasons.append(f"{name} is not installed: {error}")
+        except Exception as error:  # noqa: BLE001  # a library may fail in any way, and is not needed
+            reasons.append(f"{name} failed: {type(error).__name__}: {_first_line(error)}")
+        else:
+            usable[name] = backend
+    if not usable:
+        return Choice(OURS, ours, "; ".join(reasons))
+    if wanted != "auto":
+        return Choice(wanted, usable[wanted], "as --attention-backend asks; a probe agreed with ours")
+    return _fastest(usable, times_ms, _time(ours, device, plan, needs, stopwatch), ours, reasons)
+
+
+def _fastest(
+    usable: Mapping[str, AttentionBackend],
+    times_ms: Mapping[str, float],
+    ours_ms: float,
+    ours: AttentionBackend,
+    reasons: list[str],
+) -> Choice:
+    best = min(usable, key=lambda name: times_ms[name])
+    shown = ", ".join(f"{name} {time_ms:.3f} ms" for name, time_ms in {OURS: ours_ms, **times_ms}.items())
+    reason = "; ".join([f"measured: {shown}", *reasons])
+    if times_ms[best] <= MARGIN * ours_ms:
+        return Choice(best, usable[best], reason)
+    return Choice(OURS, ours, reason)
+
+
+def _time(
+    backend: AttentionBackend,
+    device: Device,
+    plan: AttentionPlan,
+    needs: AttentionNeeds,
+    stopwatch: Stopwatch,
+) -> float:
+    """Return the milliseconds of a layer over one prompt."""
+    num_tokens = min(TIMED_TOKENS, plan.max_tokens, needs.max_model_len)
+    step = random_step(device, plan, needs, rows=((0, num_tokens),))
+    plan.prepare(step.rows)
+    backend.prepare(step.rows, step.host)
+    return stopwatch(lambda: _attend(backend, step, needs))
+
+
+def _attend(backend: AttentionBackend, step: ProbeStep, needs: AttentionNeeds) -> None:
+    backend.attend(step.q, step.kv, step.rows, needs.windows[0])
+
+
+def _path(name: str, backends: Mapping[str, str]) -> str:
+    path = backends.get(name) or entry_point_path("quintet.attention", name)
+    if path is None:
+        raise ConfigError(
+            f"--attention-backend is {name!r}; it must be auto, {', '.join(backends)}, or a name that an installed package"
+            " registered under 'quintet.attention'"
+        )
+    return path
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")[:200]

@@ -1,0 +1,133 @@
+"""A small random step over a paged cache, and whether a backend computes it as ours does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quintet.executor.backends.cuda.attention.backend import (
+    AttentionBackend,
+    AttentionNeeds,
+    HostRows,
+    UnsupportedError,
+)
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
+from quintet.executor.backends.cuda.rows import StepRows
+
+ROWS = ((0, 77), (130, 1), (37, 40))
+"""Cached and new tokens of a prompt, a decoding row and a chunk, as far as the plan holds them."""
+
+PADDING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeStep:
+    """A step and its tensors."""
+
+    rows: StepRows
+    host: HostRows
+    q: torch.Tensor
+    kv: torch.Tensor
+
+
+def random_step(
+    device: Device, plan: AttentionPlan, needs: AttentionNeeds, rows: tuple[tuple[int, int], ...]
+) -> ProbeStep:
+    """Return a step of these rows, cut to the plan's and the model's limits, with some padding.
+
+    Places of the cache that no row may read are NaN: a backend that multiplies them by 0 is found out.
+    """
+    size, limit = needs.block_size, needs.max_model_len
+    kept = [(min(start, limit - 1), count) for start, count in rows[: plan.max_rows]]
+    starts = np.array([start for start, _ in kept], np.int32)
+    share = max(1, plan.max_tokens // len(kept))
+    counts = np.array([min(count, limit - start, share) for start, count in kept], np.int32)
+    lengths = starts + counts
+    blocks = -(-lengths // size)
+    num_tokens = int(counts.sum())
+    padding = min(PADDING, plan.max_tokens - num_tokens)
+    generator = np.random.default_rng(0)
+    order = generator.permutation(int(blocks.sum()) + 1).astype(np.int32)
+    table = np.zeros((len(kept), int(blocks.max()) + 1), np.int32)
+    bounds = np.concatenate([[0], np.cumsum(blocks)])
+    for row in range(len(kept)):
+        table[row, : blocks[row]] = order[bounds[row] : bounds[row + 1]]
+
+    def on_device(values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
+        return torch.from_numpy(values.astype(np.int32)).to(device.torch_device)
+
+    step = StepRows(
+        num_rows=len(kept),
+        num_tokens=num_tokens + padding,
+        max_count=int(counts.max()),
+        slots=on_device(np.arange(len(kept), dtype=np.int32)),
+        starts=on_device(starts),
+        counts=on_device(counts),
+        offsets=on_device(np.concatenate([[0], np.cumsum(counts)])),
+        token_ids=on_device(np.zeros(num_tokens + padding, np.int32)),
+        positions=on_device(
+            np.concatenate(
+                [*(np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)), np.full(padding, -1)]
+            )
+        ),
+        token_rows=on_device(np.concatenate([np.repeat(np.arange(len(kept)), counts), np.full(padding, -1)])),
+        block_table=on_device(table),
+        block_size=size,
+    )
+    shape = (len(order), 2, needs.num_kv_heads, size, needs.head_dim)
+    torch_generator = torch.Generator(device.torch_device).manual_seed(0)
+    kv = torch.randn(shape, generator=torch_generator, device=device.torch_device).transpose(0, 1)
+    for row, length in enumerate(lengths.tolist()):
+        if length % size:
+            kv[:, int(table[row, length // size]), :, length % size :] = torch.nan
+    kv[:, int(order[-1])] = torch.nan
+    q = torch.randn(
+        (num_tokens + padding, needs.num_heads, needs.head_dim),
+        generator=torch_generator,
+        device=device.torch_device,
+    )
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        for position in _borders(start, length, needs.windows):
+            kv[0, int(table[row, position // size]), 0, position % size] = 2.0 * q[int(step.offsets[row]), 0]
+    return ProbeStep(step, HostRows(starts, counts), q.to(needs.dtype), kv.to(needs.dtype).to(needs.kv_dtype))
+
+
+def _borders(start: int, length: int, windows: tuple[int | None, ...]) -> list[int]:
+    """Return the positions on both sides of where a row's first new token stops to see.
+
+    Their keys get to resemble its first query, and thereby most of its weight: one position more or less changes much.
+    """
+    behind = [start - window + side for window in windows if window is not None for side in (0, 1)]
+    return [position for position in (start + 1, *behind) if 0 <= position < length]
+
+
+def probe_rows(needs: AttentionNeeds) -> tuple[tuple[int, int], ...]:
+    """Return the rows on which backends are compared: those of `ROWS`, and one beyond every window."""
+    return (*ROWS, *((window + 5, 2) for window in needs.windows if window is not None))
+
+
+def compare(
+    backend: AttentionBackend,
+    ours: AttentionBackend,
+    plan: AttentionPlan,
+    step: ProbeStep,
+    needs: AttentionNeeds,
+) -> None:
+    """Raise `UnsupportedError` unless both give the same up to rounding, in every window of the model.
+
+    Each rounds weights and outputs to the model's format, by half a unit in the last place; values of the probe are
+    about 4 at most. Thrice that is far from what a wrong mask, scale or order of heads does: errors of about 1.
+    """
+    bound = 4.0 * 3.0 * torch.finfo(needs.dtype).eps
+    plan.prepare(step.rows)
+    backend.prepare(step.rows, step.host)
+    for window in needs.windows:
+        expected, actual = (one.attend(step.q, step.kv, step.rows, window) for one in (ours, backend))
+        error = float((actual.float() - expected.float()).abs().max())
+        if not error <= bound:  # NaN is no agreement either
+            raise UnsupportedError(
+                f"differs from ours by up to {error:.3g} on a random problem (window {window}); {bound:.3g} is rounding"
+            )

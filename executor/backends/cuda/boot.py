@@ -1,0 +1,177 @@
+"""Builds the worker of a device: the model is loaded, its largest step is tried, and KV gets what memory is left."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.backends.cuda.attention.backend import AttentionBackend, AttentionNeeds
+from quintet.executor.backends.cuda.attention.choice import Choice, choose_as_first, choose_attention
+from quintet.executor.backends.cuda.attention.plans import AttentionPlans
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
+from quintet.executor.backends.cuda.group import DeviceGroup
+from quintet.executor.backends.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
+from quintet.executor.backends.cuda.rank_broadcast import Teller
+from quintet.executor.backends.cuda.runner import DeviceRunner
+from quintet.executor.backends.cuda.steps import DeviceSteps
+from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
+from quintet.executor.backends.cuda.worker import DeviceWorker
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.model import CausalModel
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+log = logging.getLogger("quintet")
+
+STAGING_WORDS = 1 << 20
+"""Of the buffer that plans are copied to: the prompts of a busy second; a plan with more takes memory of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedRunner:
+    """A model with its KV memory, ready for steps."""
+
+    runner: DeviceRunner
+    staging: torch.Tensor
+    """int32: where a plan's words go."""
+    num_blocks: int
+
+
+@torch.inference_mode()
+def make_device_worker(
+    device: Device,
+    model: CausalModel,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    facts: dict[str, str],
+    span: Span = no_span,
+    group: DeviceGroup | None = None,
+    ranks: Ranks | None = None,
+) -> DeviceWorker:
+    """Return the worker, ready for plans; its graphs are captured later. Raises `ConfigError` where memory is too small.
+
+    group, ranks: of the first of several ranks, which tells the others.
+    """
+    opened = open_runner(device, model, config, dtype, group, ranks)
+    steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
+    teller = None if ranks is None else Teller(ranks)
+    return DeviceWorker(steps, config, opened.num_blocks, facts, span, group, teller)
+
+
+@torch.inference_mode()
+def open_runner(
+    device: Device,
+    model: CausalModel,
+    config: EngineConfig,
+    dtype: torch.dtype,
+    group: DeviceGroup | None = None,
+    ranks: Ranks | None = None,
+) -> OpenedRunner:
+    """Return what computes steps. Of several ranks, all do this beside each other, and have as many blocks as who has fewest."""
+    spec, scheduler, where = config.model.kv, config.scheduler, device.torch_device
+    device.checks_arguments = True
+    kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
+    is_invariant = config.executor.batch_invariant
+    max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, where)
+    memory = StepMemory(tables, max_tokens)
+    attention = AttentionPlans(device, model.attentions, config, max_tokens, dtype, kv_dtype)
+    staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=where)
+    linears = DeviceLinears(device, batch_invariant=is_invariant)
+    runner = DeviceRunner(
+        device,
+        model,
+        linears,
+        attention,
+        memory,
+        staging,
+        DeviceKv(spec, 1, kv_dtype, where),
+        dtype,
+        group,
+    )
+    begun = time.monotonic()
+    runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
+    if is_gpu(device):  # the emulator's times mean nothing
+        linears.measure(runner.linears, ranks=ranks)
+        runner.of_prompts = _attention_of_prompts(device, attention, runner.attentions, config, ranks)
+    # Captures have emptied the allocator's cache: allocate the largest step's memory again before KV takes what is free.
+    runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
+    device.checks_arguments = not is_gpu(device)
+    if group is not None:
+        runner.try_smallest_steps()
+    reserved = 0
+    if not config.executor.enforce_eager:
+        sizes = (dtype.itemsize, config.logits_item_bytes)
+        reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, *sizes)
+    num_blocks = num_kv_blocks(config, device, reserved)
+    if ranks is not None:
+        told = ranks.exchange(num_blocks.to_bytes(8, "little"))
+        num_blocks = min(int.from_bytes(each, "little") for each in told)
+    if group is not None:
+        group.limit_waits()
+    runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, where))
+    log.info(
+        "the largest step (%d tokens) took %.1f s with everything it loaded; KV gets %d blocks of %d tokens, %.1f GiB",
+        max_tokens,
+        time.monotonic() - begun,
+        num_blocks,
+        spec.block_size,
+        num_blocks * spec.bytes_per_block / 2**30,
+    )
+    return OpenedRunner(runner, staging, num_blocks)
+
+
+def is_gpu(device: Device) -> bool:
+    """Return whether kernels run on a GPU, not on the emulator."""
+    return device.torch_device.type == "cuda"
+
+
+def _attention_of_prompts(
+    device: Device,
+    plans: AttentionPlans,
+    layers: Sequence[AttentionLayer],
+    config: EngineConfig,
+    ranks: Ranks | None,
+) -> AttentionBackend | None:
+    """Choose whose attention computes prompts; None for ours, also where layers differ in what a library takes once."""
+    plan = plans.only
+    if not layers:
+        return None
+    if len(config.model.kv.groups) > 1:
+        log.info("attention of prompts: quintet (layers in %d groups)", len(config.model.kv.groups))
+        return None
+    scales = {layer.scale for layer in layers}
+    has_kv_scales = any(layer.kv_scales.of_layer != (1.0, 1.0) for layer in layers)
+    if plan is None or len(scales) > 1 or has_kv_scales:
+        log.info("attention of prompts: quintet (layers differ in heads or scale)")
+        return None
+    is_usual = plan.head_dim == plan.value_dim and not any(sight.chunk for sight in plan.sights)
+    if not is_usual or not all(layer.is_product for layer in layers):
+        log.info(
+            "attention of prompts: quintet (capped, sloped, with sinks, in chunks, or over values of another width)"
+        )
+        return None
+    needs = AttentionNeeds(
+        dtype=plan.dtype,
+        kv_dtype=plan.kv_dtype,
+        num_heads=plan.num_heads,
+        num_kv_heads=plan.num_kv_heads,
+        head_dim=plan.head_dim,
+        block_size=config.model.kv.block_size,
+        scale=scales.pop(),
+        max_model_len=config.model.max_model_len,
+        windows=tuple(sight.window for sight in plan.sights),
+        batch_invariant=config.executor.batch_invariant,
+    )
+    wanted, stopwatch = config.executor.attention_backend, captured_stopwatch(device)
+
+    def choose(name: str) -> Choice:
+        return choose_attention(name, device, plan, needs, stopwatch)
+
+    return (choose(wanted) if ranks is None else choose_as_first(wanted, ranks, choose)).backend

@@ -1,0 +1,231 @@
+"""A GPU: torch's memory, streams, events and graphs; CuPy to load kernels and to launch them on torch's stream.
+
+Both use the device's primary context, so an address or a stream of one is good in the other. CuPy allocates nothing here but what
+processes share: all other device memory is torch's, which can then say how much is in use. Importing this module needs CuPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import cupy
+import torch
+
+from quintet.executor.backends.cuda.arguments import ArgumentBuffer
+from quintet.executor.backends.cuda.device import Argument, Event, Kernel, LaunchError, Size, check_launch
+from quintet.executor.backends.cuda.graph_capture import GraphCapture
+from quintet.executor.backends.cuda.modules import KINDS, Kind, ModuleStore, RefusedError
+from quintet.executor.backends.cuda.sources import FLAGS
+from quintet.executor.backends.cuda.step_clock import wait_until_done
+from quintet.wire.errors import ConfigError
+
+DEFAULT_SHARED_BYTES = 48 << 10
+"""Shared memory, static and dynamic together, that a kernel gets without asking (CUDA C++ Programming Guide, "Compute
+Capabilities"); more has to be allowed kernel by kernel."""
+
+CARVEOUT_BYTES = 16 << 10
+"""Dynamic shared memory of a block from which on a kernel asks for the whole of a multiprocessor's L1 as shared memory."""
+
+ERRORS = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
+"""What CuPy raises when the driver reports an error; after one at a launch, the process' use of the device is over."""
+
+
+class CupyDevice:
+    """One CUDA device. Launches come from the thread that made it: its context is current there."""
+
+    def __init__(self, index: int, kinds: tuple[Kind, ...] = KINDS) -> None:
+        """Use the device from now on in this thread. ``kinds``: see `ModuleStore`."""
+        torch.cuda.set_device(index)
+        torch.cuda.synchronize(index)  # makes the primary context, which CuPy then finds current
+        cupy.cuda.Device(index).use()
+        properties = torch.cuda.get_device_properties(index)
+        self.torch_device = torch.device("cuda", index)
+        self.num_multiprocessors: int = properties.multi_processor_count
+        self.errors = ERRORS
+        self.checks_arguments = True
+        self.max_shared_bytes = int(cupy.cuda.Device(index).attributes["MaxSharedMemoryPerBlockOptin"])
+        self._modules = ModuleStore[cupy.RawModule](
+            (properties.major, properties.minor), _CupyLoader(), kinds
+        )
+        self._launchers: dict[Kernel, _Launcher] = {}
+        self._index = index
+        # What an eager step does hundreds of times: the driver's call itself, as `RawKernel.__call__` makes an object per
+        # argument, and the stream's handle, as `torch.cuda.current_stream` makes one of the stream; torch's generated
+        # code asks in the same way.
+        self._launch = cupy.cuda.driver.launchKernel
+        self._current_stream = torch._C._cuda_getCurrentRawStream
+        self._graphs = GraphCapture()
+
+    def launch(
+        self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
+    ) -> None:
+        """See `Device`. A kernel's first launch is checked and loads its module."""
+        launcher = self._launchers.get(kernel)
+        if launcher is None:
+            check_launch(self, kernel, grid, block, args, shared_bytes)
+            launcher = self._launchers[kernel] = self._launcher(kernel, shared_bytes)
+        if shared_bytes > launcher.shared_bytes:
+            launcher.allow(shared_bytes)
+        launcher.arguments.fill(args)
+        stream = self._current_stream(self._index)
+        self._launch(launcher.address, *grid, *block, shared_bytes, stream, launcher.arguments.address, 0)
+
+    def usage(self, kernel: Kernel, num_threads: int, shared_bytes: int) -> KernelUsage:
+        """Return registers, local memory and occupancy of a kernel that was launched, for blocks of this size."""
+        launcher = self._launchers[kernel]
+        return KernelUsage(
+            registers=int(launcher.kernel.num_regs),
+            local_bytes=int(launcher.kernel.local_size_bytes),
+            blocks_per_multiprocessor=int(
+                cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                    launcher.address, num_threads, shared_bytes
+                )
+            ),
+        )
+
+    def load(self, module: str) -> None:
+        """Load a module now rather than at its first launch; `ConfigError` if no form of it can be had."""
+        self._modules.get(module)
+
+    def load_all(self, modules: Sequence[str], num_threads: int) -> None:
+        """Load several at a time: where they have to be compiled, that is most of a minute for some."""
+        with ThreadPoolExecutor(num_threads, initializer=cupy.cuda.Device(self._index).use) as threads:
+            for _ in threads.map(self._modules.get, modules):
+                pass
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See `Device`. Torch's pinned memory has one address for host and device (unified addressing)."""
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+    def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
+        """See `Device`. Not torch's: a handle is of a whole allocation, of which torch gives parts away."""
+        address = int(cupy.cuda.runtime.malloc(num_bytes))
+        cupy.cuda.runtime.memset(address, 0, num_bytes)
+        self.synchronize()
+        return address, bytes(cupy.cuda.runtime.ipcGetMemHandle(address))
+
+    def open_memory(self, handle: bytes) -> int:
+        """See `Device`."""
+        try:
+            return int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
+        except ERRORS as error:
+            raise ConfigError(
+                f"memory of another rank's GPU cannot be reached from this one ({error}): --tensor-parallel-size is of GPUs that"
+                " reach each other's memory (`nvidia-smi topo -p2p r`), in a container that lets processes share it (--ipc=host)"
+            ) from error
+
+    def record(self) -> Event:
+        """See `Device`."""
+        # A thread that blocks on such an event sleeps; by default it would poll and occupy a core.
+        event = torch.cuda.Event(enable_timing=True, blocking=True)
+        event.record()
+        return CudaEvent(event)
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Device`."""
+        return self._graphs.step_graph(run)
+
+    def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Device`."""
+        return self._graphs.timing_graph(run)
+
+    def free_bytes(self) -> int:
+        """See `Device`."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def total_bytes(self) -> int:
+        """See `Device`."""
+        return int(torch.cuda.mem_get_info(self.torch_device)[1])
+
+    def synchronize(self) -> None:
+        """See `Device`."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def _launcher(self, kernel: Kernel, first_shared_bytes: int) -> _Launcher:
+        try:
+            raw = self._modules.get(kernel.module).get_function(kernel.name)
+        except cupy.cuda.driver.CUDADriverError as error:
+            raise LaunchError(f"{kernel.module}.cu has no kernel {kernel.name}: {error}") from error
+        if first_shared_bytes >= CARVEOUT_BYTES:
+            raw.preferred_shared_memory_carveout = 100
+        shared_bytes = DEFAULT_SHARED_BYTES - raw.shared_size_bytes
+        return _Launcher(raw, raw.kernel.ptr, ArgumentBuffer(kernel), shared_bytes)
+
+
+class CudaEvent:
+    """See `Event`."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def is_done(self) -> bool:
+        """See `Event`."""
+        return bool(self._event.query())
+
+    def wait(self, expected_end_s: float | None = None) -> None:
+        """See `Event`."""
+        wait_until_done(self._event.query, self._event.synchronize, expected_end_s)
+
+    def elapsed_ms(self, since: Event) -> float:
+        """See `Event`."""
+        if not isinstance(since, CudaEvent):
+            raise LaunchError(f"time since {since!r}, which is no event of a CUDA device")
+        return float(since._event.elapsed_time(self._event))
+
+
+@dataclass(frozen=True, slots=True)
+class KernelUsage:
+    """Registers, local memory and occupancy of a kernel."""
+
+    registers: int
+    """Of a thread."""
+    local_bytes: int
+    """Of a thread: spilled registers and arrays with computed indices."""
+    blocks_per_multiprocessor: int
+
+
+@dataclass(slots=True)
+class _Launcher:
+    """A loaded kernel."""
+
+    kernel: cupy.RawKernel
+    address: int
+    """Of the driver's function, which stays as long as the above."""
+    arguments: ArgumentBuffer
+    shared_bytes: int
+    """Dynamic shared memory that it may be launched with as it is."""
+
+    def allow(self, shared_bytes: int) -> None:
+        """Raise that."""
+        self.kernel.max_dynamic_shared_size_bytes = shared_bytes
+        self.shared_bytes = shared_bytes
+
+
+class _CupyLoader:
+    """See `Loader`."""
+
+    def load(self, path: Path, kernel: str | None) -> cupy.RawModule:
+        """See `Loader`."""
+        module = cupy.RawModule(path=str(path))
+        try:
+            module.compile()
+            if kernel is not None:
+                module.get_function(kernel)
+        except ERRORS as error:
+            raise RefusedError(str(error)) from error
+        return module
+
+    def compile(self, text: str) -> cupy.RawModule:
+        """See `Loader`."""
+        options = tuple(flag for flag in FLAGS if not flag.startswith("-ftz"))  # CuPy adds it
+        module = cupy.RawModule(code=text, options=options)
+        try:
+            module.compile()
+        except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
+            raise RefusedError(str(error)) from error  # errors of the driver, too, are RuntimeErrors
+        return module

@@ -1,0 +1,341 @@
+"""A forward pass over a device's kernels: the same calls whether they are launched at once or captured into a graph.
+
+A `quintet.executor.models.forward.ForwardPass`. Every operation is a launch on the current stream; none waits, none reads
+a value, so a step may be captured whole. A sum is kept apart until somebody reads it: a norm adds and norms in one pass over
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quintet.executor.backends.cpu.ops.activation import activate, xielu
+from quintet.executor.backends.cpu.ops.linear import GatedActivation
+from quintet.executor.backends.cpu.ops.rope_kv_write import rope
+from quintet.executor.backends.cuda.attention.backend import AttentionBackend
+from quintet.executor.backends.cuda.attention.plans import AttentionPlans
+from quintet.executor.backends.cuda.device import Device
+from quintet.executor.backends.cuda.experts import GATES, experts
+from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
+from quintet.executor.backends.cuda.group import DeviceGroup
+from quintet.executor.backends.cuda.kv_memory import DeviceKv
+from quintet.executor.backends.cuda.ops.activation import gated
+from quintet.executor.backends.cuda.ops.attention import paged_attention
+from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
+from quintet.executor.backends.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from quintet.executor.backends.cuda.ops.rope_kv import Turn, rope_kv
+from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
+from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.backends.cuda.states import DeviceStates
+from quintet.executor.embeds import StepEmbeds
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.spec import Activation, NormKind
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.experts import Experts
+from quintet.executor.models.layers.head_linear import HeadLinear
+from quintet.executor.models.layers.linear import Embedding, Linear
+from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan
+
+
+@dataclass(slots=True)
+class Value:
+    """``sum``, and what is still to be added to it. Both ``[rows, width]``, and never written to.
+
+    Whoever needs the number itself adds, once: the value then holds the new tensor. So it never changes.
+    """
+
+    sum: torch.Tensor
+    addend: torch.Tensor | None = None
+
+    def take(self, rows: torch.Tensor) -> Value:
+        """Return some of the rows, int64[n]."""
+        addend = None if self.addend is None else self.addend.index_select(0, rows)
+        return Value(self.sum.index_select(0, rows), addend)
+
+    @property
+    def settled(self) -> torch.Tensor:
+        """The value as one tensor; its rows may lie apart."""
+        if self.addend is not None:
+            self.sum, self.addend = self.sum + self.addend, None
+        return self.sum
+
+
+class DevicePass:
+    """The pass of one step, or of one captured graph."""
+
+    def __init__(
+        self,
+        device: Device,
+        linears: DeviceLinears,
+        attention: AttentionPlans,
+        rows: StepRows,
+        kv: DeviceKv,
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        backend: AttentionBackend | None = None,
+        embeds: StepEmbeds | None = None,
+        group: DeviceGroup | None = None,
+    ) -> None:
+        """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
+        rotations: of each of the model's ropes cosines and sines ``[num_tokens, rotary_dim]``; backend: whose attention
+        computes, None for ours; embeds: of tokens without ids; group: the ranks among which the model is divided.
+        """
+        self._device = device
+        self._multiply = linears
+        self._attention = attention
+        self._rows = rows
+        self._rows_of = [rows.of_group(group) for group in range(len(kv.spec.groups))]
+        self._kv = kv
+        self._rotations = rotations
+        self._backend = backend
+        self._embeds = embeds
+        self._group = group
+        self._states = DeviceStates(self._rows_of, kv)
+        self.linears: dict[Linear, None] = {}
+        """The linear layers that were met, in order."""
+        self.attentions: list[AttentionLayer] = []
+        """The attention layers that were met."""
+        self.widest = 0
+        """Numbers a row of the widest value that was made, logits aside."""
+
+    def embedding(self, layer: Embedding) -> Value:
+        """See `ForwardPass`."""
+        embedded = layer(self._rows.token_ids)
+        if self._embeds is not None:
+            self._embeds.put(embedded)
+        return Value(embedded)
+
+    def add_positions(self, x: Value, table: torch.Tensor, offset: int) -> Value:
+        """See `ForwardPass`. Padding gets the first row."""
+        places = self._rows.positions.clamp(min=0) + offset
+        return Value(x.settled + table.index_select(0, places))
+
+    def norm(self, x: Value, norm: Norm) -> Value:
+        """See `ForwardPass`. With what is to be added to ``x``, in one pass over memory."""
+        groups = norm.groups(x.sum.shape[1])
+        if norm.is_per_group:
+            return Value(self._normed_per_group(x.settled, norm))
+        if groups > 1:
+            flat = in_packs(x.settled).reshape(-1, norm.width)
+            return Value(self._normed(flat, norm).view(-1, groups * norm.width))
+        if x.addend is None:
+            return Value(self._normed(in_packs(x.sum), norm))
+        y, residual = in_packs(x.addend), in_packs(x.sum)
+        if norm.kind is NormKind.RMS:
+            total, normed = add_rms_norm(
+                *(self._device, y, residual, norm.weight, norm.eps),
+                offset=norm.offset,
+                rounds_once=norm.rounds_once,
+            )
+        else:
+            total, normed = add_layer_norm(self._device, y, residual, norm.weight, norm.bias, norm.eps)
+        x.sum, x.addend = total, None
+        return Value(normed)
+
+    def _normed(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        if norm.kind is NormKind.RMS:
+            return rms_norm(
+                self._device, x, norm.weight, norm.eps, offset=norm.offset, rounds_once=norm.rounds_once
+            )
+        return layer_norm(self._device, x, norm.weight, norm.bias, norm.eps)
+
+    def _normed_per_group(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """Norm each group in fp32; torch multiplies by its own weights, and rounds where `Norm` does."""
+        alike = replace(norm, weight=None, bias=None, offset=0.0)
+        wide = self._normed(in_packs(x.float()).reshape(-1, norm.width), alike).view(x.shape)
+        weight, bias = norm.weight, norm.bias
+        rounds_first = norm.kind is NormKind.RMS and norm.offset == 0.0 and not norm.rounds_once
+        if weight is not None and rounds_first:
+            return wide.to(x.dtype) * weight
+        wide = wide if weight is None else wide * (weight.float() + norm.offset)
+        wide = wide if bias is None else wide + bias.float()
+        return wide.to(x.dtype)
+
+    def linear(self, layer: Linear, x: Value) -> Value:
+        """See `ForwardPass`."""
+        self.linears[layer] = None
+        if not layer.shape.is_output_layer:
+            self._made(layer.columns)
+        if layer.shape.is_partial:
+            return self._linear_of_ranks(layer, x)
+        y = self._multiply.apply(layer, in_packs(x.settled))
+        if layer.activation is GatedActivation.NONE:
+            return Value(y)
+        gate = GATES.get(layer.activation)
+        if gate is not None:
+            return Value(gated(self._device, y, gate))
+        gates, ups = y.chunk(2, dim=-1)
+        return Value(activate(gates, layer.activation.kind) * ups)
+
+    def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
+        """Return a layer of whose inputs every rank has some: parts are rounded to the dtype, and added before the bias."""
+        group, table = self._group, layer.method.table
+        assert group is not None and table is not None and not layer.activation, layer.shape
+        return Value(group.add(self._multiply.multiply(in_packs(x.settled), table), layer.method.bias))
+
+    def add(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`. Left to the norm that follows, if one does."""
+        return Value(x.settled, y.settled)
+
+    def multiply(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`."""
+        return Value(x.settled * y.settled)
+
+    def scale(self, x: Value, factor: float) -> Value:
+        """See `ForwardPass`."""
+        return Value(x.settled * factor)
+
+    def clip(self, x: Value, bound: float) -> Value:
+        """See `ForwardPass`."""
+        return Value(x.settled.clamp(-bound, bound))
+
+    def of_stage_before(self, width: int) -> Value:
+        """See `ForwardPass`."""
+        raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
+
+    def of_all_ranks(self, x: Value, kept: Kept) -> Value:
+        """See `ForwardPass`."""
+        assert self._group is not None, kept
+        self._made(kept.whole)
+        return Value(self._group.side_by_side(x.settled, kept))
+
+    def softcap(self, x: Value, cap: float) -> Value:
+        """See `ForwardPass`."""
+        return Value(torch.tanh(x.settled / cap) * cap)
+
+    def activation(self, x: Value, kind: Activation) -> Value:
+        """See `ForwardPass`."""
+        return Value(activate(x.settled, kind))
+
+    def xielu(self, x: Value, numbers: torch.Tensor) -> Value:
+        """See `ForwardPass`. With torch."""
+        return Value(xielu(x.settled, numbers))
+
+    def columns(self, x: Value, begin: int, width: int) -> Value:
+        """See `ForwardPass`."""
+        return Value(x.settled.narrow(1, begin, width))
+
+    def head_linear(self, layer: HeadLinear, x: Value) -> Value:
+        """See `ForwardPass`."""
+        self._made(layer.width)
+        return Value(self._multiply.by_head(layer, x.settled))
+
+    def join(self, x: Value, y: Value) -> Value:
+        """See `ForwardPass`."""
+        return Value(torch.cat((x.settled, y.settled), dim=1))
+
+    def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
+        """See `ForwardPass`. Every choice of a token is a row."""
+        self._made(layer.routing.chosen * layer.widest)
+        y = experts(self._device, layer, x.settled, scores.settled)
+        if not layer.is_partial:
+            return Value(y)
+        assert self._group is not None and layer.kept.is_all, (
+            "columns of every expert are divided, not experts"
+        )
+        return Value(self._group.add(y))
+
+    def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
+        """See `ForwardPass`."""
+        group, kv = self._kv.of_layer(layer)
+        rows, together = self._rows_of[group], layer.norms_with_rotation
+        cos, sin = (None, None) if layer.rope is None else self._rotations[layer.rope]
+        if layer.norms_behind:
+            q, k = (self._normed_behind(layer, x, cos, sin, x is k) for x in (q, k))
+            cos = sin = together = None
+        elif together is None:
+            q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
+            k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
+        of_norms = (None, None) if together is None else (together[0].weight, together[1].weight)
+        key_scale, value_scale = layer.kv_scales.of_layer
+        turn = Turn(
+            *of_norms,
+            0.0 if together is None else together[0].eps,
+            0.0 if together is None else together[0].offset,
+            layer.rotary_first,
+            layer.interleaved,
+            layer.temperature,
+            (key_scale, value_scale),
+        )
+        queries, keys = (in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k))
+        values = in_packs(v.settled).unflatten(1, (-1, layer.value_width))
+        queries = rope_kv(self._device, queries, keys, values, cos, sin, kv, rows, turn)
+        self.attentions.append(layer)
+        if self._backend is not None:
+            attended = self._backend.attend(queries, kv, rows, layer.window)
+        else:
+            attended = paged_attention(
+                self._device,
+                self._attention.of(layer),
+                queries,
+                kv,
+                rows,
+                layer.scale * key_scale,
+                layer.window,
+                layer.softcap or 0.0,
+                layer.alibi_slopes,
+                chunk=layer.chunk,
+                sinks=layer.sinks,
+                value_scale=value_scale,
+            )
+        return Value(attended.view(rows.num_tokens, -1))
+
+    def _normed_behind(
+        self,
+        layer: AttentionLayer,
+        x: Value,
+        cos: torch.Tensor | None,
+        sin: torch.Tensor | None,
+        of_keys: bool,
+    ) -> Value:
+        """Return heads rotated by torch, then normed."""
+        norm = layer.k_norm if of_keys else layer.q_norm
+        heads = x.settled.unflatten(1, (-1, layer.head_dim))
+        if cos is not None and sin is not None:
+            cos, sin = cos.view(len(heads), 1, -1), sin.view(len(heads), 1, -1)
+            heads = rope(heads, cos, sin, layer.rotary_first, layer.interleaved)
+        assert norm is not None, "norms behind are two"
+        return self.norm(Value(heads.flatten(1)), norm)
+
+    def causal_conv(self, layer: CausalConv, x: Value) -> Value:
+        """See `ForwardPass`."""
+        values = x.settled
+        rows, states = self._states.of(layer.state, values.dtype)
+        return Value(causal_conv(self._device, rows, states, values, layer.weight, layer.bias, layer.silu))
+
+    def selective_scan(
+        self, layer: SelectiveScan, x: Value, dt: Value, b: Value, c: Value, gate: Value
+    ) -> Value:
+        """See `ForwardPass`."""
+        rows, states = self._states.of(layer.state)
+        values = (x.settled, dt.settled, b.settled, c.settled, gate.settled)
+        return Value(selective_scan(self._device, rows, states, *values, layer.a, layer.dt_bias, layer.skip))
+
+    def head_scan(
+        self, layer: HeadScan, x: Value, dt: Value, b: Value, c: Value, gate: Value | None
+    ) -> Value:
+        """See `ForwardPass`."""
+        rows, states = self._states.of(layer.state)
+        values = (x.settled, dt.settled, b.settled, c.settled, None if gate is None else gate.settled)
+        parameters = (layer.a, layer.dt_bias, layer.skip, layer.dt_limits)
+        return Value(head_scan(self._device, rows, states, *values, *parameters))
+
+    def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
+        """See `ForwardPass`."""
+        rows, states = self._states.of(layer.state)
+        values = (q.settled, k.settled, v.settled, alpha.settled, beta.settled)
+        return Value(delta_rule(self._device, rows, states, *values, layer.a, layer.dt_bias))
+
+    def _made(self, width: int) -> None:
+        self.widest = max(self.widest, width)
+
+
+def in_packs(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, or a copy where its rows do not begin at multiples of 16 bytes: kernels read so many at once."""
+    is_apart = x.shape[0] > 1 and x.stride(0) * x.element_size() % PACK_BYTES and not x.is_contiguous()
+    if x.data_ptr() % PACK_BYTES or is_apart:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

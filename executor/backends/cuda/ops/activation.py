@@ -1,0 +1,75 @@
+"""Gated activations on the device: the reference is the second half of `quintet.executor.backends.cpu.ops.linear`."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+import torch.nn.functional as F
+
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_rows
+
+
+class Gate(Enum):
+    """What is done to the gates, by the beginning of the kernel's name."""
+
+    SILU = "silu_and_mul"
+    GELU = "gelu_and_mul"
+    """With the error function."""
+    GELU_TANH = "gelu_tanh_and_mul"
+    """Approximated with tanh."""
+
+
+_KERNELS = {
+    (gate, in_packs, dtype): Kernel(
+        "activation", f"{gate.value}{'' if in_packs else '_single'}_{suffix}", "plpi"
+    )
+    for gate in Gate
+    for in_packs in (True, False)
+    for dtype, suffix in SUFFIXES.items()
+}
+
+
+def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:
+    """Return ``gate(first half) * second half`` of each row, the gate rounded to the dtype."""
+    gates, ups = x.chunk(2, dim=-1)
+    if gate is Gate.SILU:
+        return F.silu(gates).mul_(ups)
+    return F.gelu(gates, approximate="tanh" if gate is Gate.GELU_TANH else "none").mul_(ups)
+
+
+def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `gated_reference`, up to the last bit of the gate where the exponential rounds otherwise.
+
+    x: ``[num_rows, 2 * width]`` in bf16, fp16 or fp32, rows contiguous; out: ``[num_rows, width]`` without gaps. A row's
+    bits depend on the row alone.
+    """
+    num_rows, width = x.shape[0], x.shape[1] // 2
+    if out is None:
+        out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    if device.checks_arguments:
+        _check(x, out)
+    pack = PACK_BYTES // x.element_size()
+    in_packs = width % pack == 0
+    pieces = width // pack if in_packs else width
+    if num_rows and width:
+        device.launch(
+            _KERNELS[gate, in_packs, x.dtype],
+            (num_rows, -(-pieces // 256), 1),
+            (256, 1, 1),
+            (x, x.stride(0), out, width),
+        )
+    return out
+
+
+def _check(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Raise `ValueError` that names the tensor."""
+    check_rows("x", x, x)
+    if x.shape[1] % 2:
+        raise ValueError(f"x: expected rows of two halves, got {list(x.shape)}")
+    check_rows("out", out, x, (x.shape[0], x.shape[1] // 2))
+    if not out.is_contiguous():
+        raise ValueError(
+            f"out: expected no gaps between rows, got strides {out.stride()} of {list(out.shape)}"
+        )

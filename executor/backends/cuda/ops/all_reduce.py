@@ -1,0 +1,57 @@
+"""Sums over ranks on the device: of a layer of whose inputs each rank has some."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, check_vector, describe, number_format
+from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, pieces_of
+
+
+def all_reduce_reference(parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what every rank gets: parts added as a tree in fp32, neighbours first, then the bias; rounded once."""
+    sums = [part.float() for part in parts]
+    while len(sums) > 1:
+        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    total = sums[0] if bias is None else sums[0] + bias.float()
+    return total.to(parts[0].dtype)
+
+
+def all_reduce(
+    device: Device,
+    peers: Peers,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the sum of all ranks' ``x [rows, width]``, plus the bias: the same bits at every rank.
+
+    bf16, fp16 or fp32; x and out without gaps, at a multiple of 16 bytes; bias: ``[width]``. ``out`` may be ``x``. A number's
+    bits depend on the ranks' numbers alone, neither on how many there are nor on its place among them.
+    """
+    out = torch.empty_like(x) if out is None else out
+    for name, rows in (("x", x), ("out", out)):
+        fits = rows.shape == x.shape and rows.dtype == x.dtype and rows.is_contiguous()
+        if not fits or rows.ndim != 2 or rows.data_ptr() % PACK_BYTES:
+            raise ValueError(
+                f"{name}: expected contiguous {x.dtype}{list(x.shape)} at a multiple of {PACK_BYTES} bytes, got {describe(rows)}"
+            )
+    if bias is not None:
+        check_vector("bias", bias, x)
+    if not x.numel():
+        return out
+    width, pack = x.shape[1], PACK_BYTES // x.element_size()
+    numbers = pack if width % pack == 0 else 1  # a unit's
+    blocks, piece = pieces_of(x.numel() // numbers, numbers * x.element_size())
+    variant = "" if numbers > 1 else "single_"
+    name = f"all_reduce_{peers.size}_{variant}{number_format(x)}"
+    device.launch(
+        Kernel("all_reduce", name, f"{EXCHANGE}ppplii"),
+        (blocks, 1, 1),
+        (THREADS, 1, 1),
+        (*peers.arguments, x, bias, out, x.numel(), width, piece * numbers),
+    )
+    return out

@@ -1,0 +1,116 @@
+"""Log-probabilities on the device with ``csrc/cuda/sampling_entries.cu``.
+
+The reference is `quintet.executor.sampling.logprob_entries`, which also sorts where more is asked for than kernels find.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.logit_tiles import (
+    SUFFIXES,
+    check_column,
+    check_logits,
+    num_tiles,
+    scan_tiles,
+)
+from quintet.executor.memory import to_device
+from quintet.executor.ragged import Int
+from quintet.executor.sampling.logprob_entries import Entries
+from quintet.executor.sampling.logprob_entries import entries as entries_with_torch
+
+REPORT = {
+    dtype: Kernel("sampling_entries", f"report_{suffix}", "plippppipppp")
+    for dtype, suffix in SUFFIXES.items()
+}
+THREADS = 512
+SHARED_BYTES_PER_TILE = 8
+"""Of dynamic shared memory: a maximum and a count."""
+MAX_TOP = 64
+"""Most likely tokens that the kernel finds; whoever wants more waits for torch to sort."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEntries:
+    """See `Entries`; on the device, in one piece of memory, so that one copy brings it to the host."""
+
+    memory: torch.Tensor
+    """uint8: normalizers, ids, values, ranks."""
+    num_rows: int
+    num_top: int
+
+    @classmethod
+    def reserve(cls, num_rows: int, num_top: int, where: torch.device) -> DeviceEntries:
+        """Return room for the entries of so many rows."""
+        size = num_rows * (8 + 8 * (1 + num_top) + 4)
+        return cls(torch.empty(size, dtype=torch.uint8, device=where), num_rows, num_top)
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return views: normalizers float64[n], ids int32 and values float32 ``[n, 1 + num_top]``, ranks int32[n]."""
+        count, cells = self.num_rows, self.num_rows * (1 + self.num_top)
+        ends = np.cumsum([8 * count, 4 * cells, 4 * cells]).tolist()
+        return (
+            self.memory[: ends[0]].view(torch.float64),
+            self.memory[ends[0] : ends[1]].view(torch.int32).view(count, -1),
+            self.memory[ends[1] : ends[2]].view(torch.float32).view(count, -1),
+            self.memory[ends[2] :].view(torch.int32),
+        )
+
+
+def entries(
+    device: Device, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: torch.Tensor | None = None
+) -> DeviceEntries:
+    """Report on n rows of ``logits [S, vocab]`` (bf16, fp16 or fp32), at least one.
+
+    own: int32[n], the tokens asked about; num_top: at most `MAX_TOP` and at most the vocabulary; rows: int32[n] or None
+    for the first n. Among equals the lower id comes first; a row with a NaN or an infinite maximum gives NaN and the
+    first ids. What is reported of a row depends on the row alone. Two launches.
+    """
+    count = len(own)
+    check_logits(logits)
+    check_column("own", own, count, logits)
+    check_column("rows", rows, count, logits)
+    if rows is None and count > len(logits):
+        raise ValueError(f"own is of {count} rows; logits have {len(logits)}, and rows is None")
+    if not 0 <= num_top <= min(MAX_TOP, logits.shape[1]):
+        raise ValueError(
+            f"num_top is {num_top}; expected at most {MAX_TOP} and at most the vocabulary, {logits.shape[1]}"
+        )
+    found = DeviceEntries.reserve(count, num_top, logits.device)
+    normalizers, ids, values, ranks = found.columns()
+    maxima, sums = scan_tiles(device, logits, rows, None, None, count, 1.0, None)
+    device.launch(
+        REPORT[logits.dtype],
+        (count, 1, 1),
+        (THREADS, 1, 1),
+        (
+            *(logits, logits.stride(0), logits.shape[1], rows, own),
+            *(maxima, sums, num_top, ids, values, ranks, normalizers),
+        ),
+        shared_bytes=SHARED_BYTES_PER_TILE * num_tiles(logits.shape[1]),
+    )
+    return found
+
+
+class DeviceReport:
+    """The sampler's `quintet.executor.sampling.ops.ReportEntries`."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+
+    def __call__(
+        self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
+    ) -> Entries:
+        """See `quintet.executor.sampling.logprob_entries`. Waits for the device, as what it returns is on the host."""
+        count = len(own)
+        if not count or num_top > min(MAX_TOP, logits.shape[1]):
+            return entries_with_torch(logits, own, num_top, rows)
+        there = None if rows is None else to_device(rows.astype(np.int32), logits.device)
+        found = entries(self._device, logits, own.to(torch.int32).contiguous(), num_top, there)
+        here = DeviceEntries(found.memory.cpu(), count, num_top)
+        normalizers, ids, values, ranks = (column.numpy() for column in here.columns())
+        return Entries(ids, values, ranks, normalizers)

@@ -1,0 +1,116 @@
+"""Rows in groups, each multiplied by a weight of its own: experts, and matrices by head. ``csrc/cuda/linear.cu``.
+
+Which rows a group has is known on the device alone: a launch has blocks for as many tiles as there can be, and those without rows
+return at once. The bits of a row are those of `quintet.executor.backends.cuda.ops.linear.matmul` for that row and its
+group's weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.linear import (
+    SUFFIXES,
+    OperandError,
+    Tile,
+    choose_tile,
+    chunk_units,
+    tiles_of,
+)
+
+
+def grouped_matmul_reference(
+    x: torch.Tensor, ends: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `grouped_matmul`, group by group."""
+    begin, parts = 0, []
+    for group, end in enumerate(ends.tolist()):
+        y = x[begin:end].float() @ weight[group].float().t()
+        parts.append((y if bias is None else y + bias[group].float()).to(x.dtype))
+        begin = end
+    return torch.cat(parts)
+
+
+def tile_of(num_rows: int, num_groups: int, dtype: torch.dtype, max_shared_bytes: int) -> Tile:
+    """Return the tile for so many rows, were all groups to have as many. All give the same bits."""
+    return choose_tile(-(-num_rows // num_groups), tiles_of(dtype), max_shared_bytes)
+
+
+def tiles_of_groups(ends: torch.Tensor, num_rows: int, tile_rows: int) -> torch.Tensor:
+    """Return where tiles begin: int32 ``[3, most tiles there can be]``, a tile's group or -1, its first row, its group's end.
+
+    ends: int64 ``[groups]``, ascending, the last of them ``num_rows``.
+    """
+    num_groups = len(ends)
+    begins = torch.cat((ends.new_zeros(1), ends[:-1]))
+    last = torch.cumsum((ends - begins + tile_rows - 1) // tile_rows, 0)  # tiles up to each group's last
+    index = torch.arange(num_rows // tile_rows + min(num_rows, num_groups), device=ends.device)
+    group = torch.searchsorted(last, index, right=True)
+    owner = group.clamp(max=num_groups - 1)
+    before = torch.where(owner > 0, last[(owner - 1).clamp(min=0)], 0)
+    first = begins[owner] + (index - before) * tile_rows
+    return torch.stack((torch.where(group < num_groups, group, -1), first, ends[owner])).int()
+
+
+def grouped_matmul(
+    device: Device,
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    tile: Tile,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``x[row] @ weight[group of row].T + bias[group of row]`` ``[num_rows, columns]``.
+
+    x: ``[num_rows, depth]``, the groups one behind the other; tiles: what `tiles_of_groups` returns for ``tile``; weight:
+    ``[groups, columns, depth]``; bias: ``[groups, columns]``. depth is a multiple of 16 bytes.
+    """
+    num_rows, depth = x.shape
+    columns = weight.shape[1]
+    out = x.new_empty(num_rows, columns)
+    if weight.ndim != 3 or not weight.is_contiguous() or weight.shape[2] != depth or weight.dtype != x.dtype:
+        raise OperandError(
+            f"weight: {weight.dtype}{list(weight.shape)}; expected contiguous {x.dtype}[groups, columns, {depth}]"
+        )
+    if depth * x.dtype.itemsize % 16 or not x.is_contiguous() or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        raise OperandError(
+            f"x: {list(x.shape)} of {x.dtype}; kernels read 16 bytes at a time: rows without gaps of a multiple of"
+            f" {16 // x.dtype.itemsize} numbers"
+        )
+    if bias is not None and (
+        bias.shape != weight.shape[:2] or not bias.is_contiguous() or bias.dtype != x.dtype
+    ):
+        raise OperandError(
+            f"bias: {bias.dtype}{list(bias.shape)}; expected contiguous {x.dtype}{list(weight.shape[:2])}"
+        )
+    if tiles.dtype != torch.int32 or tiles.ndim != 2 or len(tiles) != 3 or not tiles.is_contiguous():
+        raise OperandError(
+            f"tiles: {tiles.dtype}{list(tiles.shape)}; expected contiguous torch.int32[3, tiles]"
+        )
+    if num_rows and columns:
+        num_tiles = tiles.shape[1]
+        device.launch(
+            Kernel("linear", f"linear_groups_{tile.rows}x{tile.columns}_{SUFFIXES[x.dtype]}", "pppppiiilli"),
+            (num_tiles * -(-columns // tile.columns), 1, 1),
+            (tile.threads, 1, 1),
+            (
+                *(x, weight, bias, out, tiles, num_tiles, columns, depth, x.stride(0), out.stride(0)),
+                chunk_units(depth, x.dtype),
+            ),
+            tile.shared_bytes,
+        )
+    return out
+
+
+def head_matmul(device: Device, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return each head's columns of ``x [num_rows, heads * depth]`` through its own matrix: ``[num_rows, heads * columns]``.
+
+    weight: ``[heads, columns, depth]``.
+    """
+    heads, num_rows = len(weight), len(x)
+    by_head = x.unflatten(1, (heads, -1)).transpose(0, 1).reshape(heads * num_rows, -1)
+    tile = tile_of(len(by_head), heads, x.dtype, device.max_shared_bytes)
+    ends = torch.arange(1, heads + 1, device=x.device) * num_rows
+    y = grouped_matmul(device, by_head, tiles_of_groups(ends, len(by_head), tile.rows), tile, weight)
+    return y.view(heads, num_rows, -1).transpose(0, 1).flatten(1)

@@ -1,0 +1,189 @@
+"""Norms of rows on the device: RMS norm and layer norm, each also fused with the addition to the residual stream.
+
+The references are `quintet.executor.backends.cpu.ops.rms_norm` and ``F.layer_norm``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_rows, check_vector
+
+REGISTER_PACKS = 512
+"""Packs of 16 bytes that a block of 256 threads keeps in registers, two each; rows of more go to blocks of 1024."""
+
+_THREADS = {"": 256, "_wide": 1024, "_single": 256}
+_RMS_NORMS, _LAYER_NORMS = (
+    {
+        (variant, dtype): Kernel("norm", f"{name}{variant}_{suffix}", kinds)
+        for variant in _THREADS
+        for dtype, suffix in SUFFIXES.items()
+    }
+    for name, kinds in (("rms_norm", "plplpppiffi"), ("layer_norm", "plplppppif"))
+)
+
+
+def rms_norm(
+    device: Device,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None = None,
+    *,
+    offset: float = 0.0,
+    rounds_once: bool = False,
+) -> torch.Tensor:
+    """Return `quintet.executor.backends.cpu.ops.rms_norm` of each row.
+
+    x: ``[num_rows, width]`` in bf16, fp16 or fp32, rows contiguous; weight: ``[width]``, the same dtype; out: like ``x``
+    without gaps between rows, and may be ``x`` itself. A row's bits depend on the row alone.
+    """
+    return _rms_norm(device, x, None, None, weight, eps, out, offset, rounds_once)
+
+
+def add_rms_norm(
+    device: Device,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+    *,
+    offset: float = 0.0,
+    rounds_once: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``residual + x``, rounded to the dtype, and `rms_norm` of it.
+
+    total: where the sum goes, without gaps between rows; it may be ``x`` or ``residual``. ``out`` may be ``x``, unless that is
+    ``total``.
+    """
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
+    return total, _rms_norm(device, x, residual, total, weight, eps, out, offset, rounds_once)
+
+
+def layer_norm(
+    device: Device,
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return ``F.layer_norm`` of each row (Ba, Kiros and Hinton, "Layer normalization", 2016), in fp32, rounded once.
+
+    Shapes as in `rms_norm`; bias: like ``weight``. A row's bits depend on the row alone.
+    """
+    return _layer_norm(device, x, None, None, weight, bias, eps, out)
+
+
+def add_layer_norm(
+    device: Device,
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``residual + x``, rounded to the dtype, and `layer_norm` of it; ``total`` as in `add_rms_norm`."""
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
+    return total, _layer_norm(device, x, residual, total, weight, bias, eps, out)
+
+
+def _rms_norm(
+    device: Device,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None,
+    offset: float,
+    rounds_once: bool,
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    if device.checks_arguments:
+        _check(x, residual, total, out, weight=weight)
+    variant = _variant(x)
+    stride = 0 if residual is None else residual.stride(0)
+    num_rows = x.shape[0]
+    if num_rows:
+        device.launch(
+            _RMS_NORMS[variant, x.dtype],
+            (num_rows, 1, 1),
+            (_THREADS[variant], 1, 1),
+            (
+                x,
+                x.stride(0),
+                residual,
+                stride,
+                total,
+                weight,
+                out,
+                x.shape[1],
+                eps,
+                offset,
+                int(rounds_once or offset != 0.0),
+            ),
+        )
+    return out
+
+
+def _layer_norm(
+    device: Device,
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    out: torch.Tensor | None,
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+    if device.checks_arguments:
+        _check(x, residual, total, out, weight=weight, bias=bias)
+    variant = _variant(x)
+    stride = 0 if residual is None else residual.stride(0)
+    num_rows = x.shape[0]
+    if num_rows:
+        device.launch(
+            _LAYER_NORMS[variant, x.dtype],
+            (num_rows, 1, 1),
+            (_THREADS[variant], 1, 1),
+            (x, x.stride(0), residual, stride, total, weight, bias, out, x.shape[1], eps),
+        )
+    return out
+
+
+def _check(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    total: torch.Tensor | None,
+    out: torch.Tensor,
+    **vectors: torch.Tensor | None,
+) -> None:
+    check_rows("x", x, x)
+    for name, vector in vectors.items():
+        if vector is not None:
+            check_vector(name, vector, x)
+    if residual is not None:
+        check_rows("residual", residual, x, x.shape)
+    for name, rows in (("total", total), ("out", out)):
+        if rows is None:
+            continue
+        check_rows(name, rows, x, x.shape)
+        if not rows.is_contiguous():
+            raise ValueError(
+                f"{name}: expected no gaps between rows, got strides {rows.stride()} of {list(rows.shape)}"
+            )
+
+
+def _variant(x: torch.Tensor) -> str:
+    """Choose by the rows' width alone: so the order of sums does not depend on the batch."""
+    pack = PACK_BYTES // x.element_size()
+    if x.shape[1] % pack:
+        return "_single"
+    return "_wide" if x.shape[1] // pack > REGISTER_PACKS else ""

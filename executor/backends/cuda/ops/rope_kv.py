@@ -1,0 +1,269 @@
+"""Norm and rotation of queries and keys, and the write of keys and values into the paged cache, in one launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.backends.cpu.ops.rms_norm import rms_norm
+from quintet.executor.backends.cpu.ops.rope_kv_write import rope, temperatures
+from quintet.executor.backends.cuda.device import Device, Kernel
+from quintet.executor.backends.cuda.ops.formats import (
+    PACK_BYTES,
+    SUFFIXES,
+    Planes,
+    are_in_keys,
+    check_planes,
+    check_vector,
+    describe,
+    number_format,
+)
+from quintet.executor.backends.cuda.rows import StepRows
+from quintet.executor.model_config.spec import Temperature
+
+THREADS = 128
+MAX_SINGLE_LANES, MAX_SINGLE_ITEMS = 32, 8
+MAX_HEAD_DIM = 576
+FP8_MAX = 448.0
+
+_KERNELS = {
+    (in_packs, dtype, is_fp8): Kernel(
+        "rope_kv",
+        f"rope_kv{'' if in_packs else '_single'}_{suffix}{'_fp8kv' if is_fp8 else ''}",
+        "plplplplppppfppiiiiilliiff",
+    )
+    for in_packs in (True, False)
+    for dtype, suffix in SUFFIXES.items()
+    for is_fp8 in (False, True)
+}
+_PLAIN_KERNELS = {
+    (dtype, is_fp8): Kernel(
+        "rope_kv_plain",
+        f"rope_kv_plain_{suffix}{'_fp8kv' if is_fp8 else ''}",
+        "plplplpppppffppppiiiiiiilifiiiff",
+    )
+    for dtype, suffix in SUFFIXES.items()
+    for is_fp8 in (False, True)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What becomes of a query's or key's head besides the rotation of its first numbers."""
+
+    q_norm: torch.Tensor | None = None
+    """``[head_dim]``; both norms or neither."""
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+    norm_offset: float = 0.0
+    """Added to the norms' weights."""
+    rotary_first: int = 0
+    """From which number on it is rotated."""
+    interleaved: bool = False
+    """Whether neighbours are pairs."""
+    temperature: Temperature | None = None
+    """Of queries."""
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    """What keys and values are divided by before they are rounded to fp8."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether the kernels that hold a head in registers do it."""
+        unusual = self.norm_offset or self.rotary_first or self.interleaved or self.temperature
+        return not unusual
+
+
+USUAL = Turn()
+
+
+def rope_kv_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv: Planes,
+    rows: StepRows,
+    turn: Turn = USUAL,
+) -> torch.Tensor:
+    """Return the queries and write ``kv`` as `rope_kv` does, with torch."""
+    assert rows.kv_rows is not None
+    if turn.q_norm is not None and turn.k_norm is not None:
+        q = rms_norm(q, turn.q_norm, turn.eps, turn.norm_offset)
+        k = rms_norm(k, turn.k_norm, turn.eps, turn.norm_offset)
+    if cos is not None and sin is not None:
+        angles = (part.view(len(q), 1, cos.shape[-1]) for part in (cos, sin))
+        cos, sin = angles
+        q, k = (rope(heads, cos, sin, turn.rotary_first, turn.interleaved) for heads in (q, k))
+    if turn.temperature is not None:
+        q = (q * temperatures(turn.temperature, rows.positions.clamp(min=0))[:, None, None]).to(q.dtype)
+    block_size = kv[0].shape[2]
+    real = (rows.kv_rows >= 0).nonzero().squeeze(1)
+    at = rows.kv_rows[real].long()
+    for plane, heads, scale in zip(kv, (k, v), turn.kv_scales, strict=True):
+        is_fp8 = plane.dtype == torch.float8_e4m3fn
+        bits = torch.uint8 if is_fp8 else plane.dtype  # torch does not index fp8
+        # torch makes NaN of what is larger than the format holds
+        written = (heads[real].float() / scale).clamp(-FP8_MAX, FP8_MAX) if is_fp8 else heads[real]
+        plane.view(bits)[at // block_size, :, at % block_size] = written.to(plane.dtype).view(bits)
+    return torch.where((rows.kv_rows >= 0)[:, None, None], q, torch.zeros_like(q))
+
+
+def rope_kv(
+    device: Device,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    kv: Planes,
+    rows: StepRows,
+    turn: Turn = USUAL,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the rotated queries ``[num_tokens, num_heads, head_dim]`` and write keys and values into ``kv``.
+
+    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_dim]``; a token's heads side
+    by side, tokens may lie apart: they may be views of one tensor.
+    cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as
+    `quintet.executor.models.layers.rope` makes them; only the first half is read, as the second is the same. None: no rotation.
+    kv: keys and values, of the same dtype, or float8_e4m3fn: of what the turn's scales divide, saturating at 448.
+    Values that are what keys begin with are not written by themselves.
+    out: like ``q``, and may be ``q`` where the turn is usual.
+
+    Padding tokens write no KV; their queries are zeros. Bits equal the reference's in bf16 and fp16 (products of two such
+    numbers are exact in fp32), except that the mean of a norm is summed in another order and may round otherwise; in
+    fp32 the last product and sum are fused here. A token's bits depend on the token alone.
+    """
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    rotary_dim = 0 if cos is None else cos.shape[-1]
+    if device.checks_arguments:
+        _check(q, k, v, (cos, sin), kv, rows, turn, out)
+    if not (num_tokens := q.shape[0]):
+        return out
+    keys, values = kv
+    heads = (q, q.stride(0), k, k.stride(0), v, v.stride(0), out)
+    norms = (turn.q_norm, turn.k_norm, turn.eps)
+    num_heads, (num_kv_heads, head_dim), value_dim = q.shape[1], k.shape[1:], v.shape[2]
+    in_keys, is_fp8 = are_in_keys(keys, values), keys.dtype == torch.float8_e4m3fn
+    num_all = num_heads + (1 if in_keys else 2) * num_kv_heads
+    variant = _variant(PACK_BYTES // q.element_size(), head_dim, rotary_dim)
+    if variant is not None and turn.is_usual and head_dim == value_dim and not in_keys:
+        in_packs, lanes = variant
+        plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
+        device.launch(
+            _KERNELS[in_packs, q.dtype, is_fp8],
+            (-(-num_tokens * num_all * lanes // THREADS), 1, 1),
+            (THREADS, 1, 1),
+            (
+                *(*heads, out.stride(0), cos, sin, *norms, keys, rows.kv_rows),
+                *(num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim),
+                *(plane, keys.stride(0), rows.block_size, lanes, *turn.kv_scales),
+            ),
+        )
+        return out
+    grown = turn.temperature or Temperature(0.0, 1)
+    device.launch(
+        _PLAIN_KERNELS[q.dtype, is_fp8],
+        (num_tokens, num_all, 1),
+        (THREADS, 1, 1),
+        (
+            *(*heads, cos, sin, *norms, turn.norm_offset, keys, values, rows.kv_rows, rows.positions),
+            *(num_heads, num_kv_heads, head_dim, value_dim),
+            *(rotary_dim, turn.rotary_first, int(turn.interleaved), keys.stride(0), rows.block_size),
+            *(grown.growth, grown.period, grown.shift, int(not grown.whole), *turn.kv_scales),
+        ),
+    )
+    return out
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    angles: tuple[torch.Tensor | None, torch.Tensor | None],
+    kv: Planes,
+    rows: StepRows,
+    turn: Turn,
+    out: torch.Tensor,
+) -> None:
+    """Raise `ValueError` that names the tensor: a kernel would read or write other memory."""
+    number_format(q)
+    keys, values = kv
+    if any(plane.ndim != 4 or plane.dtype not in (q.dtype, torch.float8_e4m3fn) for plane in (keys, values)):
+        raise ValueError(
+            f"kv: expected {q.dtype} or torch.float8_e4m3fn, [num_blocks, num_kv_heads, block_size, numbers of a head] each,"
+            f" got {describe(keys)} and {describe(values)}"
+        )
+    _, num_kv_heads, block_size, head_dim = keys.shape
+    value_dim, num_heads = values.shape[3], q.shape[1] if q.ndim == 3 else 0
+    check_planes(kv, keys.dtype, (num_kv_heads, block_size), (head_dim, value_dim))
+    for name, heads, shape in (
+        ("q", q, (num_heads, head_dim)),
+        ("k", k, (num_kv_heads, head_dim)),
+        ("v", v, (num_kv_heads, value_dim)),
+    ):
+        _check_side_by_side(name, heads, q.dtype, (len(q), *shape))
+    _check_tables(q, *angles, turn.rotary_first)
+    if rows.kv_rows is None or rows.num_tokens != len(q) or rows.block_size != block_size:
+        raise ValueError(
+            f"rows: expected kv_rows of {len(q)} tokens in blocks of {block_size}, got {rows.num_tokens} in"
+            f" blocks of {rows.block_size}, {'without' if rows.kv_rows is None else 'with'} kv_rows"
+        )
+    if (turn.q_norm is None) != (turn.k_norm is None):
+        raise ValueError("q_norm and k_norm: expected both or neither, got one")
+    for name, weight in (("q_norm", turn.q_norm), ("k_norm", turn.k_norm)):
+        if weight is not None:
+            check_vector(name, weight, q)
+    _check_side_by_side("out", out, q.dtype, q.shape)
+    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+        raise ValueError(f"heads: expected at most {MAX_HEAD_DIM} numbers, got {head_dim} and {value_dim}")
+    if not turn.is_usual and not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous where the turn is unusual, got {describe(out)}")
+
+
+def _check_side_by_side(
+    name: str, heads: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | torch.Size
+) -> None:
+    fits = tuple(heads.shape) == tuple(shape) and heads.dtype == dtype
+    side_by_side = fits and heads.stride()[1:] == (shape[2], 1)
+    row_bytes = heads.stride(0) * heads.element_size() if len(heads) > 1 else 0
+    packs = shape[2] * heads.element_size() % PACK_BYTES == 0
+    if not side_by_side or (packs and (heads.data_ptr() % PACK_BYTES or row_bytes % PACK_BYTES)):
+        raise ValueError(
+            f"{name}: expected {dtype}{list(shape)}, a token's heads side by side, tokens at multiples of {PACK_BYTES} bytes,"
+            f" got {describe(heads)}"
+        )
+
+
+def _check_tables(q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor | None, first: int) -> None:
+    if cos is None or sin is None:
+        if cos is not sin:
+            raise ValueError("cos and sin: expected both or neither, got one")
+        return
+    rotary_dim = cos.shape[-1]
+    for name, table in (("cos", cos), ("sin", sin)):
+        fits = table.numel() == len(q) * rotary_dim and table.is_contiguous()
+        if not fits or table.dtype != q.dtype or table.data_ptr() % PACK_BYTES:
+            raise ValueError(
+                f"{name}: expected contiguous {q.dtype}[{len(q)}, rotary_dim], got {describe(table)}"
+            )
+    if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2] - first:
+        raise ValueError(
+            f"rotary_dim: expected an even number up to {q.shape[2]} less {first}, got {rotary_dim}"
+        )
+
+
+def _variant(pack: int, head_dim: int, rotary_dim: int) -> tuple[bool, int] | None:
+    """Return whether a head is taken in packs of so many numbers, and how many lanes own it: by its shape alone.
+
+    None where it is too wide for the registers of a warp.
+    """
+    half, rest = rotary_dim // 2, head_dim - rotary_dim
+    if half % pack == 0 and rest % pack == 0:
+        items = half // pack + -(-rest // (2 * pack))
+        if items <= MAX_SINGLE_LANES:
+            return True, 1 << (items - 1).bit_length()
+    items = half + -(-rest // 2)
+    return None if items > MAX_SINGLE_LANES * MAX_SINGLE_ITEMS else (False, MAX_SINGLE_LANES)

@@ -1,0 +1,261 @@
+"""From a plan to the device: one buffer of words that the host packs and copies, and the kernels that spread it.
+
+The order of the buffer's sections is written twice and nowhere else: in `pack_staging` and in ``csrc/cuda/tables.cu``.
+Pairs of blocks to swap and copy ride along behind them, for `quintet.executor.backends.cuda.ops.blocks` to read where
+`PackedPlan` says.
+
+The core never names a place of the block table twice in a plan today, but the contract lets it, and the last one counts.
+Kernels write in no order, so the host drops the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from quintet.executor.backends.cuda.device import Argument, Device, Kernel
+from quintet.executor.backends.cuda.rows import SampledRows, StepRows
+from quintet.executor.backends.cuda.tables import DeviceTables
+from quintet.executor.sampling.settings import RECORD, settings_of
+from quintet.wire.step import NewRow, StepPlan
+
+Words = NDArray[np.int32]
+
+HEADER_WORDS = 16
+RECORD_WORDS = RECORD.itemsize // 4
+NOTHING = np.zeros(0, np.int32)
+NOBODY_NEW: tuple[Words, ...] = (np.zeros(1, np.int32),)
+"""The sections of new rows when there are none: where the tokens of the first would begin."""
+
+_TABLES, _ROWS = "pplpliilpp", "ppppippppplipppi"
+APPLY_PLAN = Kernel("tables", "apply_plan", _TABLES + _ROWS)
+APPLY_DELTAS = Kernel("tables", "apply_deltas", _TABLES)
+FILL_ROWS = Kernel("tables", "fill_rows", _TABLES + _ROWS)
+SCATTER_TOKENS = Kernel("tables", "scatter_tokens", "ppppli")
+
+ONE_BLOCK_TOKENS = 1024
+"""Up to here one block of 512 threads fills a step's tokens sooner than a second kernel starts."""
+
+DELTA_BLOCKS = 32
+"""The host knows how many deltas there are, but a captured launch must not depend on it: enough for a long prompt."""
+
+
+class PlanOutsideTables(ValueError):
+    """A plan names a slot, position or block that the device's tables do not have; writing it would hit other memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagingLayout:
+    """The sizes that a plan's indexes must keep to, and how many words a plan takes."""
+
+    max_num_seqs: int
+    token_columns: int
+    """Of the token table: ``max_model_len + 1``."""
+    block_columns: int
+    """Of the block table."""
+    num_blocks: int
+    """Blocks of a layer's KV memory."""
+    num_host_blocks: int = 0
+    """Blocks of host memory that they may be swapped with."""
+    num_groups: int = 1
+    """Of layers: tables that a slot has."""
+
+    @classmethod
+    def of(cls, tables: DeviceTables, num_blocks: int, num_host_blocks: int = 0) -> StagingLayout:
+        """Return the layout for plans of these tables."""
+        max_num_seqs, token_columns = tables.token_ids.shape
+        num_groups, _, block_columns = tables.block_table.shape
+        return cls(max_num_seqs, token_columns, block_columns, num_blocks, num_host_blocks, num_groups)
+
+    def num_words(self, plan: StepPlan) -> int:
+        """Return at most how many words the plan takes in a staging buffer."""
+        num_rows, num_new = len(plan.samples), len(plan.new_rows)
+        columns = len(plan.slots) + len(plan.starts) + len(plan.counts) + len(plan.blocks)
+        pairs = len(plan.swaps_out) + len(plan.swaps_in) + len(plan.copies)
+        tokens = sum(len(row.token_ids) for row in plan.new_rows)
+        return (
+            HEADER_WORDS + (columns + pairs + tokens) // 4 + 4 * num_rows + (3 + RECORD_WORDS) * num_new + 2
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PackedPlan:
+    """What was packed: the sizes that choose padded ones, and how much of the buffer to copy."""
+
+    num_rows: int
+    num_tokens: int
+    max_count: int
+    num_sampled: int
+    num_words: int
+    swaps_out: slice
+    """Words of the buffer with pairs ``from block, to block``: copies to host memory, which come first;"""
+    swaps_in: slice
+    """from host memory, which come second;"""
+    copies: slice
+    """and within the device's, before the step computes."""
+
+
+def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPlan:
+    """Write the plan into ``into``, which `StagingLayout.num_words` says the size of; raise `PlanOutsideTables`.
+
+    Loops over new rows only, and does for deltas only what those there are need: most steps have few or none.
+    """
+    slots, starts, counts = (
+        np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
+    )
+    ends = starts + counts
+    _check_inside("slot", slots, layout.max_num_seqs)
+    _check_inside("last position", ends, layout.token_columns)
+    num_rows = len(slots)
+    offsets = np.zeros(num_rows + 1, np.int32)
+    counts.cumsum(out=offsets[1:])
+    sampled = slots, ends, offsets[1:] - 1
+    sampling = np.frombuffer(plan.samples, np.bool_)
+    num_sampled = int(np.count_nonzero(sampling))
+    if num_sampled < num_rows:
+        sampled = slots[sampling], ends[sampling], sampled[2][sampling]
+
+    entries = _table_entries(plan.blocks, layout) if plan.blocks else NOTHING
+    new_rows, num_new_rows, num_new_tokens = NOBODY_NEW, 0, 0
+    if plan.new_rows:
+        new_rows, num_new_rows, num_new_tokens = _new_rows(plan.new_rows, layout)
+    copies = np.frombuffer(plan.copies, np.int32)
+    _check_inside("block to copy", copies, layout.num_blocks)
+    swaps_out = swaps_in = NOTHING
+    if plan.swaps_out or plan.swaps_in:
+        swaps_out = _swaps(plan.swaps_out, layout).reshape(-1)
+        # The wire names the device's block first in both directions; kernels are told from where, then where to.
+        swaps_in = _swaps(plan.swaps_in, layout)[:, ::-1].reshape(-1)
+
+    header = np.zeros(HEADER_WORDS, np.int32)
+    num_tokens = int(offsets[-1])
+    header[:6] = num_rows, num_tokens, num_sampled, len(entries) // 3, num_new_rows, num_new_tokens
+    sections = (
+        *(header, slots, starts, counts, offsets, *sampled),
+        *(entries, *new_rows, swaps_out, swaps_in, copies),
+    )
+    needed = sum(map(len, sections))
+    if needed > len(into):
+        raise ValueError(f"the plan takes {needed} words of staging; the buffer has {len(into)}")
+    np.concatenate(sections, out=into[:needed])
+    copies_at = needed - len(copies)
+    swaps_in_at = copies_at - len(swaps_in)
+    return PackedPlan(
+        num_rows=num_rows,
+        num_tokens=num_tokens,
+        max_count=int(counts.max(initial=0)),
+        num_sampled=num_sampled,
+        num_words=needed,
+        swaps_out=slice(swaps_in_at - len(swaps_out), swaps_in_at),
+        swaps_in=slice(swaps_in_at, copies_at),
+        copies=slice(copies_at, needed),
+    )
+
+
+def _table_entries(blocks: bytes, layout: StagingLayout) -> Words:
+    """Return triples ``row, position, block``, one after the other, without those that a later one replaces.
+
+    A row is a slot's of a group: the block tables of all groups lie one behind the other.
+    """
+    named = np.frombuffer(blocks, np.int32).reshape(-1, 4)
+    limits = (layout.max_num_seqs, layout.num_groups, layout.block_columns, layout.num_blocks)
+    if (named.view(np.uint32) >= np.array(limits, np.uint32)).any():
+        names = ("slot of a block", "group of a block", "index in a block table", "block")
+        for name, column, limit in zip(names, named.T, limits, strict=True):
+            _check_inside(name, column, limit)
+    rows = named[:, 1] * layout.max_num_seqs + named[:, 0]
+    entries = np.column_stack((rows, named[:, 2:]))
+    places = (rows.astype(np.int64) << 32) | entries[:, 1]
+    if len(set(places.tolist())) < len(places):
+        order = np.argsort(places, kind="stable")
+        ordered = places[order]
+        entries = entries[order[np.append(ordered[1:] != ordered[:-1], True)]]
+    return entries.reshape(-1)
+
+
+def _new_rows(rows: Sequence[NewRow], layout: StagingLayout) -> tuple[tuple[Words, ...], int, int]:
+    """Return the sections of new rows, the last of each slot, how many rows there are, and how many tokens they have."""
+    rows = list({row.slot: row for row in rows}.values())
+    tokens = [np.frombuffer(row.token_ids, np.int32) for row in rows]
+    slots = np.array([row.slot for row in rows], np.int32)
+    prompts = np.array([row.num_prompt_tokens for row in rows], np.int32)
+    offsets = np.zeros(len(rows) + 1, np.int32)
+    lengths = np.array([len(ids) for ids in tokens], np.int32)
+    _check_inside("slot of a new row", slots, layout.max_num_seqs)
+    _check_inside("length of a new row", lengths, layout.token_columns + 1)
+    lengths.cumsum(out=offsets[1:])
+    settings = np.array([settings_of(row.params, row.seed) for row in rows], RECORD)
+    return (slots, prompts, offsets, settings.view(np.int32), *tokens), len(rows), int(offsets[-1])
+
+
+def _swaps(pairs: bytes, layout: StagingLayout) -> Words:
+    """Return the pairs ``device block, host block``."""
+    swaps = np.frombuffer(pairs, np.int32).reshape(-1, 2)
+    _check_inside("block to swap", swaps[:, 0], layout.num_blocks)
+    _check_inside("host block", swaps[:, 1], layout.num_host_blocks)
+    return swaps
+
+
+def _check_inside(what: str, values: Words, limit: int) -> None:
+    """Compare as unsigned numbers: a negative one is then larger than any limit."""
+    if len(values) and int(values.view(np.uint32).max()) >= limit:
+        raise PlanOutsideTables(
+            f"{what}: the plan has {int(values.min())} to {int(values.max())}; there are {limit}, from 0"
+        )
+
+
+def apply_plan(
+    device: Device, staging: torch.Tensor, tables: DeviceTables, rows: StepRows, sampled: SampledRows
+) -> None:
+    """Bring ``tables`` up to the plan in ``staging`` (int32, on the device) and fill ``rows`` and ``sampled``.
+
+    One launch for steps of up to `ONE_BLOCK_TOKENS` tokens, else two. Reads nothing on the host: ``rows`` and ``sampled``
+    must be as large as the plan's (`PackedPlan`); what is left of them becomes padding.
+    """
+    if staging.dtype != torch.int32 or staging.ndim != 1 or not staging.is_contiguous():
+        raise ValueError(
+            f"staging: expected contiguous int32[words], got {staging.dtype}{list(staging.shape)}"
+        )
+    if rows.prompts is None or rows.kv_rows is None or rows.kv_rows.ndim != 2:
+        raise ValueError(
+            "rows: expected lengths, int32[num_tokens], and kv_rows, int32[groups, num_tokens], as StepMemory gives them"
+        )
+    deltas: tuple[Argument, ...] = (
+        *(staging, tables.token_ids, tables.token_ids.stride(0)),
+        *(tables.block_table, tables.block_table.stride(1), tables.kv.block_size),
+        *(len(tables.block_table), tables.block_table.stride(0)),
+        *(tables.num_prompt_tokens, tables.settings),
+    )
+    outputs: tuple[Argument, ...] = (
+        *(rows.slots, rows.starts, rows.counts, rows.offsets, rows.num_rows),
+        *(rows.token_ids, rows.positions, rows.token_rows, rows.prompts),
+        *(rows.kv_rows, rows.kv_rows.stride(0), rows.num_tokens),
+        *(sampled.slots, sampled.positions, sampled.tokens, sampled.num_rows),
+    )
+    if rows.num_tokens <= ONE_BLOCK_TOKENS:
+        device.launch(APPLY_PLAN, (1, 1, 1), (512, 1, 1), deltas + outputs)
+        return
+    device.launch(APPLY_DELTAS, (DELTA_BLOCKS, 1, 1), (256, 1, 1), deltas)
+    num_blocks = -(-max(rows.num_rows + 1, rows.num_tokens) // 256)
+    device.launch(FILL_ROWS, (num_blocks, 1, 1), (256, 1, 1), deltas + outputs)
+
+
+def scatter_tokens(device: Device, drawn: torch.Tensor, sampled: SampledRows, tables: DeviceTables) -> None:
+    """Write the drawn tokens, int32[num_rows], into the token table, each where its row's next token stands."""
+    if drawn.dtype != torch.int32 or drawn.shape != (sampled.num_rows,) or not drawn.is_contiguous():
+        raise ValueError(
+            f"drawn: expected contiguous int32[{sampled.num_rows}], got {drawn.dtype}{list(drawn.shape)}"
+        )
+    device.launch(
+        SCATTER_TOKENS,
+        (-(-sampled.num_rows // 128), 1, 1),
+        (128, 1, 1),
+        (
+            *(drawn, sampled.slots, sampled.positions),
+            *(tables.token_ids, tables.token_ids.stride(0), sampled.num_rows),
+        ),
+    )

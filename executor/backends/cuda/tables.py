@@ -1,0 +1,100 @@
+"""Memory on the device for the slot tables and for the rows of a step, reserved once so that addresses never change.
+
+What is in them only `quintet.executor.backends.cuda.ops.tables` writes: the tables from plans, the rows anew for each step.
+Captured graphs of every padded size share the rows' memory: each sees its beginning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.backends.cuda.rows import SampledRows, StepRows
+from quintet.wire.kv_spec import KvSpec
+
+RECORD_BYTES = 32
+"""A slot's draw settings: `quintet.executor.sampling.settings.RECORD`."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTables:
+    """What the device knows of each slot's tenant, one row per slot that never moves."""
+
+    token_ids: torch.Tensor
+    """int32[max_num_seqs, max_model_len + 1]. One more than a request can have: a plan made one step too far may write
+    there."""
+    block_table: torch.Tensor
+    """int32[groups, max_num_seqs, max_blocks]"""
+    num_prompt_tokens: torch.Tensor
+    """int32[max_num_seqs]"""
+    settings: torch.Tensor
+    """uint8[max_num_seqs, RECORD_BYTES]"""
+    kv: KvSpec
+
+    @classmethod
+    def reserve(cls, max_num_seqs: int, max_model_len: int, kv: KvSpec, where: torch.device) -> DeviceTables:
+        """Return empty tables. Zeros, so that an entry that no plan wrote names a block and a token that exist."""
+        columns = max_model_len + 1
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=where)
+
+        return cls(
+            token_ids=zeros(max_num_seqs, columns),
+            block_table=zeros(len(kv.groups), max_num_seqs, max(2, -(-columns // kv.block_size))),
+            num_prompt_tokens=zeros(max_num_seqs),
+            settings=zeros(max_num_seqs, RECORD_BYTES, dtype=torch.uint8),
+            kv=kv,
+        )
+
+
+class StepMemory:
+    """Room for the rows of the largest step."""
+
+    def __init__(self, tables: DeviceTables, max_tokens: int) -> None:
+        """max_tokens: of a step; the rows are as many as there are slots."""
+        self.tables = tables
+        self.max_rows = tables.token_ids.shape[0]
+        self.max_tokens = max_tokens
+        where = tables.token_ids.device
+        self._rows = torch.zeros((6, self.max_rows + 1), dtype=torch.int32, device=where)
+        self._offsets = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=where)
+        self._tokens = torch.zeros((4, max_tokens), dtype=torch.int32, device=where)
+        num_groups = len(tables.block_table)
+        self._kv_rows = torch.zeros((num_groups, max_tokens), dtype=torch.int32, device=where)
+
+    def rows(self, num_rows: int, num_tokens: int, max_count: int) -> StepRows:
+        """Return the rows of a step of these padded sizes. Whatever a smaller or larger step had there is lost."""
+        self._check(num_rows, num_tokens)
+        slots, starts, counts = (self._rows[i, :num_rows] for i in range(3))
+        token_ids, positions, token_rows, prompts = (self._tokens[i, :num_tokens] for i in range(4))
+        return StepRows(
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+            max_count=max_count,
+            slots=slots,
+            starts=starts,
+            counts=counts,
+            offsets=self._offsets[: num_rows + 1],
+            token_ids=token_ids,
+            positions=positions,
+            token_rows=token_rows,
+            block_table=self.tables.block_table,
+            block_size=self.tables.kv.block_size,
+            prompts=prompts,
+            kv_rows=self._kv_rows[:, :num_tokens],
+        )
+
+    def sampled(self, num_rows: int) -> SampledRows:
+        """Return the rows that draw, padded to ``num_rows``."""
+        self._check(num_rows, 0)
+        slots, positions, tokens = (self._rows[3 + i, :num_rows] for i in range(3))
+        return SampledRows(num_rows=num_rows, slots=slots, positions=positions, tokens=tokens)
+
+    def _check(self, num_rows: int, num_tokens: int) -> None:
+        if num_rows > self.max_rows or num_tokens > self.max_tokens:
+            raise ValueError(
+                f"a step of {num_rows} rows and {num_tokens} tokens was asked for; there is memory for"
+                f" {self.max_rows} rows and {self.max_tokens} tokens"
+            )

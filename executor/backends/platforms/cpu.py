@@ -1,0 +1,45 @@
+"""Compute on the processor with the compiled kernels of ``csrc/cpu``, or with torch where they were not built."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from quintet.executor.backends.cpu.ops.host_library import (
+    instruction_set,
+    instruction_set_refusal,
+    open_library,
+    set_threads,
+)
+from quintet.executor.backends.platforms.cores import default_threads, usable_cores
+from quintet.executor.backends.platforms.platform import Platform
+from quintet.wire.config import ExecutorConfig
+
+log = logging.getLogger(__name__)
+
+TORCH_GRAIN = 1 << 15
+"""Numbers that torch gives a thread at least, of an operation on each number (``at::internal::GRAIN_SIZE``)."""
+
+
+def open_platform(config: ExecutorConfig) -> Platform:
+    """Start the compute threads and return the CPU."""
+    threads = config.threads or default_threads(usable_cores())
+    torch.set_num_threads(threads)
+    library = open_library()
+    if library is None:
+        return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}, torch's kernels")
+    if config.pin_threads:
+        _start_torch_threads(threads)
+    set_threads(library, threads, config.pin_threads)
+    pinned = " (pinned)" if config.pin_threads else ""
+    kernels = instruction_set(library)
+    refusal = instruction_set_refusal(library)
+    if refusal is not None:
+        log.warning("instruction set %s; computing with %s", refusal, kernels)
+    return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}{pinned}, kernels: {kernels}")
+
+
+def _start_torch_threads(threads: int) -> None:
+    """Have torch start its threads: they may run where this thread may, which is about to be one processor."""
+    torch.ones(threads * TORCH_GRAIN).neg_()

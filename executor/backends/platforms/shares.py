@@ -1,0 +1,78 @@
+"""Which part of the machine an engine or a rank computes on, where several share one: processors, or a GPU, of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+
+from quintet.executor.backends.platforms.cores import SYSTEM, default_threads, siblings, usable_cores
+from quintet.executor.backends.platforms.memory_nodes import nodes_of
+from quintet.wire.config import EngineConfig
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+TASKS = Path("/proc/self/task")
+
+
+def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
+    """Keep this process to the share of a rank of engine ``index``, and return the configuration that goes with it.
+
+    To be called before anything computes or looks for a device. An engine that was added to those the server began with
+    shares processors with one of them; a GPU is never shared.
+    """
+    num_engines, num_ranks = config.processes.engines, config.executor.ranks_per_host
+    if config.executor.kind == "mock" or (num_engines == config.executor.num_ranks == 1 and index == 0):
+        return config
+    if config.executor.device == "cuda":
+        os.environ[VISIBLE] = devices_of(index, rank, num_ranks, os.environ.get(VISIBLE))
+        return config
+    num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank % num_ranks
+    num_cores = usable_cores()
+    threads = config.executor.threads or max(1, default_threads(num_cores) // num_shares)
+    has_own = index < num_engines and threads * num_shares <= num_cores
+    keep_to(share_of(os.sched_getaffinity(0), its, num_shares))
+    executor = msgspec.structs.replace(config.executor, threads=threads, has_own_cores=has_own)
+    return msgspec.structs.replace(config, executor=executor)
+
+
+def keep_to(processors: Collection[int]) -> None:
+    """Keep every thread of this process to some processors: those there are already, and whatever they start.
+
+    A thread that was left out would compute on others, and weights would lie on their memory nodes too
+    (`quintet.executor.backends.platforms.memory_nodes.usable_nodes` asks all threads).
+    """
+    kept: set[str] = set()
+    while left := set(os.listdir(TASKS)) - kept:  # again: one that was not kept yet may have started another
+        for task in left:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.sched_setaffinity(int(task), processors)
+        kept |= left
+
+
+def devices_of(index: int, rank: int, num_ranks: int, visible: str | None) -> str:
+    """Return the names of the devices of engine ``index`` among those that are visible: a rank's own first, the others to reach.
+
+    One that does not exist has no name, which ends the list for CUDA.
+    """
+    its = [index * num_ranks + (rank + step) % num_ranks for step in range(num_ranks)]
+    if not visible:
+        return ",".join(map(str, its))
+    names = visible.split(",")
+    return ",".join(names[each] if each < len(names) else "" for each in its)
+
+
+def share_of(processors: Collection[int], index: int, num_shares: int, system: Path = SYSTEM) -> set[int]:
+    """Return the processors of share ``index``: whole cores, and whole memory nodes as far as the numbers allow.
+
+    All of them where there are fewer cores than shares.
+    """
+    nodes = nodes_of(processors, system)
+    cores: dict[tuple[int, str], set[int]] = {}
+    for processor in sorted(processors):
+        cores.setdefault((nodes.get(processor, 0), siblings(processor, system)), set()).add(processor)
+    in_order = sorted(cores.values(), key=lambda core: (nodes.get(min(core), 0), min(core)))
+    begin, end = (len(in_order) * at // num_shares for at in (index, index + 1))
+    return set().union(*in_order[begin:end]) or set(processors)

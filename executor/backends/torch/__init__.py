@@ -1,0 +1,1 @@
+"""Torch backend: models run operation by operation, and models of transformers."""

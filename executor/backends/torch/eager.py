@@ -1,0 +1,336 @@
+"""Runs a model operation by operation with torch: on a GPU, and on a CPU without the compiled kernels.
+
+A `quintet.executor.runner.Runner`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from quintet.executor.backends.cpu.ops.activation import activate, clipped, xielu
+from quintet.executor.backends.cpu.ops.causal_conv import causal_conv
+from quintet.executor.backends.cpu.ops.delta_rule import delta_rule
+from quintet.executor.backends.cpu.ops.head_scan import head_scan
+from quintet.executor.backends.cpu.ops.paged_attention import paged_attention
+from quintet.executor.backends.cpu.ops.rope_kv_write import rope_kv_write
+from quintet.executor.backends.cpu.ops.selective_scan import selective_scan
+from quintet.executor.backends.cpu.ops.state_rows import StateRows
+from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
+from quintet.executor.embeds import StepEmbeds, embeds_of
+from quintet.executor.memory import lazy_zeros, to_device
+from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.spec import Activation
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.models.layers.experts import Experts
+from quintet.executor.models.layers.head_linear import HeadLinear
+from quintet.executor.models.layers.linear import Embedding, Linear
+from quintet.executor.models.layers.norm import Norm
+from quintet.executor.models.layers.rope import Rope
+from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadScan, SelectiveScan, StatePart
+from quintet.executor.sampling.grammar import StepMasks
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
+from quintet.wire.kv_spec import KvSpec
+
+MAX_OUTPUTS = 256
+
+
+class EagerKv:
+    """KV memory, a tensor of bytes per place of a block: see `quintet.wire.kv_spec`."""
+
+    def __init__(self, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        shape = (num_blocks, spec.layer_bytes)
+        self.places = [lazy_zeros(shape, torch.uint8, device) for _ in range(spec.layers_per_block)]
+
+    def of_layer(self, layer: AttentionLayer) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Return the layer's group, and its keys and values; see `quintet.executor.backends.cpu.ops.paged_attention`."""
+        group, place = self.spec.place(layer.index)
+        numbers = self.places[place].view(self.dtype)
+        shape = (layer.num_kv_heads, self.spec.block_size)
+        end = math.prod(shape) * layer.head_dim
+        keys = numbers[:, :end].unflatten(1, (*shape, layer.head_dim))
+        if layer.values_in_keys:
+            return group, keys, keys[..., : layer.value_width]
+        values = numbers[:, end : end + math.prod(shape) * layer.value_width]
+        return group, keys, values.unflatten(1, (*shape, layer.value_width))
+
+    def of_state(self, layer: int) -> tuple[int, torch.Tensor]:
+        """Return the group of a layer's states, and their memory: uint8 ``[num_blocks, layer_bytes]``."""
+        group, place = self.spec.place(layer, state=True)
+        return group, self.places[place]
+
+
+class EagerModel(Protocol):
+    """What runs so: any model of ours (`quintet.executor.models.model.CausalModel`), or one of transformers."""
+
+    @property
+    def attentions(self) -> Sequence[AttentionLayer]:
+        """Of every layer."""
+
+    @property
+    def ropes(self) -> Sequence[Rope]:
+        """See `CausalModel.ropes`."""
+
+    def forward(self, ops: EagerPass) -> torch.Tensor:
+        """See `CausalModel.forward`."""
+
+    def logits(self, ops: EagerPass, hidden: torch.Tensor) -> torch.Tensor:
+        """See `CausalModel.logits`."""
+
+
+class EagerPass:
+    """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
+
+    def __init__(
+        self,
+        batch: Batch,
+        kv: EagerKv,
+        rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        embeds: StepEmbeds | None = None,
+    ) -> None:
+        """rotations: of each of the model's ropes, see `Rope.cos_sin`; embeds: of tokens without ids."""
+        self._batch = batch
+        self._kv = kv
+        self._rotations = rotations
+        self._embeds = embeds
+        self.num_done = 0
+        """Operations that were begun: the one before them is done, or handed to a device."""
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """int32 ``[num_tokens]``."""
+        return self._batch.token_ids
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 ``[num_tokens]``."""
+        return self._batch.positions
+
+    def embedding(self, layer: Embedding) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        embedded = layer(self._batch.token_ids)
+        if self._embeds is not None:
+            self._embeds.put(embedded)
+        return embedded
+
+    def add_positions(self, x: torch.Tensor, table: torch.Tensor, offset: int) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x + table.index_select(0, self._batch.positions + offset)
+
+    def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return norm(x)
+
+    def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return layer(x)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x + y
+
+    def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x * y
+
+    def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return x * factor
+
+    def clip(self, x: torch.Tensor, bound: float) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return clipped(x, -bound, bound)
+
+    def of_stage_before(self, width: int) -> torch.Tensor:
+        """See `ForwardPass`."""
+        raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
+
+    def of_all_ranks(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
+        """See `ForwardPass`. There are no others."""
+        assert kept.is_all, kept
+        return x
+
+    def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return torch.tanh(x / cap) * cap
+
+    def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return activate(x, kind)
+
+    def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return xielu(x, numbers)
+
+    def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
+        """See `ForwardPass`."""
+        return x.narrow(1, begin, width)
+
+    def head_linear(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return layer(x)
+
+    def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return torch.cat((x, y), dim=1)
+
+    def experts(self, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        return layer(x, scores)
+
+    def attention(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """See `ForwardPass`."""
+        self.num_done += 1
+        batch, (group, keys, values) = self._batch, self._kv.of_layer(layer)
+        if not layer.norms_behind:
+            q = q if layer.q_norm is None else layer.q_norm(q)
+            k = k if layer.k_norm is None else layer.k_norm(k)
+        q, k = (x.unflatten(1, (-1, layer.head_dim)) for x in (q, k))
+        v = v.unflatten(1, (-1, layer.value_width))
+        rotation = None if layer.rope is None else self._rotations[layer.rope]
+        cache = (keys, values, batch.blocks[group], batch.offsets)
+        q = rope_kv_write(layer, q, k, v, rotation, batch.positions, *cache)
+        attended = paged_attention(layer, q, keys, values, batch.attention[group, layer.sight, layer.heads])
+        return attended.reshape(batch.num_tokens, -1).contiguous()  # a view, of heads of one number
+
+    def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state, x.dtype)
+        return causal_conv(rows, states, x, layer.weight, layer.bias, layer.silu)
+
+    def selective_scan(
+        self,
+        layer: SelectiveScan,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        gate: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state)
+        return selective_scan(rows, states, x, dt, b, c, gate, layer.a, layer.dt_bias, layer.skip)
+
+    def head_scan(
+        self,
+        layer: HeadScan,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        gate: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state)
+        parameters = (layer.a, layer.dt_bias, layer.skip, layer.dt_limits)
+        return head_scan(rows, states, x, dt, b, c, gate, *parameters)
+
+    def delta_rule(
+        self,
+        layer: DeltaRule,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        alpha: torch.Tensor,
+        beta: torch.Tensor,
+    ) -> torch.Tensor:
+        """See `ForwardPass`."""
+        rows, states = self._states(layer.state)
+        return delta_rule(rows, states, q, k, v, alpha, beta, layer.a, layer.dt_bias)
+
+    def _states(self, part: StatePart, dtype: torch.dtype = torch.float32) -> tuple[StateRows, torch.Tensor]:
+        self.num_done += 1
+        group, blocks = self._kv.of_state(part.index)
+        return self._batch.states[group], part.of(blocks, dtype)
+
+
+class EagerRunner:
+    """A model, its KV memory as plain tensors, and the hidden states of the last step."""
+
+    max_outputs = MAX_OUTPUTS
+
+    def __init__(
+        self,
+        model: EagerModel,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv: KvSpec,
+        num_blocks: int,
+        span: Span = no_span,
+    ) -> None:
+        self._span = span
+        self._model = model
+        self._device = device
+        self._dtype = dtype
+        self._kv = EagerKv(kv, num_blocks, dtype, device)
+        self._builder = BatchBuilder(
+            kv.block_size,
+            ((kv.place(layer.index)[0], layer.sight, layer.heads) for layer in model.attentions),
+            any(rope.spec.depends_on_length for rope in model.ropes),
+            dtype,
+        )
+        self._pass: EagerPass | None = None
+        self._hidden = torch.empty(0)
+        self._done_before = 0
+
+    @property
+    def work_done(self) -> int:
+        """Operations computed so far."""
+        current = self._pass
+        return self._done_before + (0 if current is None else current.num_done)
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """See `Runner.blocks`."""
+        return self._kv.places
+
+    def forward(self, rows: Rows, tables: SlotTables) -> None:
+        """See `Runner.forward`."""
+        batch = self._builder.build(rows, tables)
+        rotations = [rope.cos_sin(batch.positions, batch.prompts, self._dtype) for rope in self._model.ropes]
+        self._span("arrays")
+        self._done_before = self.work_done
+        embeds = embeds_of(rows, self._dtype, self._device)
+        self._pass = EagerPass(batch, self._kv, rotations, embeds)
+        self._hidden = self._model.forward(self._pass)
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `Runner.logits`."""
+        assert self._pass is not None, "no step has run"
+        hidden = self._hidden
+        if len(tokens) < len(hidden):
+            hidden = hidden[to_device(tokens, self._device)]
+        return self._model.logits(self._pass, hidden)
+
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> None:
+        """See `Runner.forward_and_draw`: one operation at a time is all it can."""
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.copy_blocks`."""
+        for place in self._kv.places:
+            place[targets] = place[sources]

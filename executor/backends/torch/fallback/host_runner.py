@@ -1,0 +1,102 @@
+"""Runs a model of transformers on a CPU, its attention by the compiled kernels. A `quintet.executor.runner.Runner`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quintet.executor.backends.cpu.ops.host_attention import PagedKv, attend, write_kv
+from quintet.executor.backends.cpu.program.library import ProgramLibrary
+from quintet.executor.backends.cpu.program.step import Step
+from quintet.executor.backends.torch.fallback.model import TransformersModel
+from quintet.executor.batch import Int, Rows
+from quintet.executor.models.layers.attention import AttentionLayer
+from quintet.executor.sampling.grammar import StepMasks
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+MAX_OUTPUTS = 256
+
+
+class HostRunner:
+    """A model, its KV memory in the kernels' layout, and the hidden states of the last step."""
+
+    max_outputs = MAX_OUTPUTS
+
+    def __init__(
+        self,
+        library: ProgramLibrary,
+        model: TransformersModel,
+        config: EngineConfig,
+        dtype: torch.dtype,
+        num_blocks: int,
+        span: Span = no_span,
+    ) -> None:
+        """Raises ConfigError where the kernels do not take the layers' heads or the blocks' size."""
+        limits = config.scheduler
+        self._span = span
+        self._model = model
+        self._step = Step(
+            library, max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
+        )
+        block_size = config.model.kv.block_size
+        self._kv = [
+            PagedKv.of_blocks(
+                *(num_blocks, dtype, layer.num_kv_heads, layer.head_dim, block_size, layer.value_width)
+            )
+            for layer in model.attentions
+        ]
+        self._hidden = torch.empty(0)
+        self.token_ids = torch.from_numpy(self._step.columns["token_ids"])
+        self.positions = torch.from_numpy(self._step.columns["positions"])
+        self.work_done = 0
+        """Attentions computed so far."""
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """See `Runner.blocks`."""
+        return [kv.memory for kv in self._kv]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of the weights that a step reads whole."""
+        return self._model.read_bytes
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, tables: SlotTables) -> None:
+        """See `Runner.forward`."""
+        self._step.fill(rows, tables)
+        count, columns = self._step.c.num_tokens, self._step.columns
+        self.token_ids = torch.from_numpy(columns["token_ids"])[:count]
+        self.positions = torch.from_numpy(columns["positions"])[:count]
+        self._span("arrays")
+        self._hidden = self._model.forward(self)
+
+    def attention(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """See `quintet.executor.models.forward.ForwardPass`."""
+        self.work_done += 1
+        step, kv = self._step.c, self._kv[layer.index]
+        return attend(step, layer, write_kv(step, layer, q, k, v, kv), kv)
+
+    @torch.inference_mode()
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `Runner.logits`."""
+        hidden = self._hidden
+        return self._model.logits(
+            self, hidden if len(tokens) == len(hidden) else hidden[torch.from_numpy(tokens)]
+        )
+
+    def forward_and_draw(
+        self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
+    ) -> None:
+        """See `Runner.forward_and_draw`: it cannot."""
+
+    def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.copy_blocks`."""
+        for kv in self._kv:
+            kv.memory[targets] = kv.memory[sources]

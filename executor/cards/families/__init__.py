@@ -1,1 +1,0 @@
-"""Readers: from the card of one lineage's models to their spec. What they share is in `quintet.executor.cards.families.shape`."""

@@ -1,0 +1,1 @@
+"""Checkpoints: weight files, quantization formats, GGUF, and the tool that writes quantized checkpoints."""

@@ -1,0 +1,130 @@
+"""Where a GGUF file has what a decoder expects: from each name of its spec to the file's.
+
+The file's names are the same for all architectures (``blk.0.attn_q.weight``); what the model expects is said by its spec, whose
+names and layouts are those of its family's checkpoints. So one walk over the spec serves all families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from quintet.executor.checkpoints.gguf.architectures import Architecture
+from quintet.executor.checkpoints.gguf.expert_tensors import add_experts
+from quintet.executor.checkpoints.gguf.header import Tensor
+from quintet.executor.checkpoints.gguf.latent_tensors import add_latent
+from quintet.executor.checkpoints.gguf.state_tensors import add_state
+from quintet.executor.checkpoints.gguf.tensor_map import Found
+from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, Rows, height, scaled, unpaired
+from quintet.executor.model_config.spec import (
+    AttentionSpec,
+    BesideSpec,
+    DecoderSpec,
+    LatentSpec,
+    LayerSpec,
+    MlpSpec,
+    QkNormOver,
+)
+
+
+def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architecture) -> dict[str, Recipe]:
+    """Return how each tensor is made that a file of this architecture has."""
+    found, names = Found(tensors, spec.names), spec.names
+    found.module(names.embedding, "token_embd")
+    found.module(names.positions, "position_embd")
+    found.norm(names.embedding_norm, "token_embd_norm", spec.embedding_norm)
+    final = "output_norm" if found.has("output_norm") else "token_embd_norm"  # so LFM2's is called
+    found.norm(names.final_norm, final, spec.final_norm)
+    found.module(names.head, "output")
+    for index, layer in enumerate(spec.layers):
+        _add_layer(found.in_layer(index), layer, how)
+    return {name: scaled(recipe, tensors) for name, recipe in found.recipes.items()}
+
+
+def _add_layer(found: Found, layer: LayerSpec, how: Architecture) -> None:
+    _add_norms(found, layer)
+    mixer = layer.mixer
+    if isinstance(mixer, BesideSpec):
+        add_state(found, mixer.state, how.tiled)
+        mixer = mixer.attention
+    if isinstance(mixer, AttentionSpec):
+        _add_attention(found, mixer, how.neighbours and not mixer.interleaved)
+    elif isinstance(mixer, LatentSpec):
+        add_latent(found, mixer)
+    elif mixer is not None:
+        add_state(found, mixer, how.tiled)
+    if isinstance(layer.mlp, MlpSpec):
+        _add_feed_forward(found, layer.mlp)
+    elif layer.mlp is not None:
+        add_experts(found, layer.mlp)
+
+
+def _add_norms(found: Found, layer: LayerSpec) -> None:
+    names, mixer, mlp = found.names, layer.mixer_norms, layer.mlp_norms
+    both = found.has("attn_norm_2")  # of one input, the second for attention: Falcon 40b
+    found.norm(names.mixer_norm, "attn_norm_2" if both else "attn_norm", mixer.before)
+    found.norm(names.mixer_out_norm, "post_attention_norm", mixer.behind)
+    before = "attn_norm" if both else "ffn_norm"
+    if layer.mixer is None and found.has("attn_norm"):
+        before = "attn_norm"  # of whatever the layer is
+    elif mixer.behind is None and not found.has(before):
+        before = "post_attention_norm"
+    found.norm(names.mlp_norm, before, mlp.before)
+    found.norm(names.mlp_out_norm, "post_ffw_norm", mlp.behind)
+
+
+def _add_attention(found: Found, spec: AttentionSpec, paired: bool) -> None:
+    names = found.names
+    for leaf in ("weight", "bias"):
+        rows = _qkv(found, spec, paired, leaf)
+        if rows is not None:
+            for name, part in zip((names.q, names.k, names.v), rows, strict=True):
+                found.stacked(f"{name}.{leaf}", (part,))
+    found.module(names.output, "attn_output")
+    found.norm(names.attended_norm, "attn_sub_norm", spec.attended_norm)
+    found.whole(found.names.sinks, "attn_sinks.weight")
+    norm = spec.qk_norm
+    for ours, theirs in ((found.names.q_norm, "attn_q_norm"), (found.names.k_norm, "attn_k_norm")):
+        if norm is not None and spec.qk_norm_over is QkNormOver.OWN and "{head}" in ours:
+            _add_norm_of_heads(found, ours, theirs, spec.head_dim)
+        else:
+            found.norm(ours, theirs, norm)
+
+
+def _qkv(found: Found, spec: AttentionSpec, paired: bool, leaf: str) -> tuple[Rows, Rows, Rows] | None:
+    """Return the rows of queries, keys and values, wherever the file has them, as a model that rotates halves has them."""
+    heads, kv_heads, dim = spec.num_heads * (2 if spec.output_gate else 1), spec.num_kv_heads, spec.head_dim
+    stacked = found.rows(f"attn_qkv.{leaf}")
+    if stacked is not None:
+        first, second = heads * dim, (heads + kv_heads) * dim
+        q, k = stacked.between(0, first), stacked.between(first, second)
+        v = stacked.between(second, second + kv_heads * spec.value_dim)
+    else:
+        apart = [found.rows(f"attn_{part}.{leaf}") for part in "qkv"]
+        if apart[0] is None or apart[1] is None or apart[2] is None:
+            return None
+        q, k, v = apart[0], apart[1], apart[2]
+    if paired:
+        q, k = q.reordered(unpaired(heads, dim)), k.reordered(unpaired(kv_heads, dim))
+    return q, k, v
+
+
+def _add_norm_of_heads(found: Found, ours: str, theirs: str, dim: int) -> None:
+    """Say where a norm of each head is: a tensor each, of the file a row."""
+    tensor, rows = found.tensor(f"{theirs}.weight"), found.rows(f"{theirs}.weight")
+    if tensor is None or rows is None:
+        return
+    for head in range(height(tensor.shape)):
+        found.add(f"{ours.format(head=head)}.weight", (rows.between(head, head + 1),), (dim,))
+
+
+def _add_feed_forward(found: Found, spec: MlpSpec) -> None:
+    names, both = found.names, found.rows("ffn_up.weight")
+    if spec.gated and not found.has("ffn_gate") and both is not None:  # gates above ups: Phi 3, ChatGLM
+        found.stacked(f"{names.gate}.weight", (both.between(0, spec.width),))
+        found.stacked(f"{names.up}.weight", (both.between(spec.width, 2 * spec.width),))
+    else:
+        found.module(names.up, "ffn_up")
+        if spec.gated:
+            found.module(names.gate, "ffn_gate")
+    found.module(names.down, "ffn_down")
+    found.norm(names.down_norm, "ffn_sub_norm", spec.down_norm)

@@ -1,0 +1,219 @@
+"""The weights of a GGUF file as a checkpoint's: tensors by the names a model expects, dequantized as they are asked for."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Collection, Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import torch
+
+from quintet.executor.checkpoints.gguf.card import architecture_of
+from quintet.executor.checkpoints.gguf.decoder_tensors import recipes_of
+from quintet.executor.checkpoints.gguf.dequantize import PLAIN, dequantize
+from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.header import Header, Tensor
+from quintet.executor.checkpoints.gguf.parts import read_parts
+from quintet.executor.checkpoints.gguf.tensor_map import height_of
+from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, Rows, height
+from quintet.executor.checkpoints.gguf.types import GgmlType
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.mapped import read_only_tensor
+from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.wire.config import ModelConfig
+from quintet.wire.errors import ConfigError
+
+BLOCKS = ".blocks"
+"""Behind a layer's name, in place of ``.weight``: its rows as bytes, ``[rows, bytes of a row]``."""
+_READ_ELSEWHERE = (
+    "rope_freqs.weight",
+    "rope_factors_*.weight",
+    "blk.*.rope_freqs.weight",
+    "blk.*.attn_rot_embd",
+)
+"""What the card has of these."""
+
+
+def in_torch(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:
+    """See `ReadBlocks`."""
+    dequantize(raw.reshape(-1), kind, out.view(-1))
+
+
+ReadBlocks = Callable[[torch.Tensor, GgmlType, torch.Tensor], None]
+"""Writes the numbers of rows of blocks, uint8 ``[rows, bytes of a row]``, to ``[rows, depth]`` of any floating format."""
+
+
+def open_gguf(
+    path: Path, model: ModelConfig, dtype: torch.dtype, read: ReadBlocks = in_torch
+) -> list[GgufFile]:
+    """Open the files of a model. What is quantized is handed out in ``dtype``, by ``read``, the rest as it is."""
+    parts = read_parts(path)
+    said, spec = Said.of(parts), FAMILIES[model.architecture].read(card_of(model))
+    assert isinstance(spec, DecoderSpec), spec
+    recipes = recipes_of(spec, said.tensors, architecture_of(said))
+    maps = {header.path: _Mapped(header) for header in parts.headers}
+    owners = {name: maps[header.path] for header in parts.headers for name in header.tensors}
+    return [GgufFile(header, recipes, owners, len(spec.layers), dtype, read) for header in parts.headers]
+
+
+class _Mapped:
+    """One file's bytes. Views keep the map alive; the pages behind them are the page cache's."""
+
+    def __init__(self, header: Header) -> None:
+        self.header = header
+        try:
+            with header.path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), header.size, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{header.path}: {error}") from None
+
+    def blocks(self, tensor: Tensor) -> torch.Tensor:
+        """Return a tensor's bytes, ``[rows, bytes of a row]``."""
+        whole = read_only_tensor(self._map, torch.uint8, tensor.num_bytes, tensor.begin)
+        return whole.view(height(tensor.shape) if len(tensor.shape) > 1 else 1, -1)
+
+    def drop(self, tensor: Tensor, rows: slice) -> None:
+        """Let the kernel take back the pages that hold nothing but these rows of a tensor."""
+        row_bytes = tensor.num_bytes // height(tensor.shape)
+        begin = -(-(tensor.begin + rows.start * row_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (tensor.begin + rows.stop * row_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+class GgufFile:
+    """A `quintet.executor.checkpoints.weights.file.WeightFile`: of a split model those tensors whose first rows are
+    in this file.
+    """
+
+    def __init__(
+        self,
+        header: Header,
+        recipes: Mapping[str, Recipe],
+        owners: Mapping[str, _Mapped],
+        num_layers: int,
+        dtype: torch.dtype,
+        read: ReadBlocks,
+    ) -> None:
+        self.path, self.size, self.modified_ns, self.header = (
+            header.path,
+            header.size,
+            header.modified_ns,
+            header.raw,
+        )
+        self._owners, self._dtype, self._read = owners, dtype, read
+        self._recipes = {name: each for name, each in recipes.items() if each.rows[0].name in header.tensors}
+        self.entries = {name: self._entry(name) for name in self._recipes}
+        for name, recipe in self._recipes.items():
+            if name.endswith(".weight") and (entry := self._blocks_entry(recipe)) is not None:
+                self.entries[f"{name.removesuffix('.weight')}{BLOCKS}"] = entry
+        used = {rows.name for recipe in recipes.values() for rows in recipe.rows}
+        for name, tensor in header.tensors.items():
+            if name not in used and not _is_read_elsewhere(name, num_layers):
+                self.entries[name] = Entry(tensor.type.name, tensor.shape, tensor.begin, tensor.num_bytes)
+
+    @property
+    def made(self) -> Collection[str]:
+        """Names of the tensors that are made of the file's: not their blocks, nor what nobody knows."""
+        return self._recipes.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in the order in which their first rows lie in the file."""
+        return iter(sorted(self.entries, key=lambda name: self.entries[name].begin))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor: a view of the file where it is one of its tensors and not quantized."""
+        if name.endswith(BLOCKS):
+            rows = self._recipe(name).rows
+            raw = [_taken(self._owners[each.name].blocks(self._tensor(each)), each) for each in rows]
+            return raw[0] if len(raw) == 1 else torch.cat(raw)
+        recipe = self._recipes[name]
+        parts = [self._numbers(rows, recipe.computes) for rows in recipe.rows]
+        if recipe.finish is not None:
+            return recipe.finish(parts).reshape(recipe.shape)
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(recipe.shape)
+
+    def drop(self, name: str) -> None:
+        """Say that a tensor was consumed; a view that was kept reads its pages again."""
+        for rows in self._recipe(name).rows:
+            tensor = self._tensor(rows)
+            if isinstance(rows.order, slice):
+                self._owners[rows.name].drop(tensor, rows.order)
+            elif height_of(rows, tensor) == height(tensor.shape):
+                self._owners[rows.name].drop(tensor, slice(0, height(tensor.shape)))
+
+    def _recipe(self, name: str) -> Recipe:
+        return self._recipes[f"{name.removesuffix(BLOCKS)}.weight" if name.endswith(BLOCKS) else name]
+
+    def _tensor(self, rows: Rows) -> Tensor:
+        return self._owners[rows.name].header.tensors[rows.name]
+
+    def _blocks_entry(self, recipe: Recipe) -> Entry | None:
+        """Return what is known of a matrix's blocks; None where it is none, or of several types."""
+        tensors = [self._tensor(rows) for rows in recipe.rows]
+        kind = tensors[0].type
+        if (
+            recipe.finish is not None
+            or len(recipe.shape) != 2
+            or any(t.type != kind for t in tensors)
+            or kind.block == 1
+        ):
+            return None
+        row_bytes = kind.num_bytes(recipe.shape[1])
+        return Entry(kind.name, (recipe.shape[0], row_bytes), tensors[0].begin, recipe.shape[0] * row_bytes)
+
+    def kind(self, name: str) -> str | None:
+        """Return the number format that holds a tensor of `made` as the file has it; None where it is quantized."""
+        recipe = self._recipes[name]
+        kinds = {self._tensor(rows).type.name for rows in recipe.rows}
+        if not kinds <= set(PLAIN):
+            return None
+        return kinds.pop() if len(kinds) == 1 and not recipe.computes else "F32"
+
+    def _entry(self, name: str) -> Entry:
+        recipe = self._recipes[name]
+        tensors = [self._tensor(rows) for rows in recipe.rows]
+        num_bytes = sum(tensor.num_bytes for tensor in tensors)
+        return Entry(self.kind(name) or "F32", recipe.shape, tensors[0].begin, num_bytes)
+
+    def _numbers(self, rows: Rows, in_single: bool) -> torch.Tensor:
+        """Return the numbers of some rows, ``[rows, depth]``, of a vector ``[rows]``."""
+        numbers = self._numbers_of(rows, torch.float32 if in_single else self._dtype)
+        return numbers.float() if in_single else numbers
+
+    def _numbers_of(self, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+        tensor = self._tensor(rows)
+        blocks = self._owners[rows.name].blocks(tensor)
+        if len(tensor.shape) == 1:  # a row in the file, whose numbers are what is taken
+            return _taken(_of_blocks(blocks, tensor, dtype, self._read).view(-1), rows)
+        return _of_blocks(_taken(blocks, rows), tensor, dtype, self._read).view(-1, tensor.shape[-1])
+
+
+def _taken(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+    if isinstance(rows.order, slice):
+        return values[rows.order]
+    # Copies whole rows, where an index goes byte by byte.
+    return values.index_select(0, torch.from_numpy(rows.order))
+
+
+def _of_blocks(blocks: torch.Tensor, tensor: Tensor, dtype: torch.dtype, read: ReadBlocks) -> torch.Tensor:
+    """Return the numbers of a tensor's bytes, flat."""
+    plain = PLAIN.get(tensor.type.name)
+    if plain is not None:
+        is_even = blocks.data_ptr() % plain.itemsize == 0
+        return (blocks if is_even else blocks.clone()).reshape(-1).view(plain)
+    depth = blocks.shape[1] // tensor.type.block_bytes * tensor.type.block
+    whole = torch.empty(len(blocks), depth, dtype=dtype)
+    read(blocks, tensor.type, whole)
+    return whole.view(-1)
+
+
+def _is_read_elsewhere(name: str, num_layers: int) -> bool:
+    """Whether a tensor is the card's, or of a layer behind the last one, which predicts further tokens."""
+    if any(fnmatchcase(name, pattern) for pattern in _READ_ELSEWHERE):
+        return True
+    layer = name.removeprefix("blk.").partition(".")[0] if name.startswith("blk.") else ""
+    return layer.isdecimal() and int(layer) >= num_layers

@@ -1,0 +1,115 @@
+"""Whether a GGUF file says of its model what the folder says: both are read as any other, and what they became is compared.
+
+So a card with a setting that GGUF has no key for is refused, rather than becoming the file of another model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+from quintet.executor.checkpoints.gguf.card import card_of_gguf
+from quintet.executor.checkpoints.gguf.parts import read_parts
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.families.shape import APART
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.rope import RopeSpec
+from quintet.executor.model_config.spec import AttentionSpec, BesideSpec, DecoderSpec, MlpSpec
+from quintet.wire.errors import ConfigError
+from quintet.wire.json_files import read_json
+
+_CLOSE = 1e-6
+"""Files have numbers in float32."""
+
+
+def check_says_the_same(folder: Path, file: Path) -> None:
+    """Raise `ConfigError` naming the first setting in which the file differs from the folder."""
+    theirs = _spec(json.loads(card_of_gguf(read_parts(file))), file)
+    ours = _spec(read_json(folder / "config.json") | {APART: True}, folder / "config.json")
+    for path, wanted, said in _differences(ours, theirs, ""):
+        raise ConfigError(
+            f"{folder}: GGUF has no words for its {path.strip('.')}: it is {wanted!s:.60}, and a file would say {said!s:.60}."
+            " Formats of compressed-tensors keep config.json as it is"
+        )
+
+
+def _spec(card: dict[str, object], path: Path) -> object:
+    names = card.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ConfigError(f"{path}: the architecture {name!r:.60} is none that is served")
+    spec = FAMILIES[name].read(ModelCard(card, str(path)))
+    return (
+        _without_idle_windows(_without_curves(_without_factors(spec)))
+        if isinstance(spec, DecoderSpec)
+        else spec
+    )
+
+
+def _without_factors(spec: DecoderSpec) -> DecoderSpec:
+    """Leave out the factors of Falcon-H1, which become those of matrices."""
+    layers = []
+    for layer in spec.layers:
+        mixer, mlp = layer.mixer, layer.mlp
+        if not isinstance(mixer, BesideSpec) or not isinstance(mlp, MlpSpec):
+            return spec
+        mixer = BesideSpec(
+            state=dataclasses.replace(mixer.state, multipliers=(1.0,) * 5),
+            attention=dataclasses.replace(mixer.attention, scale=1.0),
+        )
+        mlp = dataclasses.replace(mlp, gate_multiplier=1.0, down_multiplier=1.0)
+        layers.append(dataclasses.replace(layer, mixer=mixer, mlp=mlp))
+    return dataclasses.replace(spec, layers=tuple(layers), embedding_scale=1.0, logit_scale=1.0)
+
+
+def _without_curves(spec: DecoderSpec) -> DecoderSpec:
+    """Leave out the curves of Apertus' activations, which in a folder are tensors."""
+    layers = [
+        dataclasses.replace(layer, mlp=dataclasses.replace(layer.mlp, curve=None))
+        if isinstance(layer.mlp, MlpSpec)
+        else layer
+        for layer in spec.layers
+    ]
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
+def _without_idle_windows(spec: DecoderSpec) -> DecoderSpec:
+    """Leave out windows that no context outgrows: files name one that no layer has."""
+    layers = []
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, AttentionSpec) and mixer.window is not None and mixer.window >= spec.reach:
+            layer = dataclasses.replace(layer, mixer=dataclasses.replace(mixer, window=None))  # noqa: PLW2901
+        layers.append(layer)
+    return dataclasses.replace(spec, layers=tuple(layers))
+
+
+def _differences(ours: object, theirs: object, path: str) -> Iterator[tuple[str, object, object]]:
+    if isinstance(ours, RopeSpec) and isinstance(theirs, RopeSpec):
+        ours, theirs = _rotation(ours), _rotation(theirs)
+    if dataclasses.is_dataclass(ours) and type(ours) is type(theirs):
+        for each in dataclasses.fields(ours):
+            yield from _differences(
+                getattr(ours, each.name), getattr(theirs, each.name), f"{path}.{each.name}"
+            )
+    elif isinstance(ours, tuple) and isinstance(theirs, tuple) and len(ours) == len(theirs):
+        for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            yield from _differences(one, other, f"{path}[{index}]")
+    elif isinstance(ours, float) and isinstance(theirs, float):
+        if not math.isclose(ours, theirs, rel_tol=_CLOSE):
+            yield path, ours, theirs
+    elif ours != theirs:
+        yield path, ours, theirs
+
+
+def _rotation(rope: RopeSpec) -> tuple[object, ...] | RopeSpec:
+    """Return what counts: a plain rotation has no original context; Llama 3's factors are told one by one, in a tensor."""
+    match rope.kind:
+        case "default":
+            return rope.theta, rope.rotary_dim
+        case "llama3" | "factors":
+            return "factors", rope.theta, rope.rotary_dim
+    return rope

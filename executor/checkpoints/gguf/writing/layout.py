@@ -1,0 +1,266 @@
+"""Which tensors a GGUF file has of a model's folder, and how each is made of those of the folder.
+
+Names of tensors are those that the `gguf` package has for each architecture. What is not named but made (rows of queries and
+keys for neighbours that are rotated, norms with their offset, experts in one tensor) is here. Whatever only moves rows also holds
+of rows in blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import gguf
+from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_dim, kv_heads_of, rope_of
+from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted, paired
+
+Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+
+ARCHITECTURES = {
+    "llama": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "phi3": "phi3",
+    "gpt2": "gpt2",
+    "apertus": "apertus",
+    "arcee": "arcee",
+    "bloom": "bloom",
+    "cohere": "command-r",
+    "cohere2": "cohere2",
+    "ernie4_5": "ernie4_5",
+    "exaone4": "exaone4",
+    "falcon": "falcon",
+    "glm4": "glm4",
+    "gpt_bigcode": "starcoder",
+    "gpt_neox": "gptneox",
+    "granite": "granite",
+    "lfm2": "lfm2",
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
+    "olmo2": "olmo2",
+    "olmo3": "olmo2",
+    "olmoe": "olmoe",
+    "phi": "phi2",
+    "seed_oss": "seed_oss",
+    "smollm3": "smollm3",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
+    "baichuan": "baichuan",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "dots1": "dots1",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "exaone_moe": "exaone-moe",
+    "falcon_h1": "falcon-h1",
+    "falcon_mamba": "mamba",
+    "glm4_moe": "glm4moe",
+    "glm4_moe_lite": "deepseek2",
+    "gpt_oss": "gpt-oss",
+    "granitemoe": "granitemoe",
+    "granitemoehybrid": "granitehybrid",
+    "granitemoeshared": "granitemoe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "internlm2": "internlm2",
+    "jais2": "jais2",
+    "jamba": "jamba",
+    "lfm2_moe": "lfm2moe",
+    "llama4_text": "llama4",
+    "minicpm3": "minicpm3",
+    "minimax_m2": "minimax-m2",
+    "ministral3": "mistral3",
+    "mpt": "mpt",
+    "nemotron_h": "nemotron_h",
+    "phimoe": "phimoe",
+    "qwen": "qwen",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_next": "qwen3next",
+    "youtu": "deepseek2",
+}
+"""By the card's model_type."""
+_OF_CARDS = {
+    "BailingMoeForCausalLM": "bailingmoe",
+    "BailingMoeV2ForCausalLM": "bailingmoe2",
+    "ChatGLMModel": "chatglm",
+    "DeciLMForCausalLM": "deci",
+    "DeepseekForCausalLM": "deepseek",
+    "ExaoneForCausalLM": "exaone",
+    "MiniCPMForCausalLM": "minicpm",
+    "OrionForCausalLM": "orion",
+    "XverseForCausalLM": "xverse",
+}
+"""By the card's architecture, of families whose cards call their type otherwise, or like another's."""
+_KINDS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
+"""What checkpoints call the matrices of an expert."""
+_NEIGHBOURS = frozenset({"llama", "arcee", "granite", "olmo", "smollm3"})
+"""Architectures where llama.cpp rotates neighbours, and the card's family halves of a head."""
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(w[123]|gate_proj|up_proj|down_proj)\.weight")
+_HEAD_NORM = re.compile(r"(.*_layernorm)\.norms\.(\d+)\.weight")
+_BUFFERS = (
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    ".attention.bias",
+    ".attention.masked_bias",
+)
+"""Endings of tensors that older versions of transformers saved although they can be computed."""
+CURVES = (".act_fn.alpha_p", ".act_fn.alpha_n", ".act_fn.beta", ".act_fn.eps")
+"""Endings of tensors that a file has as settings: of Apertus' activations."""
+
+
+class HasNoPlace(Exception):
+    """A tensor of the folder that the architecture knows nothing of, by its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A tensor of the file."""
+
+    name: str
+    sources: tuple[str, ...]
+    """Of the folder."""
+    make: Make
+    """From these to the tensor: rows in another order, or numbers in fp32."""
+
+
+def architecture_of(config: Config) -> str | None:
+    """Return GGUF's architecture of a card; None where it has none, or we do not write it."""
+    names = config.get("architectures") or [None]
+    return _OF_CARDS.get(names[0]) or ARCHITECTURES.get(str(config.get("model_type")))
+
+
+def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[Laid]:
+    """Yield the file's tensors, in the order of the folder's. Raises `HasNoPlace`."""
+    names = gguf.get_tensor_name_map(
+        _arch_of(arch), either(config, "num_hidden_layers", "n_layer", "n_layers")
+    )
+    yield from _of_rope(config)
+    stacks: dict[str, dict[int, str]] = {}
+    for name in sources:
+        expert, head = _EXPERT.fullmatch(name), _HEAD_NORM.fullmatch(name)
+        if expert is not None:
+            stacks.setdefault(f"{expert[1]}.{expert[3]}.weight", {})[int(expert[2])] = name
+        elif head is not None:
+            stacks.setdefault(f"{head[1]}.weight", {})[int(head[2])] = name
+        elif not name.endswith((*_BUFFERS, *CURVES)) and not (
+            name == "lm_head.weight" and config.get("tie_word_embeddings")
+        ):
+            arranged = _arranged(name, config, arch)
+            for spelled, arrange in converted(name, config, arch):
+                yield Laid(renamed(names, spelled), (name,), _first(arranged, arrange))
+    for name, parts in stacks.items():
+        sources_of = tuple(parts[each] for each in sorted(parts))
+        yield Laid(_of_experts(name) or renamed(names, name), sources_of, _stacked)
+
+
+def _first(make: Make, arrange: Arrange) -> Make:
+    return lambda tensors: arrange(make(tensors))
+
+
+def _of_experts(name: str) -> str | None:
+    """Return the file's name of a matrix of all experts."""
+    found = re.search(r"\.(\d+)\..*experts\.(\w+)\.weight", name)
+    return None if found is None else f"blk.{found[1]}.ffn_{_KINDS[found[2]]}_exps.weight"
+
+
+def renamed(names: Any, name: str) -> str:
+    """Return the file's name of a folder's tensor, by the `gguf` package's map. Raises `HasNoPlace`."""
+    if name.startswith("blk."):
+        return name
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    name = name if name.startswith(("model.", "lm_head.", "transformer.")) else f"transformer.{name}"
+    for spelled in (name, name.removeprefix("transformer.")):
+        found = names.get_name(spelled, try_suffixes=(".weight", ".bias"))
+        if found is not None:
+            return str(found)
+    raise HasNoPlace(name)
+
+
+def _arch_of(name: str) -> Any:
+    """Return the `gguf` package's architecture of that name."""
+    return next(arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == name)
+
+
+def _of_rope(config: Config) -> Iterator[Laid]:
+    """Yield what the file has of rope scaling."""
+    rope = rope_of(config)
+    if rope.get("rope_type") == "llama3":
+        yield Laid("rope_freqs.weight", (), lambda _: _llama3_factors(config, rope))
+    if rope.get("rope_type") == "longrope":
+        for which in ("long", "short"):
+            factors = torch.tensor(rope[f"{which}_factor"], dtype=torch.float32)
+            yield Laid(f"rope_factors_{which}.weight", (), lambda _, factors=factors: factors)  # type: ignore[misc]
+
+
+def _llama3_factors(config: Config, rope: Mapping[str, Any]) -> torch.Tensor:
+    """Return what each frequency is divided by: 1 for the high ones, ``factor`` for the low ones, a blend between."""
+    dim, theta = head_dim(config), rope.get("rope_theta") or config["rope_theta"]
+    frequencies = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    wavelengths = 2 * math.pi / frequencies
+    keys = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "factor")
+    original, low, high, factor = (rope[key] for key in keys)
+    share = ((original / wavelengths - low) / (high - low)).clamp(0.0, 1.0)
+    factors: torch.Tensor = 1.0 / ((1.0 - share) / factor + share)
+    return factors.float()
+
+
+def _as_it_is(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return tensors[0]
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(tensors))
+
+
+def _arranged(name: str, config: Config, arch: str) -> Make:
+    """Return how a tensor of one of the folder's is made."""
+    if (arch.startswith("gemma") or arch == "nemotron") and name.endswith("norm.weight"):
+        return lambda tensors: tensors[0].float() + 1.0
+    if ".query_key_value." in name and arch not in ("bailingmoe", "bailingmoe2", "chatglm"):
+        return lambda tensors: _one_after_the_other(tensors[0], config)
+    if arch in ("mamba", "mamba2", "lfm2"):
+        return lambda tensors: _of_a_state(name, tensors[0], config)
+    if arch == "gpt2" and re.search(r"\.(c_attn|c_proj|c_fc)\.weight$", name):
+        return lambda tensors: tensors[0].t()
+    if arch in _NEIGHBOURS:
+        for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
+            if f".{part}." in name:
+                heads = config.get(key) or config["num_attention_heads"]
+                return lambda tensors: paired(heads, tensors[0])
+    return _as_it_is
+
+
+def _one_after_the_other(tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    """Return all queries, then all keys, then all values, of rows that are grouped by heads of keys."""
+    heads, kv_heads = either(config, "num_attention_heads", "n_head"), kv_heads_of(config)
+    groups = tensor.reshape(kv_heads, heads // kv_heads + 2, head_dim(config), *tensor.shape[1:])
+    parts = groups[:, :-2], groups[:, -2:-1], groups[:, -1:]
+    return torch.cat([part.reshape(-1, *tensor.shape[1:]) for part in parts])
+
+
+def _of_a_state(name: str, tensor: torch.Tensor, config: Config) -> torch.Tensor:
+    """Return what llama.cpp keeps of a mixer's parameters: how fast a state fades, not its logarithm; no empty dimensions."""
+    if name.endswith("A_log"):
+        tensor = -torch.exp(tensor.float())
+    if tensor.dim() == 3:
+        return tensor.squeeze(1)
+    if config["model_type"] == "mamba2" and name.endswith(("A_log", ".D")):
+        return tensor.reshape(-1, 1)
+    if config["model_type"] == "mamba2" and name.endswith("mixer.norm.weight"):
+        return tensor.reshape(config["n_groups"], -1)
+    return tensor

@@ -1,0 +1,74 @@
+"""What a GGUF file says of a model, as llama.cpp's converter takes it from the card: here what all say, and the rotation.
+
+What models without experts say besides is in `dense_metadata`, of experts and latents in `routed_metadata`, of states in
+`state_metadata`. None takes away what was said before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_dim, kv_heads_of, rope_of
+from quintet.executor.checkpoints.gguf.writing.dense_metadata import DENSE, dimensions
+from quintet.executor.checkpoints.gguf.writing.routed_metadata import LATENT, ROUTED
+from quintet.executor.checkpoints.gguf.writing.state_metadata import STATES
+
+
+def metadata_of(config: Config, arch: str) -> Config:
+    """Return what the file says of the model's shape."""
+    hidden = either(config, "hidden_size", "n_embd")
+    heads = either(config, "num_attention_heads", "n_head", missing=1)
+    rope, theta = rope_of(config), config.get("rope_theta")
+    said = {
+        "block_count": either(config, "num_hidden_layers", "n_layer"),
+        "context_length": either(config, "max_position_embeddings", "n_positions", missing=2048),
+        "embedding_length": hidden,
+        "feed_forward_length": config.get("intermediate_size") or config.get("n_inner") or 4 * hidden,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads_of(config),
+        "attention.layer_norm_rms_epsilon": config.get("rms_norm_eps"),
+        "attention.layer_norm_epsilon": either(
+            config, "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps"
+        ),
+        "rope.freq_base": None if arch == "gpt2" else float(rope.get("rope_theta") or theta or 10000.0),
+        "rope.dimension_count": None if arch == "gpt2" else _rotated(config),
+        "vocab_size": config["vocab_size"],
+        **_scaling(config, rope),
+    }
+    if config.get("head_dim") and arch not in LATENT:
+        said |= dimensions(config)
+    for table in (DENSE, ROUTED, STATES):
+        if arch in table:
+            said |= table[arch](config)
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _scaling(config: Config, rope: Config) -> Config:
+    """Return what files say of a rotation that was stretched, where they say it in words."""
+    kind, scale = rope["rope_type"], rope.get("mscale_all_dim")
+    said: Config = {"rope.scaling.yarn_log_multiplier": 0.1 * scale} if scale else {}
+    if kind == "longrope":
+        longest = config.get("max_position_embeddings")
+        original = either(rope | config, "original_max_position_embeddings", missing=longest)
+        return said | {"rope.scaling.original_context_length": original}
+    if kind not in ("linear", "yarn"):
+        return said
+    return said | {
+        "rope.scaling.type": kind,
+        "rope.scaling.factor": float(rope["factor"]),
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings"),
+        "rope.scaling.yarn_beta_fast": _real(rope.get("beta_fast")),
+        "rope.scaling.yarn_beta_slow": _real(rope.get("beta_slow")),
+        "rope.scaling.yarn_attn_factor": _real(rope.get("attention_factor")),
+    }
+
+
+def _real(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _rotated(config: Config) -> int:
+    """Return how many numbers of a head are rotated."""
+    rope = config.get("rope_parameters") or {}
+    share = either(rope | config, "partial_rotary_factor", "rotary_pct", missing=1.0)
+    return int(head_dim(config) * share)

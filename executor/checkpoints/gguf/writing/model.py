@@ -1,0 +1,274 @@
+"""Writes a model's folder as one GGUF file: a tensor at a time, its rows in parallel, whatever its size in memory.
+
+Knows no tokenizer: whoever asks brings what the file says of it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gguf
+from quintet.executor.checkpoints.gguf.encode import encode
+from quintet.executor.checkpoints.gguf.types import GgmlType
+from quintet.executor.checkpoints.gguf.writing.card import Config, either, kv_heads_of, usual
+from quintet.executor.checkpoints.gguf.writing.check import check_says_the_same
+from quintet.executor.checkpoints.gguf.writing.layout import (
+    ARCHITECTURES,
+    CURVES,
+    HasNoPlace,
+    Laid,
+    architecture_of,
+    laid_out,
+)
+from quintet.executor.checkpoints.gguf.writing.metadata import metadata_of
+from quintet.executor.checkpoints.gguf.writing.type_mixes import Mix, Model, type_of
+from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.load import open_files
+from quintet.executor.checkpoints.weights.mapped import DTYPES
+from quintet.wire.errors import ConfigError
+from quintet.wire.json_files import read_json
+
+Told = Callable[[int], object]
+"""Hears of each so many numbers that were written."""
+_ROWS_OF = 1 << 20
+"""Numbers of a task: enough that handing them out costs nothing, few enough that all threads have some."""
+ALIGNMENT = gguf.GGUF_DEFAULT_ALIGNMENT
+_FLOATS = ("BF16", "F16", "F32")
+_REALS = frozenset(
+    [
+        "attn_factor",
+        "attn_logit_softcapping",
+        "clamp_kqv",
+        "embedding_scale",
+        "expert_weights_scale",
+        "factor",
+        "final_logit_softcapping",
+        "freq_base",
+        "freq_base_swa",
+        "layer_norm_epsilon",
+        "layer_norm_rms_epsilon",
+        "logit_scale",
+        "max_alibi_bias",
+        "residual_scale",
+        "scale",
+        "yarn_log_multiplier",
+    ]
+)
+"""How keys end whose values are real numbers, also where a card says 12 for 12.0: readers refuse another type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A tensor that will be written."""
+
+    laid: Laid
+    type: GgmlType
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    """Returns its numbers; or its blocks as bytes, uint8 ``[…, bytes of a row]``, which are written as they are."""
+    done: Callable[[], object]
+    """To be called when what was read is not needed any more."""
+
+    @property
+    def num_bytes(self) -> int:
+        """In the file."""
+        return self.type.num_bytes(math.prod(self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class GgufPlan:
+    """A file that will be written."""
+
+    folder: Path
+    arch: str
+    metadata: Config
+    tensors: tuple[Planned, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors; what the file says besides is small, but for the vocabulary."""
+        return sum(each.num_bytes for each in self.tensors)
+
+    @property
+    def padded_bytes(self) -> int:
+        """With what is between tensors."""
+        return sum(gguf.GGUFWriter.ggml_pad(each.num_bytes, ALIGNMENT) for each in self.tensors) + ALIGNMENT
+
+    @property
+    def num_numbers(self) -> int:
+        """Of all tensors."""
+        return sum(math.prod(each.shape) for each in self.tensors)
+
+
+def plan_of(folder: Path, mix: Mix, card: Config | None = None) -> GgufPlan:
+    """Return what the file of a folder's model would have. card: the folder's, unless it is read here.
+
+    Raises `ConfigError` for what GGUF, or we, have no place for.
+    """
+    config = usual(read_json(folder / "config.json") if card is None else card)
+    arch = architecture_of(config)
+    if arch is None:
+        raise ConfigError(
+            f"{folder}: model_type {config.get('model_type')!r:.60} is not written as GGUF; these are:"
+            f" {', '.join(ARCHITECTURES)}. Formats of compressed-tensors take any family"
+        )
+    files = {name: file for file in open_files(folder) for name in file}
+    for name, file in files.items():
+        if file.entries[name].dtype not in _FLOATS:
+            raise ConfigError(
+                f"{file.path}: tensor {name!r:.80} is {file.entries[name].dtype}; a checkpoint in {', '.join(_FLOATS)} is"
+                " needed: take the one that this was quantized from"
+            )
+    try:
+        laid = list(laid_out(config, arch, list(files)))
+        metadata = metadata_of(config, arch)
+    except HasNoPlace as error:
+        raise ConfigError(
+            f"{folder}: GGUF's architecture {arch!r} has no place for the tensor {error.args[0]!r:.90}"
+        ) from None
+    except KeyError as error:
+        raise ConfigError(
+            f"{folder / 'config.json'} leaves {error.args[0]!r:.90} to its family's default, and a file of GGUF's architecture"
+            f" {arch!r} has to say it: write the value into config.json"
+        ) from None
+    metadata = {f"{arch}.{key}": value for key, value in metadata.items()}
+    metadata |= _curves_of(files, either(config, "num_hidden_layers", "n_layer")) if arch == "apertus" else {}
+    metadata["general.file_type"] = int(gguf.LlamaFileType[mix.file_type])
+    model = Model(
+        num_layers=either(config, "num_hidden_layers", "n_layer"),
+        is_tied=all(each.name != "output.weight" for each in laid),
+        heads_per_kv=either(config, "num_attention_heads", "n_head", missing=1) // kv_heads_of(config),
+    )
+    tensors = []
+    for each in laid:
+        shape = _shape_of(each, files)
+        kind = type_of(mix, each.name, shape, model)
+        read, done = partial(_read, each, files), partial(_drop, each, files)
+        tensors.append(Planned(each, kind, shape, read, done))
+    return GgufPlan(folder, arch, metadata, tuple(tensors))
+
+
+def _curves_of(files: Mapping[str, WeightFile], num_layers: int) -> Config:
+    """Return Apertus' activations, layer by layer, as files have them: below no architecture's name."""
+    found: dict[str, list[float]] = {}
+    for ending in CURVES:
+        names = [f"model.layers.{index}.mlp{ending}" for index in range(num_layers)]
+        missing = next((name for name in names if name not in files), None)
+        if missing is not None:
+            raise ConfigError(f"tensor {missing!r} is missing: the download may be incomplete")
+        found[f"xielu.{ending.rpartition('.')[2]}"] = [float(files[name].tensor(name)) for name in names]
+    return dict(found)
+
+
+def _shape_of(laid: Laid, files: Mapping[str, WeightFile]) -> tuple[int, ...]:
+    """Return the shape of what would be made, of tensors without numbers."""
+    entries = [files[name].entries[name] for name in laid.sources]
+    empty = [torch.empty(each.shape, dtype=DTYPES[each.dtype], device="meta") for each in entries]
+    return tuple(laid.make(empty).shape)
+
+
+def _read(laid: Laid, files: Mapping[str, WeightFile]) -> torch.Tensor:
+    return laid.make([files[name].tensor(name) for name in laid.sources])
+
+
+def _drop(laid: Laid, files: Mapping[str, WeightFile]) -> None:
+    for name in laid.sources:
+        files[name].drop(name)
+
+
+def write_gguf(plan: GgufPlan, target: Path, vocabulary: Config, told: Told = lambda count: None) -> None:
+    """Write the file. Raises `ConfigError` for numbers that its types cannot hold, and OSError, also where space is missing,
+    before any tensor is written.
+
+    vocabulary: what it says besides, by the whole key.
+    """
+    writer = gguf.GGUFWriter(str(target), plan.arch)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for key, value in (plan.metadata | vocabulary).items():
+        add_value(writer, key, value)
+    for each in plan.tensors:
+        kind = gguf.GGMLQuantizationType[each.type.name]
+        row_bytes = each.type.num_bytes(each.shape[-1])
+        writer.add_tensor_info(
+            each.laid.name, (*each.shape[:-1], row_bytes), _BYTES, each.num_bytes, raw_dtype=kind
+        )
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        _write_tensors(writer, plan, target, told)
+    finally:
+        writer.close()
+
+
+def _write_tensors(writer: Any, plan: GgufPlan, target: Path, told: Told) -> None:
+    file = writer.fout[0]
+    os.posix_fallocate(file.fileno(), 0, file.tell() + plan.padded_bytes)
+    num_of_rope = sum(
+        not each.laid.sources for each in plan.tensors
+    )  # what the card of a file needs: the first ones
+    with ThreadPoolExecutor(os.cpu_count(), initializer=partial(torch.set_num_threads, 1)) as pool:
+        for number, each in enumerate(plan.tensors):
+            if number == num_of_rope:
+                file.flush()
+                check_says_the_same(plan.folder, target)
+            try:
+                blocks = _encoded(each, pool, told)
+            except ValueError as error:
+                raise ConfigError(
+                    f"{plan.folder}: tensor {'+'.join(each.laid.sources)!r:.90} {error}"
+                ) from None
+            writer.write_tensor_data(blocks.numpy())
+            each.done()
+    file.flush()
+    os.ftruncate(file.fileno(), file.tell())
+    os.fsync(file.fileno())
+
+
+_BYTES = torch.empty(0, dtype=torch.uint8).numpy().dtype
+
+
+def _encoded(planned: Planned, pool: ThreadPoolExecutor, told: Told) -> torch.Tensor:
+    """Return a tensor's bytes."""
+    numbers = planned.read()
+    if numbers.dtype is torch.uint8:
+        return numbers.contiguous()
+    depth = planned.shape[-1]
+    rows = numbers.reshape(-1, depth)
+    out = torch.empty((len(rows), planned.type.num_bytes(depth)), dtype=torch.uint8)
+    step = max(1, _ROWS_OF // depth)
+
+    def work(begin: int) -> int:
+        part = rows[begin : begin + step]
+        encode(part, planned.type, out[begin : begin + step])
+        return part.numel()
+
+    for count in pool.map(work, range(0, len(rows), step)):
+        told(count)
+    return out
+
+
+def add_value(writer: Any, key: str, value: Any) -> None:
+    """Say something in a file."""
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int() if key.rpartition(".")[2] in _REALS:
+            writer.add_float32(key, float(value))
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case Sequence():
+            writer.add_array(key, value)

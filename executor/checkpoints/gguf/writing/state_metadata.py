@@ -1,0 +1,158 @@
+"""What GGUF files of models that keep states say besides: see `metadata`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quintet.executor.checkpoints.gguf.writing.card import Config, kv_heads_of, rope_of
+from quintet.executor.checkpoints.gguf.writing.dense_metadata import granite
+from quintet.executor.checkpoints.gguf.writing.routed_metadata import SIGMOID, experts
+
+
+def _kv_heads(config: Config, attends: list[bool]) -> Config:
+    return {"attention.head_count_kv": [kv_heads_of(config) if each else 0 for each in attends]}
+
+
+def _mamba(config: Config) -> Config:
+    """Return what files of Mamba say."""
+    inner = config["num_heads"] * config["head_dim"] if "num_heads" in config else config["intermediate_size"]
+    return {
+        "feed_forward_length": 0,
+        "attention.head_count": 0,
+        "attention.head_count_kv": 0,
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "attention.layer_norm_epsilon": None,
+        "rope.freq_base": None,
+        "rope.dimension_count": None,
+        "context_length": 1 << 20,
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.inner_size": inner,
+        "ssm.state_size": config["state_size"],
+        "ssm.time_step_rank": config.get("num_heads") or config["time_step_rank"],
+        "ssm.group_count": config.get("n_groups"),
+        "ssm.dt_b_c_rms": config["model_type"] == "falcon_mamba" or None,
+    }
+
+
+def _mamba2(config: Config) -> Config:
+    heads = config["mamba_n_heads"]
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.state_size": config["mamba_d_state"],
+        "ssm.group_count": config["mamba_n_groups"],
+        "ssm.inner_size": heads * config["mamba_d_head"],
+        "ssm.time_step_rank": heads,
+    }
+
+
+def _granite_hybrid(config: Config) -> Config:
+    kinds = config.get("layers_block_type") or config["layer_types"]
+    attends = [kind in ("attention", "full_attention") for kind in kinds]
+    rotated = config.get("position_embedding_type") == "rope"
+    plain = {} if config.get("num_local_experts") else {"expert_count": None, "expert_used_count": None}
+    width = (
+        config["intermediate_size"] if config.get("num_local_experts") else config["shared_intermediate_size"]
+    )
+    said = experts(config) | granite(config) | _mamba2(config) | _kv_heads(config, attends) | plain
+    return said | {"rope.scaling.finetuned": rotated, "feed_forward_length": width}
+
+
+def _falcon_h1(config: Config) -> Config:
+    return _mamba2(config) | {"ssm.inner_size": config["mamba_d_ssm"]}
+
+
+def _jamba(config: Config) -> Config:
+    count, period, offset = (
+        config[k] for k in ("num_hidden_layers", "attn_layer_period", "attn_layer_offset")
+    )
+    hidden = config["hidden_size"]
+    return (
+        experts(config)
+        | _kv_heads(config, [i % period == offset for i in range(count)])
+        | {
+            "ssm.conv_kernel": config["mamba_d_conv"],
+            "ssm.inner_size": config["mamba_expand"] * hidden,
+            "ssm.state_size": config["mamba_d_state"],
+            "ssm.time_step_rank": config["mamba_dt_rank"],
+            "expert_feed_forward_length": None,
+            "rope.dimension_count": None,
+            "rope.freq_base": None,
+        }
+    )
+
+
+def _nemotron_h(config: Config) -> Config:
+    kinds = config["layers_block_type"]
+    heads = config["mamba_num_heads"]
+    return _kv_heads(config, [kind == "full_attention" for kind in kinds]) | {
+        "block_count": len(kinds),
+        "feed_forward_length": [config["intermediate_size"] if kind == "mlp" else 0 for kind in kinds],
+        "attention.layer_norm_rms_epsilon": config["layer_norm_epsilon"],
+        "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.state_size": config["ssm_state_size"],
+        "ssm.group_count": config["n_groups"],
+        "ssm.inner_size": heads * config["mamba_head_dim"],
+        "ssm.time_step_rank": heads,
+    }
+
+
+def _delta(config: Config) -> Config:
+    heads = config["linear_num_value_heads"]
+    rope = rope_of(config)
+    sections = [2, 1, 1, 0] if config["model_type"].startswith("qwen3_5") else None
+    return {
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
+        "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"],
+        "ssm.time_step_rank": heads,
+        "ssm.inner_size": heads * config["linear_value_head_dim"],
+        "attention.recurrent_layers": [kind == "linear_attention" for kind in config["layer_types"]],
+        "rope.dimension_count": int(config["head_dim"] * rope.get("partial_rotary_factor", 0.25)),
+        "rope.dimension_sections": sections,
+    }
+
+
+def _lfm2(config: Config) -> Config:
+    attends = [kind == "full_attention" for kind in config["layer_types"]]
+    return _kv_heads(config, attends) | {
+        "shortconv.l_cache": config["conv_L_cache"],
+        "attention.layer_norm_rms_epsilon": config["norm_eps"],
+    }
+
+
+def _lfm2_dense(config: Config) -> Config:
+    return _lfm2(config) | {"feed_forward_length": _lfm2_width(config)}
+
+
+def _lfm2_width(config: Config) -> int:
+    """Return the width of its feed-forwards, of which the card has another that is rounded."""
+    if not config.get("block_auto_adjust_ff_dim"):
+        return int(config["intermediate_size"])
+    step = config["block_multiple_of"]
+    wide = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+    return int(step * -(-wide // step))
+
+
+def _lfm2_moe(config: Config) -> Config:
+    dense = {"leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": SIGMOID}
+    return experts(config) | _lfm2(config) | dense
+
+
+def _delta_of_experts(config: Config) -> Config:
+    return experts(config) | _delta(config)
+
+
+STATES: dict[str, Callable[[Config], Config]] = {
+    "falcon-h1": _falcon_h1,
+    "granitehybrid": _granite_hybrid,
+    "jamba": _jamba,
+    "lfm2": _lfm2_dense,
+    "lfm2moe": _lfm2_moe,
+    "mamba": _mamba,
+    "mamba2": _mamba,
+    "nemotron_h": _nemotron_h,
+    "qwen35": _delta,
+    "qwen35moe": _delta_of_experts,
+    "qwen3next": _delta_of_experts,
+}
+"""By architecture."""

@@ -1,0 +1,277 @@
+"""Linear layers on a device that multiplies codes: what a checkpoint has is kept as it is, nothing is rounded.
+
+Owns which rows are kept so: integers of up to 8 bits, fp8 (e4m3) and fp4 (e2m1) whose groups are whole 16 inputs. Others are
+rounded to the model's number format beside them. The reference of a layer multiplies its numbers with torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+
+import torch
+
+from quintet.executor.backends.cpu.ops.activation import activate
+from quintet.executor.backends.cpu.ops.host_linear import Inputs
+from quintet.executor.backends.cpu.ops.linear import GatedActivation
+from quintet.executor.backends.cuda.ops.coded_weight import (
+    BRICK_COLUMNS,
+    RUNS,
+    Code,
+    CodedLayout,
+    CodedWeight,
+)
+from quintet.executor.backends.cuda.ops.linear_coded import SUFFIXES, coded_matmul_reference
+from quintet.executor.backends.cuda.ops.linear_fp8 import FP8, fp8_matmul_reference
+from quintet.executor.backends.cuda.ops.linear_fp8 import PACK as FP8_PACK
+from quintet.executor.checkpoints.quant.blocks import Blocks
+from quintet.executor.checkpoints.quant.decode import Coded
+from quintet.executor.checkpoints.quant.formats.scheme import Scheme
+from quintet.executor.checkpoints.quant.input_order import declare_order, is_ordered, sorted_inputs
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.source import MOST_CODES, Rows, RowSource
+from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape, bias_of
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.wire.errors import ConfigError
+
+PACK_INPUTS = 8
+"""Rows of x are read 16 bytes at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """How rows are kept."""
+
+    code: Code
+    group: int
+    has_zeros: bool = False
+    has_minima: bool = False
+    fp8_inputs: bool = False
+    """Of fp8 with one scale for each output: whether inputs are rounded to fp8, each token by its own scale. Not of experts."""
+
+    def layout(self, columns: int, depth: int) -> CodedLayout:
+        """Return the layout of so many of them."""
+        return CodedLayout(self.code, columns, depth, self.group, self.has_zeros, self.has_minima)
+
+
+KEPT_BLOCKS = {
+    "Q8_0": Kept(Code.INT8, 32),
+    "Q4_0": Kept(Code.INT4, 32),
+    "Q4_1": Kept(Code.INT4, 32, has_minima=True),
+    "Q5_0": Kept(Code.INT8, 32),
+    "Q5_1": Kept(Code.INT8, 32, has_minima=True),
+    "Q2_K": Kept(Code.INT4, 16, has_minima=True),
+    "Q3_K": Kept(Code.INT4, 16),
+    "Q4_K": Kept(Code.INT4, 32, has_minima=True),
+    "Q5_K": Kept(Code.INT8, 32, has_minima=True),
+    "Q6_K": Kept(Code.INT8, 16),
+    "IQ4_NL": Kept(Code.INT8, 32),
+    "IQ4_XS": Kept(Code.INT8, 32),
+    "MXFP4": Kept(Code.FP4, 32),
+}
+"""By the name of a type of GGUF files. The numbers that the 4 bits of IQ4 choose from have 8."""
+
+
+def kept_of(scheme: Scheme | None, depth: int, dtype: torch.dtype) -> Kept | None:
+    """Return how a scheme's rows are kept; None where they are rounded to ``dtype``. None as scheme: rows without codes."""
+    if scheme is None or scheme.table or not multiplies(depth, dtype):
+        return None
+    if scheme.group % RUNS[-1] or scheme.input_factors is not None:
+        return None
+    if scheme.is_fp4:
+        return Kept(Code.FP4, scheme.group)
+    if scheme.bits is None:
+        if scheme.weight_kind != "F8_E4M3":
+            return None
+        fp8_inputs = scheme.fp8_activations and not scheme.group and depth % FP8_PACK == 0
+        return Kept(Code.FP8, scheme.group, fp8_inputs=fp8_inputs)
+    has_zeros = (scheme.has_int8_zeros or scheme.zeros is not None) and scheme.all_zeros is None
+    code = Code.INT4 if scheme.bits <= 4 else Code.INT8
+    return Kept(code, scheme.group, has_zeros, has_minima=scheme.real_zeros)
+
+
+def multiplies(depth: int, dtype: torch.dtype) -> bool:
+    """Whether there is a kernel for inputs of this number and format."""
+    return dtype in SUFFIXES and depth % PACK_INPUTS == 0
+
+
+class CodedRun:
+    """Neighbouring columns of a layer, in codes."""
+
+    def __init__(
+        self, shape: LinearShape, plan: WeightPlan, kept: Kept, sources: Sequence[RowSource]
+    ) -> None:
+        self.weight = CodedWeight(kept.layout(shape.columns, shape.depth), plan.device)
+        plan.num_bytes += self.weight.layout.num_bytes
+        first = 0
+        for source in sources:
+            source.declare(plan, plan.expect, partial(self._fill, first))
+            first += source.rows
+        self.order = declare_order(list(sources), shape.depth, plan)
+        """The input that is first, second … for the weight: int32 ``[depth]`` on the device; None: as they are."""
+        self.bias = plan.stacked(shape.biases) if shape.biased else None
+        self._result_dtype = shape.result_dtype
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``, the reference."""
+        x = x if self.order is None else x.index_select(1, self.order)
+        return coded_matmul_reference(x, self.weight, self.bias, self._result_dtype)
+
+    def _fill(self, first: int, place: int, rows: Rows) -> None:
+        put(self.weight, rows, first + place)
+
+
+class Fp8Run:
+    """Neighbouring columns of a layer in fp8, multiplied with inputs in fp8."""
+
+    def __init__(self, shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource]) -> None:
+        self.weight = torch.empty(shape.columns, shape.depth, dtype=FP8, device=plan.device)
+        self.scales = torch.empty(shape.columns, device=plan.device)
+        plan.num_bytes += self.weight.nbytes + self.scales.nbytes
+        first = 0
+        for source in sources:
+            source.declare(plan, plan.expect, partial(self._fill, first))
+            first += source.rows
+        self.bias = plan.stacked(shape.biases) if shape.biased else None
+        self._result_dtype = shape.result_dtype
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return ``x @ weight.T + bias``, the reference."""
+        return fp8_matmul_reference(x, self.weight, self.scales, self.bias, self._result_dtype)
+
+    def _fill(self, first: int, place: int, rows: Rows) -> None:
+        assert isinstance(rows, Coded), "rows in codes"
+        codes, place = rows.codes.view(torch.uint8), first + place
+        if bool(((codes & 0x7F) == 0x7F).any()):
+            raise ConfigError("a weight in fp8 is no number (NaN)")
+        self.weight.view(torch.uint8)[place : place + len(codes)] = codes.to(self.weight.device)
+        self.scales[place : place + len(codes)] = rows.scales[:, 0].to(self.weight.device)
+
+
+Part = CodedRun | Fp8Run | RowMajorLinear
+
+
+class CodedLinear:
+    """A layer in runs of columns that are kept alike, some of them perhaps rounded. A `LinearMethod`."""
+
+    packed = None
+    runs = ()
+    table = None
+    bias = None
+    is_quantized = True
+    """The embedding that is tied to it reads a table of its own."""
+
+    def __init__(self, activation: GatedActivation, parts: Sequence[Part]) -> None:
+        self._activation = activation
+        self.parts = parts
+        self.widths = [_width(part) for part in parts]
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `LinearMethod.apply`."""
+        y = torch.cat([part.apply(x) for part in self.parts], dim=1)
+        if self._activation is GatedActivation.NONE:
+            return y
+        gate, up = y.chunk(2, dim=-1)
+        return activate(gate, self._activation.kind) * up
+
+
+def coded_linear(
+    shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource], kept: Sequence[Kept | None]
+) -> LinearMethod | None:
+    """Return the owner of a layer on a device, whose parts are kept so; None where none is, or they cannot lie side by side."""
+    keys = [(way, is_ordered(source)) for way, source in zip(kept, sources, strict=True)]
+    ends = _ends(keys)
+    widths = [sum(source.rows for source in sources[begin:end]) for begin, end in ends]
+    if not any(kept) or any(width % 2 for width in widths[:-1]):  # results are written in pairs
+        return None
+    parts: list[Part] = []
+    for begin, end in ends:
+        its = replace(shape, parts=shape.parts[begin:end], activation=GatedActivation.NONE)
+        way = kept[begin]
+        if way is None:
+            parts.append(RowMajorLinear(its, plan, sources[begin:end]))
+        elif way.fp8_inputs:
+            parts.append(Fp8Run(its, plan, sources[begin:end]))
+        else:
+            parts.append(CodedRun(its, plan, way, sources[begin:end]))
+    return CodedLinear(shape.activation, parts)
+
+
+class CodedStack:
+    """Experts' matrices in codes, all alike. A `StackMethod`."""
+
+    packed = None
+    table = None
+    inputs = Inputs.SIXTEEN_BITS
+
+    def __init__(self, shape: StackShape, plan: WeightPlan, kept: Kept) -> None:
+        self.weight = CodedWeight(kept.layout(shape.columns, shape.depth), plan.device, shape.experts)
+        plan.num_bytes += shape.experts * self.weight.layout.num_bytes
+        for piece in shape.weights:
+            piece.declare(plan, plan.expect, self._fill)
+        self.bias = bias_of(shape, plan)
+
+    def _fill(self, expert: int, begin: int, rows: Rows) -> None:
+        put(self.weight, rows, begin, expert)
+
+
+def coded_stack(shape: StackShape, plan: WeightPlan, kept: Sequence[Kept | None]) -> StackMethod | None:
+    """Return the owner of experts' matrices whose pieces are kept so; None where they are not all kept alike."""
+    alike = kept[0]
+    if shape.is_exact or alike is None or any(way != alike for way in kept):
+        return None
+    return CodedStack(shape, plan, alike)
+
+
+def put(weight: CodedWeight, rows: Rows, first: int, index: int | None = None) -> None:
+    """Put rows of a checkpoint into a weight's columns from ``first`` on. index: which weight, of several."""
+    if isinstance(rows, Blocks):
+        _put_blocks(weight, rows, first, index)
+        return
+    assert isinstance(rows, Coded), "rows in codes"
+    layout, codes, zeros = weight.layout, rows.codes, rows.zeros
+    minima: torch.Tensor | None = None
+    if rows.order is not None:
+        codes = codes[:, sorted_inputs(rows.order)]
+    if zeros is not None and layout.has_minima:
+        # Zeros that are no integers: their product with a scale of 16 bits is exact.
+        minima, zeros = zeros * rows.scales, None
+    elif layout.code.is_integer:
+        if codes.dtype == torch.int8:
+            codes = codes.view(torch.uint8) ^ 128
+        elif not layout.has_zeros:
+            codes = codes + (layout.zero - rows.zero)  # of fewer bits: about the zero of more
+        elif zeros is None:
+            zeros = torch.full(rows.scales.shape, rows.zero, dtype=torch.uint8)
+    try:
+        weight.put(first, codes.view(torch.uint8), rows.scales, zeros, minima, index=index)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _put_blocks(weight: CodedWeight, rows: Blocks, first: int, index: int | None) -> None:
+    """A few million numbers at a time."""
+    step = max(1, MOST_CODES // (weight.layout.depth * BRICK_COLUMNS)) * BRICK_COLUMNS
+    for begin in range(0, len(rows.raw), step):
+        its = Blocks(rows.raw[begin : begin + step], rows.kind).integers()
+        codes = its.codes + (weight.layout.zero - its.zero)
+        weight.put(first + begin, codes, its.scales, None, its.minima, index=index)
+
+
+def _width(part: Part) -> int:
+    if isinstance(part, CodedRun):
+        return part.weight.layout.columns
+    return len(part.weight if isinstance(part, Fp8Run) else part.table)
+
+
+def _ends(keys: Sequence[object]) -> list[tuple[int, int]]:
+    """Return where runs of equal neighbours begin and end."""
+    found, begin = [], 0
+    for _, equal in groupby(keys):
+        end = begin + len(list(equal))
+        found.append((begin, end))
+        begin = end
+    return found

@@ -1,0 +1,138 @@
+"""AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent for the Quantization of LLMs", 2023).
+
+Its rounding is its own. What it saves are GPTQ's tensors, whose zeros are less one only where ``packing_format`` names auto_gptq;
+AWQ's; and for floats those of compressed-tensors and of FP8:
+
+mx_fp, nv_fp   4 bits: weight_packed, weight_scale, of nv_fp weight_global_scale; mx_fp of 8 bits: weight, weight_scale
+fp, fp8        8 bits: weight, and weight_scale, or weight_scale_inv of blocks
+
+Layers may have bits of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quintet.executor.checkpoints.quant.formats import awq, fp8, gptq
+from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
+from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+USUAL = "auto_round:auto_gptq"
+RAW_ZEROS = ("", "gptqmodel", "exllamav2", "triton", "tritonv2")
+"""What follows ``auto_round`` where zeros are stored as they are."""
+FLOAT_BITS = 16
+MICROSCALED = {("mx_fp", 4): 32, ("mx_fp", 8): 32, ("nv_fp", 4): 16}
+"""By kind and bits: inputs that share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floats:
+    """A `Format`: groups of floats."""
+
+    kind: str
+    bits: int
+    left_out: tuple[re.Pattern[str], ...]
+    name: Quantization = "auto-round"
+    mark: str = "weight_scale"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = ("*.input_global_scale", "*.input_scale")
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return (
+            f"auto-round: {self.bits}-bit floats ({self.kind}), groups of {MICROSCALED[self.kind, self.bits]}"
+        )
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        is_left_out = any(pattern.search(name) for pattern in self.left_out for name in layer.names)
+        if layer.is_plain(self.mark) or is_left_out or (layer.contents is None and layer.is_output_layer):
+            return None
+        group = MICROSCALED[self.kind, self.bits]
+        if self.bits == 4:
+            one = "weight_global_scale" if self.kind == "nv_fp" else None
+            return fp4_scheme(layer, "weight_packed", group, one, divides=True)
+        shape = (layer.rows, -(-layer.depth // group))
+        return fp8_scheme(layer, self.mark, (shape,), row_group=1, group=group, exponents=True)
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config`` describes."""
+    kind = section.values.get("data_type") or "int"
+    packing = section.values.get("packing_format") or section.values.get("backend") or USUAL
+    if not isinstance(kind, str) or not isinstance(packing, str):
+        raise section.wrong("packing_format", f"words, as {USUAL!r}, beside a data_type")
+    if section.has("rotation_config"):
+        raise ConfigError(
+            f"{section.path}: {section.inside}rotation_config has inputs rotated while they are computed, which is not done:"
+            " quantize the model again without rotations"
+        )
+    return _integers(section, packing) if kind.startswith("int") else _floats(section, kind, packing)
+
+
+def _floats(section: ModelCard, kind: str, packing: str) -> Format:
+    bits = section.whole("bits", 1, FLOAT_BITS, 8)
+    if "e5m3" not in packing and (kind[:5], bits) in MICROSCALED:
+        others = _others(section, gptq.Numbers(4, 128, True, False))
+        return Floats(kind[:5], bits, tuple(pattern for pattern, its in others if its is None))
+    if kind.startswith("fp") and bits == 8:
+        group = section.values.get("group_size")
+        if (
+            isinstance(group, list)
+            and len(group) == 2
+            and all(type(each) is int and each > 0 for each in group)
+        ):
+            return fp8.Fp8("auto-round", (group[0], group[1]), (), "weight_scale_inv")
+        return fp8.Fp8("auto-round", None, (), "weight_scale")
+    raise ConfigError(
+        f"{section.path}: {section.inside}data_type is {kind!r:.40} of {bits} bits ({packing!r:.60}); of AutoRound's checkpoints"
+        " int, mx_fp of 4 and 8 bits, nv_fp of 4 and fp of 8 load: export with the scheme W4A16, MXFP4, NVFP4 or FP8_BLOCK"
+    )
+
+
+def _integers(section: ModelCard, packing: str) -> Format:
+    if "awq" in packing:
+        return replace(awq.of(section), name="auto-round")
+    name = packing.removeprefix("auto_round").removeprefix(":")
+    if name not in RAW_ZEROS and "gptq" not in name:
+        raise ConfigError(
+            f"{section.path}: {section.inside}packing_format is {packing!r:.40}, which is not read; export with the format"
+            " 'auto_round', 'auto_gptq' or 'auto_awq'"
+        )
+    if section.whole("act_bits", 1, 32, FLOAT_BITS) < FLOAT_BITS:
+        raise section.wrong(
+            "act_bits", f"{FLOAT_BITS}: export integers with activations with the format 'llm_compressor'"
+        )
+    numbers = gptq.numbers_of(section, gptq.Numbers(4, 128, True, False))
+    return gptq.Gptq(
+        "auto-round",
+        numbers,
+        zero_offset=0 if name in RAW_ZEROS else 1,
+        of_output_layer=section.flag("lm_head", False),
+        others=_others(section, numbers),
+        ignored=("*.g_idx",),
+    )
+
+
+def _others(
+    section: ModelCard, usual: gptq.Numbers
+) -> tuple[tuple[re.Pattern[str], gptq.Numbers | None], ...]:
+    """Return the layers of ``extra_config``: with other bits, or left as they are."""
+    found = []
+    extra = section.section("extra_config")
+    for name in extra.values:
+        its = extra.section(name)
+        left_out = its.has("bits") and its.whole("bits", 1, 32) >= FLOAT_BITS
+        found.append((re.compile(re.escape(name) + "$"), None if left_out else gptq.numbers_of(its, usual)))
+    return tuple(found)

@@ -1,0 +1,120 @@
+"""AWQ (Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023), 4 bits with zeros.
+
+As AutoAWQ saves it for its kernel ``gemm``, where a word has the codes of rows 0 2 4 6 1 3 5 7 of eight:
+
+    qweight  int32 [depth, rows / 8]      qzeros  int32 [groups, rows / 8]      scales  [groups, rows]
+
+and for ``gemv``, where it has those of eight neighbouring inputs, or groups; zeros and scales are filled up to whole words:
+
+    qweight  int32 [rows, depth / 8]      qzeros  int32 [rows, words]           scales  [rows, 8 words]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    groups_in_words,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+MOST_GROUP = 1 << 20
+BITS, IN_WORD = 4, 8
+
+
+@dataclass(frozen=True, slots=True)
+class Awq:
+    """A `Format`."""
+
+    group: int
+    """0: all of a row."""
+    version: str
+    left_out: tuple[str, ...]
+    name: Quantization = "awq"
+    mark: str = "qweight"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = ()
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return f"awq: 4 bits in {groups_in_words(self.group)}, zero points, laid out for {self.version}"
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        if layer.is_output_layer or is_part_of(layer, self.left_out) or layer.is_plain("qweight"):
+            return None
+        rows, depth, group = layer.rows, layer.depth, self.group or layer.depth
+        if (rows if self.version == "gemm" else depth) % IN_WORD or depth % group:
+            layer.refuse(f"AWQ's tensors hold whole words of {IN_WORD} and whole groups of {group} inputs")
+        return (
+            self._gemm(layer, depth // group) if self.version == "gemm" else self._gemv(layer, depth // group)
+        )
+
+    def _gemm(self, layer: StoredLayer, groups: int) -> Scheme:
+        packing = Packing(BITS, "rows", transposed=True, evens_first=True)
+        return Scheme(
+            stored=(
+                Stored("qweight", (layer.depth, layer.rows // IN_WORD), ("I32",)),
+                Stored("scales", (groups, layer.rows), FLOATS),
+                Stored("qzeros", (groups, layer.rows // IN_WORD), ("I32",)),
+            ),
+            codes=packing,
+            scale_transposed=True,
+            scale_kind=layer.kind("scales"),
+            group=self.group,
+            zeros=packing,
+        )
+
+    def _gemv(self, layer: StoredLayer, groups: int) -> Scheme:
+        step = 4 if self.group == 32 else 2 if self.group == 64 else 1
+        words = (groups + IN_WORD * step - 1) // (IN_WORD * step) * step
+        return Scheme(
+            stored=(
+                Stored("qweight", (layer.rows, layer.depth // IN_WORD), ("I32",)),
+                Stored("scales", (layer.rows, words * IN_WORD), FLOATS),
+                Stored("qzeros", (layer.rows, words), ("I32",)),
+            ),
+            codes=Packing(BITS, "depth"),
+            scale_kind=layer.kind("scales"),
+            group=self.group or layer.depth,
+            zeros=Packing(BITS, "depth"),
+        )
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config`` describes."""
+    return of(section)
+
+
+def of(section: ModelCard) -> Awq:
+    """Return what a section of a card says."""
+    bits = section.whole(("bits", "w_bit"), 1, 16, BITS)
+    if bits != BITS:
+        raise section.wrong(("bits", "w_bit"), "4: AWQ of other bits was never saved by AutoAWQ")
+    version = str(section.values.get("version") or "gemm").lower()
+    if version not in ("gemm", "gemv"):
+        raise ConfigError(
+            f"{section.path}: an AWQ checkpoint in the layout {version!r:.40}, which was shuffled for one kernel: take one whose"
+            " `version` is 'gemm' or 'gemv'"
+        )
+    group = section.whole(("group_size", "q_group_size"), -1, MOST_GROUP, 128)
+    if group == 0:
+        raise section.wrong(("group_size", "q_group_size"), "-1 or a number of columns")
+    key = "modules_to_not_convert"
+    return Awq(max(group, 0), version, word_list(section.values.get(key), section.path, section.inside + key))

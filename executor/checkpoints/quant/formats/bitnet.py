@@ -1,0 +1,82 @@
+"""BitNet b1.58 (Ma et al., "The Era of 1-bit LLMs: All Large Language Models are in 1.58 Bits", 2024), as transformers saves it:
+
+weight        uint8 [rows / 4, depth]   0, 1, 2 for -1, 0, 1; byte i has rows i, i + rows / 4 …, the first in the lowest bits
+weight_scale  one number                what the product is multiplied with; divided by of ``bitlinear``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quintet.executor.checkpoints.quant.formats.modules import is_part_of, word_list
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    total_bytes,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+
+IN_BYTE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class BitNet:
+    """A `Format`."""
+
+    divides: bool
+    left_out: tuple[str, ...]
+    name: Quantization = "bitnet"
+    words: str = "bitnet: three values, a scale for each tensor"
+    mark: str = "weight_scale"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = ()
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        ternary = {name.removesuffix("_scale") for name in contents if name.endswith(self.mark)}
+        return total_bytes(contents, {}) + sum(
+            contents[name].num_bytes for name in ternary if name in contents
+        )
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        if is_part_of(layer, self.left_out) or layer.is_plain(self.mark):
+            return None
+        if layer.contents is None and layer.is_output_layer:
+            return None
+        if layer.rows % IN_BYTE:
+            layer.refuse(f"BitNet's weights hold {IN_BYTE} rows in a byte")
+        return Scheme(
+            stored=(
+                Stored("weight", (layer.rows // IN_BYTE, layer.depth), ("U8",)),
+                Stored(self.mark, layer.shaped(self.mark, (1,), ()), FLOATS),
+            ),
+            codes=Packing(2),
+            group=0,
+            row_group=0,
+            divides=self.divides,
+            decoder="quintet.executor.checkpoints.quant.decode_bitnet:decode",
+        )
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config`` describes."""
+    linear = section.word("linear_class", ("bitlinear", "autobitlinear"), "bitlinear")
+    if section.word("quantization_mode", ("offline", "online"), "offline") == "online":
+        raise section.wrong(
+            "quantization_mode",
+            "offline: take the packed checkpoint, whose weights have three values already",
+        )
+    if section.flag("use_rms_norm", False):
+        raise section.wrong("use_rms_norm", "false: norms of each linear layer's own are not read")
+    key = "modules_to_not_convert"
+    return BitNet(
+        linear == "bitlinear", word_list(section.values.get(key), section.path, section.inside + key)
+    )

@@ -1,0 +1,320 @@
+"""compressed-tensors, as LLM Compressor saves it: groups of layers, each with its bits, strategy and format.
+
+pack-quantized         weight_packed int32 [rows, words]    weight_scale [rows, groups]   weight_zero_point int32 [words, groups]
+int-, naive-quantized  weight int8 [rows, depth]            weight_scale [rows, groups]   weight_zero_point int8 [rows, groups]
+float-quantized        weight fp8 [rows, depth]             weight_scale: one, of rows, or of blocks
+nvfp4-pack-quantized   weight_packed uint8 [rows, depth/2]  weight_scale fp8 [rows, depth/16], divided by weight_global_scale
+mxfp4-pack-quantized   weight_packed uint8 [rows, depth/2]  weight_scale uint8 [rows, depth/32], exponents
+mxfp8-quantized        weight fp8 [rows, depth]             weight_scale uint8 [rows, depth/32], exponents
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
+from quintet.executor.checkpoints.quant.formats.modules import block_size, is_named, word_list
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    in_words,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+PACKED, INTEGERS, FLOAT8 = (
+    "pack-quantized",
+    ("int-quantized", "naive-quantized"),
+    ("float-quantized", "naive-quantized"),
+)
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+KNOWN = ("pack-quantized", "int-quantized", "naive-quantized", "float-quantized", NVFP4, MXFP4, MXFP8)
+_GROUP_OF = {NVFP4: 16, MXFP4: 32, MXFP8: 32}
+STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
+MOST_GROUP = 1 << 20
+UNUSED = (
+    "weight_shape",
+    "input_scale",
+    "input_zero_point",
+    "input_global_scale",
+    "output_scale",
+    "k_scale",
+    "v_scale",
+    "q_scale",
+)
+"""Endings of tensors that are not needed: inputs are measured as they come. Those of keys and values are read by themselves:
+`quintet.executor.checkpoints.quant.kv_scales`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a group's layers have."""
+
+    format: str
+    bits: int
+    is_float: bool
+    strategy: str
+    group: int
+    """0: all of a row."""
+    block: tuple[int, int]
+    symmetric: bool
+    by_activations: bool
+    int8_activations: bool
+    fp8_activations: bool
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        kind = "floats" if self.is_float else "integers"
+        by = {"group": f"groups of {self.group}", "tensor_group": f"groups of {self.group}"}.get(
+            self.strategy, f"a scale for each {self.strategy}"
+        )
+        marks = "" if self.symmetric else ", zero points"
+        return f"{self.bits}-bit {kind}, {by}{marks}{', 8-bit activations' * self.int8_activations}"
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Layers that are quantized alike."""
+
+    targets: tuple[str, ...]
+    """Names, patterns after ``re:``, or classes of modules."""
+    numbers: Numbers
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedTensors:
+    """A `Format`."""
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...]
+    path: str
+    name: Quantization = "compressed-tensors"
+    mark: str = "weight_scale"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = tuple(f"*.{each}" for each in UNUSED)
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        if not self.groups:
+            return f"{self.name}: weights as they were, scales of keys and values"
+        return in_words(self.name, (group.numbers for group in self.groups))
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        numbers = self._numbers_of(layer)
+        if numbers is None or layer.is_plain("weight_scale"):
+            return None
+        if numbers.format in (NVFP4, MXFP4):
+            return fp4_scheme(
+                layer,
+                "weight_packed",
+                numbers.group,
+                "weight_global_scale" if numbers.format == NVFP4 else None,
+                divides=True,
+            )
+        if numbers.is_float:
+            return _floats(layer, numbers)
+        return _packed(layer, numbers) if numbers.format == PACKED else _integers(layer, numbers)
+
+    def _numbers_of(self, layer: StoredLayer) -> Numbers | None:
+        """Return the numbers of a layer by the configuration alone: a name counts more than a class."""
+        if is_named(layer, self.ignore, self.path, "ignore"):
+            return None
+        for group in self.groups:
+            if is_named(layer, group.targets, self.path, "targets"):
+                return group.numbers
+        return next((group.numbers for group in self.groups if "Linear" in group.targets), None)
+
+
+def _scale_shapes(layer: StoredLayer, numbers: Numbers) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes that scales may have."""
+    match numbers.strategy:
+        case "tensor":
+            return ((1,), (), (1, 1))
+        case "channel":
+            return ((layer.rows, 1), (layer.rows,))
+        case "block":
+            height, width = numbers.block
+            return ((-(-layer.rows // height), -(-layer.depth // width)),)
+        case _:
+            return ((layer.rows, -(-layer.depth // numbers.group)),)
+
+
+def _packed(layer: StoredLayer, numbers: Numbers) -> Scheme:
+    bits, rows, depth = numbers.bits, layer.rows, layer.depth
+    shapes = _scale_shapes(layer, numbers)
+    stored: tuple[Stored, ...] = (
+        Stored("weight_packed", (rows, -(-depth * bits // 32)), ("I32",)),
+        Stored("weight_scale", layer.shaped("weight_scale", *shapes), FLOATS),
+    )
+    if not numbers.symmetric:
+        if numbers.strategy == "tensor":
+            layer.refuse(
+                "one zero point for a whole packed tensor is not read: take a checkpoint with one for each row or group"
+            )
+        groups = shapes[0][1]
+        stored += (Stored("weight_zero_point", (-(-rows * bits // 32), groups), ("I32",)),)
+    is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs stay as they are
+    if is_ordered:
+        stored += (Stored("weight_g_idx", (depth,), ("I32",), (0, 0)),)
+    return Scheme(
+        stored=stored,
+        codes=Packing(bits, "depth"),
+        scale_kind=layer.kind("weight_scale"),
+        group=numbers.group,
+        row_group=0 if numbers.strategy == "tensor" else 1,
+        zeros=None if numbers.symmetric else Packing(bits, "rows"),
+        order="weight_g_idx" if is_ordered else None,
+    )
+
+
+def _integers(layer: StoredLayer, numbers: Numbers) -> Scheme:
+    shapes = _scale_shapes(layer, numbers)
+    is_block = numbers.strategy == "block"
+    stored: tuple[Stored, ...] = (
+        Stored("weight", (layer.rows, layer.depth), ("I8",)),
+        Stored("weight_scale", layer.shaped("weight_scale", *shapes), FLOATS),
+    )
+    if not numbers.symmetric:
+        if numbers.strategy in ("tensor", "block"):
+            layer.refuse(
+                "zero points of whole tensors or blocks are not read: take a checkpoint with one for each row or group"
+            )
+        stored += (Stored("weight_zero_point", layer.shaped("weight_zero_point", *shapes), ("I8",)),)
+    return Scheme(
+        stored=stored,
+        scale_kind=layer.kind("weight_scale"),
+        group=numbers.block[1] if is_block else numbers.group,
+        row_group={"tensor": 0, "block": numbers.block[0]}.get(numbers.strategy, 1),
+        has_int8_zeros=not numbers.symmetric,
+        int8_activations=numbers.int8_activations
+        and numbers.symmetric
+        and not numbers.group
+        and not is_block,
+    )
+
+
+def _floats(layer: StoredLayer, numbers: Numbers) -> Scheme:
+    shapes = _scale_shapes(layer, numbers)
+    match numbers.strategy:
+        case "tensor":
+            return fp8_scheme(
+                *(layer, "weight_scale", shapes),
+                row_group=0,
+                group=0,
+                fp8_activations=numbers.fp8_activations,
+            )
+        case "block":
+            return fp8_scheme(
+                layer, "weight_scale", shapes, row_group=numbers.block[0], group=numbers.block[1]
+            )
+        case _:
+            return fp8_scheme(
+                layer,
+                "weight_scale",
+                shapes,
+                row_group=1,
+                group=numbers.group,
+                exponents=numbers.format == MXFP8,
+                fp8_activations=numbers.fp8_activations,
+            )
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config`` describes."""
+    _refuse_what_is_more(section)
+    usual = section.values.get("format") or PACKED
+    found = section.section("config_groups")
+    groups = tuple(_group(found.section(key), usual) for key in found.values)
+    of_kv_alone = not groups and section.has("kv_cache_scheme")
+    if not groups and not of_kv_alone:
+        raise section.wrong("config_groups", "an object with the groups of layers that are quantized alike")
+    ignore = word_list(section.values.get("ignore"), section.path, f"{section.inside}ignore")
+    has_scales = not section.section("kv_cache_scheme").values.get("dynamic")
+    mark = "weight_scale" if not of_kv_alone else "k_scale" if has_scales else ""
+    return CompressedTensors(groups, ignore, section.path, mark=mark)
+
+
+def _refuse_what_is_more(section: ModelCard) -> None:
+    """Refuse by name what changes weights or inputs besides."""
+    for key in ("sparsity_config", "sparsity_compression_config"):
+        sparsity = section.section(key).values.get("format", "dense")
+        if sparsity != "dense":
+            raise ConfigError(
+                f"{section.path}: {section.inside}{key} says that weights are stored sparsely ({sparsity!r:.40}), which is not"
+                " read: take the dense checkpoint that it was made from"
+            )
+    if section.section("transform_config").values.get("config_groups"):
+        raise ConfigError(
+            f"{section.path}: {section.inside}transform_config has inputs rotated while they are computed, which is not done:"
+            " take a checkpoint without transforms, or one whose rotations were folded into the weights"
+        )
+
+
+def _group(section: ModelCard, usual: object) -> Group:
+    targets = word_list(section.values.get("targets"), section.path, f"{section.inside}targets")
+    kind, weights = section.values.get("format") or usual, section.section("weights")
+    if not isinstance(kind, str) or kind not in KNOWN:
+        raise ConfigError(
+            f"{section.path}: {section.inside}format is {kind!r:.40}, which is not read; the formats of compressed-tensors"
+            f" that load are {', '.join(KNOWN)}"
+        )
+    if not weights.values:
+        raise section.wrong("weights", "an object: groups that quantize activations alone are not read")
+    is_float = weights.word("type", ("int", "float"), "int") == "float"
+    bits = weights.whole("num_bits", 2, 8, 8)
+    fits = (
+        (bits == 4) == (kind in (NVFP4, MXFP4)) and bits in (4, 8)
+        if is_float
+        else kind in (PACKED, *INTEGERS)
+    )
+    if not fits or (is_float and kind == PACKED):
+        raise ConfigError(
+            f"{section.path}: {weights.inside}num_bits is {bits}, of type {'float' if is_float else 'int'}, in the format"
+            f" {kind}, which is not read: integers load of 2 to 8 bits, floats of 8, and of 4 as nvfp4 and mxfp4"
+        )
+    if kind in _GROUP_OF and weights.whole("group_size", 1, MOST_GROUP, _GROUP_OF[kind]) != _GROUP_OF[kind]:
+        raise weights.wrong("group_size", f"{_GROUP_OF[kind]}, as of every {kind}")
+    return Group(targets, _numbers(weights, section, kind, bits, is_float))
+
+
+def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_float: bool) -> Numbers:
+    grouped = weights.values.get("group_size")
+    strategy = weights.word("strategy", STRATEGIES, "group" if grouped and grouped != -1 else "tensor")
+    group = 0
+    if kind in _GROUP_OF:
+        strategy, group = "group", _GROUP_OF[kind]
+    elif strategy in ("group", "tensor_group"):
+        group = max(0, weights.whole("group_size", -1, MOST_GROUP))
+    block = (1, 1)
+    if strategy == "block":
+        block = block_size(weights, "block_structure")
+    activations = section.section("input_activations")
+    has_zeros = not activations.flag("symmetric", True)
+    return Numbers(
+        kind,
+        bits,
+        is_float,
+        "channel" if strategy == "group" and not group else strategy,
+        group,
+        block,
+        weights.flag("symmetric", True),
+        weights.values.get("actorder") in ("group", "dynamic", True),
+        activations.values.get("num_bits") == 8
+        and activations.values.get("type", "int") == "int"
+        and not has_zeros,
+        activations.values.get("num_bits") == 8 and activations.values.get("type", "int") == "float",
+    )

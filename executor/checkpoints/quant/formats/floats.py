@@ -1,0 +1,76 @@
+"""What several formats have: weights in floating-point numbers of 8 and of 4 bits, times their scales. Imports no torch."""
+
+from __future__ import annotations
+
+from quintet.executor.checkpoints.quant.formats.scheme import FLOATS, Packing, Scheme, Stored, StoredLayer
+
+FP8 = ("F8_E4M3", "F8_E5M2")
+EXPONENTS = ("U8", "F8_E8M0")
+_SMALL_EXPONENTS = (118, 122)
+"""Of dummy weights: powers of two below 1."""
+_SMALL_FLOATS = (0x18, 0x28)
+"""Likewise, as e4m3."""
+
+
+def fp8_scheme(
+    layer: StoredLayer,
+    scale: str,
+    shapes: tuple[tuple[int, ...], ...],
+    *,
+    row_group: int,
+    group: int,
+    exponents: bool = False,
+    fp8_activations: bool = False,
+    weight: str = "weight",
+) -> Scheme:
+    """Return the scheme of numbers in fp8.
+
+    scale: ending of the scales, which have one of the shapes; exponents: whether they are those of powers of two;
+    fp8_activations: see `Scheme`; weight: ending of the numbers.
+    """
+    shape = layer.shaped(scale, *shapes)
+    kinds = EXPONENTS if exponents else (*FLOATS, "F8_E8M0")
+    stored_scale = Stored(scale, shape, kinds, _SMALL_EXPONENTS if exponents else None)
+    return Scheme(
+        stored=(Stored(weight, (layer.rows, layer.depth), FP8, _SMALL_FLOATS), stored_scale),
+        weight_kind=layer.kind(weight) or FP8[0],
+        scale_kind=layer.kind(scale),
+        group=group,
+        row_group=row_group,
+        fp8_activations=fp8_activations,
+    )
+
+
+def fp4_scheme(
+    layer: StoredLayer,
+    weight: str,
+    group: int,
+    global_scale: str | None,
+    *,
+    divides: bool,
+    scale: str = "weight_scale",
+) -> Scheme:
+    """Return the scheme of two 4-bit floats in a byte, the first in the low bits, with a scale for each group of inputs.
+
+    global_scale: ending of what the scales, fp8, are multiplied with, or divided by; None: scales are exponents.
+    """
+    if layer.depth % group:
+        layer.refuse(f"4-bit floats come in whole groups of {group} inputs")
+    groups = layer.depth // group
+    stored: tuple[Stored, ...] = (Stored(weight, (layer.rows, layer.depth // 2), ("U8",)),)
+    if global_scale is None:
+        stored += (Stored(scale, (layer.rows, groups), EXPONENTS, _SMALL_EXPONENTS),)
+    else:
+        stored += (
+            Stored(scale, (layer.rows, groups), FP8[:1], _SMALL_FLOATS),
+            Stored(global_scale, layer.shaped(global_scale, (1,), ()), ("F32",)),
+        )
+    return Scheme(
+        stored=stored,
+        codes=Packing(4, "depth"),
+        group=group,
+        is_fp4=True,
+        global_scale=global_scale,
+        divides=divides,
+        scale_kind=layer.kind(scale),
+    )

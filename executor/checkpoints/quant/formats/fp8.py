@@ -1,0 +1,84 @@
+"""Weights in fp8 as publishers release them: DeepSeek and Qwen with a scale for each block, others for each tensor or row.
+
+    weight fp8 [rows, depth]    weight_scale_inv [rows / 128, depth / 128]    or    weight_scale: one number, or one for each row
+
+What is named an inverse is multiplied. Scales of activations are not needed: who rounds them to fp8 measures each token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
+from quintet.executor.checkpoints.quant.formats.modules import block_size, is_part_of, word_list
+from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8:
+    """A `Format`."""
+
+    name: Quantization
+    block: tuple[int, int] | None
+    """Rows and inputs that share a scale; None: all of a tensor, or of a row."""
+    left_out: tuple[str, ...]
+    mark: str
+    takes_quantization: bool = False
+    ignored: Sequence[str] = (
+        "*.input_scale",
+        "*.input_scale_ub",
+        "*.activation_scale",
+        "*.k_scale",
+        "*.v_scale",
+        "*.kv_scale",
+    )
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        by = "each tensor or row" if self.block is None else f"blocks of {self.block[0]} by {self.block[1]}"
+        return f"{self.name}: 8-bit floats, a scale for {by}"
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        if is_part_of(layer, self.left_out) or layer.is_plain(self.mark):
+            return None
+        if layer.contents is None and layer.is_output_layer:
+            return None
+        if self.block is None:
+            by_row = ((layer.rows, 1), (layer.rows,))
+            shape = layer.shaped(self.mark, *by_row, (1,), (), (1, 1))
+            row_group = 1 if shape in by_row else 0
+            return fp8_scheme(layer, self.mark, (shape,), row_group=row_group, group=0, fp8_activations=True)
+        height, width = self.block
+        shapes = ((-(-layer.rows // height), -(-layer.depth // width)),)
+        return fp8_scheme(layer, self.mark, shapes, row_group=height, group=width)
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format of a card whose ``quant_method`` is ``fp8``."""
+    block = None
+    if section.has("weight_block_size"):
+        block = block_size(section, "weight_block_size")
+    mark = "weight_scale" if block is None else "weight_scale_inv"
+    return Fp8("fp8", block, _left_out(section), mark)
+
+
+def recognise_fbgemm(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format of one whose ``quant_method`` is ``fbgemm_fp8``: a scale for each row."""
+    return Fp8("fbgemm_fp8", None, _left_out(section), "weight_scale")
+
+
+def _left_out(section: ModelCard) -> tuple[str, ...]:
+    found: tuple[str, ...] = ()
+    for key in ("modules_to_not_convert", "ignored_layers"):
+        found += word_list(section.values.get(key), section.path, section.inside + key)
+    return found

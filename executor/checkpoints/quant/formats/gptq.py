@@ -1,0 +1,176 @@
+"""GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022), as AutoGPTQ
+and GPTQModel save it:
+
+    qweight  int32 [depth * bits / 32, rows]    codes, of neighbouring inputs in a word
+    qzeros   int32 [groups, rows * bits / 32]   zeros, of neighbouring rows; less one in the first version of the format
+    scales         [groups, rows]
+    g_idx    int32 [depth]                      the group of each input: not of neighbours where the order was by activations
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    groups_in_words,
+    total_bytes,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+MOST_GROUP = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the configuration says of the layers, or of some that it names."""
+
+    bits: int
+    group: int
+    """0: all of a row."""
+    symmetric: bool
+    by_activations: bool
+    """Whether inputs were put in the order of their activations before they were grouped."""
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        marks = "" if self.symmetric else ", zero points"
+        return f"{self.bits} bits, {groups_in_words(self.group)}{marks}{', in the order of activations' * self.by_activations}"
+
+
+@dataclass(frozen=True, slots=True)
+class Gptq:
+    """A `Format`."""
+
+    name: Quantization
+    numbers: Numbers
+    zero_offset: int
+    """1 where what is stored is a zero less one."""
+    of_output_layer: bool
+    left_out: tuple[str, ...] = ()
+    others: tuple[tuple[re.Pattern[str], Numbers | None], ...] = ()
+    """By pattern of names: layers with numbers of their own, or with none."""
+    mark = "qweight"
+    takes_quantization = False
+    ignored: Sequence[str] = ()
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return f"{self.name}: {self.numbers.words}"
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        bits = self.numbers.bits
+        return total_bytes(contents, {"qweight": (8 if bits == 8 else 4) / bits})
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        numbers = self._numbers_of(layer)
+        if numbers is None or layer.is_plain("qweight"):
+            return None
+        bits, rows, depth = numbers.bits, layer.rows, layer.depth
+        if depth * bits % 32 or rows * bits % 32:
+            layer.refuse(f"rows and columns of {bits} bits must fill whole words of 32 in GPTQ's tensors")
+        groups = -(-depth // (numbers.group or depth))
+        # Dummy zeros are bytes of which all are one value: there is none that repeats 3 bits.
+        symmetric = numbers.symmetric and (bits != 3 or layer.contents is not None)
+        middle = (1 << (bits - 1)) - self.zero_offset
+        middles = sum(middle << at for at in range(0, 8, bits)) & 255
+        stored: tuple[Stored, ...] = (
+            Stored("qweight", (depth * bits // 32, rows), ("I32",)),
+            Stored("scales", (groups, rows), FLOATS),
+            Stored(
+                "qzeros", (groups, rows * bits // 32), ("I32",), (middles, middles) if symmetric else None
+            ),
+        )
+        is_ordered = numbers.by_activations and layer.contents is not None  # dummy inputs stay as they are
+        if is_ordered:
+            stored += (Stored("g_idx", (depth,), ("I32",), (0, 0)),)
+        return Scheme(
+            stored=stored,
+            codes=Packing(bits, "depth", transposed=True),
+            scale_transposed=True,
+            scale_kind=layer.kind("scales"),
+            group=numbers.group,
+            zeros=Packing(bits, "rows", transposed=True),
+            zero_offset=self.zero_offset,
+            all_zeros=1 << (bits - 1) if symmetric else None,
+            order="g_idx" if is_ordered else None,
+        )
+
+    def _numbers_of(self, layer: StoredLayer) -> Numbers | None:
+        """Return the numbers of a layer by the configuration alone; None where it is not quantized."""
+        for pattern, numbers in self.others:
+            if any(pattern.match(name) for name in layer.names):
+                return numbers
+        if (layer.is_output_layer and not self.of_output_layer) or is_part_of(layer, self.left_out):
+            return None
+        return self.numbers
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config`` describes."""
+    version = section.word(
+        ("checkpoint_format", "format"),
+        ("gptq", "gptq_v2", "gptq_pack", "marlin", "bitblas", "gptq_gemm"),
+        "gptq",
+    )
+    if version not in ("gptq", "gptq_v2") or section.flag("is_marlin_format", False):
+        raise ConfigError(
+            f"{section.path}: a GPTQ checkpoint in the layout {version!r}, which was shuffled for one GPU's kernels: take the"
+            " one it was made from, whose `checkpoint_format` is 'gptq' or 'gptq_v2'"
+        )
+    numbers = numbers_of(section, Numbers(4, 128, True, False))
+    symmetric = section.flag(("sym", "symmetric"), True)
+    return Gptq(
+        "gptq",
+        replace(numbers, symmetric=symmetric),
+        zero_offset=1 if version == "gptq" else 0,
+        of_output_layer=section.flag("lm_head", False),
+        left_out=word_list(
+            section.values.get("modules_to_not_convert"), section.path, "modules_to_not_convert"
+        ),
+        others=_others(section, numbers),
+        # Each group's inputs are neighbours without the order of activations; old versions saved biases of zeros as well.
+        ignored=() if numbers.by_activations else ("*.g_idx",),
+    )
+
+
+def numbers_of(section: ModelCard, usual: Numbers) -> Numbers:
+    """Return what a section says; ``usual`` where it says nothing."""
+    bits = section.whole("bits", 2, 8, usual.bits)
+    if bits not in (2, 3, 4, 8):
+        raise section.wrong("bits", "2, 3, 4 or 8")
+    group = section.whole("group_size", -1, MOST_GROUP, usual.group or -1)
+    if group != -1 and group < 1:
+        raise section.wrong("group_size", "-1 or a number of columns")
+    return Numbers(
+        bits,
+        max(group, 0),
+        section.flag(("sym", "symmetric"), usual.symmetric),
+        section.flag("desc_act", usual.by_activations) and not section.flag("static_groups", False),
+    )
+
+
+def _others(section: ModelCard, usual: Numbers) -> tuple[tuple[re.Pattern[str], Numbers | None], ...]:
+    """Return GPTQModel's ``dynamic``: patterns, after ``-:`` of layers that it left out, else with what is other of them."""
+    found = []
+    dynamic = section.section("dynamic")
+    for pattern in dynamic.values:
+        bare = pattern.removeprefix("-:").removeprefix("+:")
+        numbers = None if pattern.startswith("-:") else numbers_of(dynamic.section(pattern), usual)
+        found.append((compiled(bare, section.path, f"{section.inside}dynamic"), numbers))
+    return tuple(found)

@@ -1,0 +1,176 @@
+"""ModelOpt (NVIDIA): floats of 8 and of 4 bits, integers, as its export for Hugging Face writes them.
+
+FP8, FP8_PER_CHANNEL_PER_TOKEN      weight fp8 [rows, depth]          weight_scale: one number; one for each row
+MXFP8                               weight fp8 [rows, depth]          weight_scale uint8 [rows, depth / 32], exponents
+NVFP4, also W4A16_ and W4A8_…_FP8   weight uint8 [rows, depth / 2]    weight_scale fp8 [rows, depth / 16], times weight_scale_2
+W4A8_MXFP4_FP8                      weight uint8 [rows, depth / 2]    weight_scale uint8 [rows, depth / 32], exponents
+W8A16, W8A8_SQ_PER_CHANNEL          weight int8 [rows, depth]         weight_scale [rows]
+W4A16_AWQ                           weight uint8 [rows / 2, depth]    weight_scale [rows, groups]; two rows in a byte, signed
+
+Of AWQ and SmoothQuant (Xiao et al., 2022), inputs of layers whose factors were not folded into what is before them are multiplied
+by pre_quant_scale [depth].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
+from quintet.executor.checkpoints.quant.formats.modules import word_list
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    in_words,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+MIXED = "MIXED_PRECISION"
+NVFP4 = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "W4A8_NVFP4_FP8")
+INT8 = ("W8A16", "W8A8_SQ_PER_CHANNEL")
+ALGORITHMS = {
+    "FP8": "8-bit floats, a scale for each tensor",
+    "FP8_PER_CHANNEL_PER_TOKEN": "8-bit floats, a scale for each row",
+    "MXFP8": "8-bit floats, groups of {group}",
+    **dict.fromkeys((*NVFP4, "W4A8_MXFP4_FP8"), "4-bit floats, groups of {group}"),
+    "W8A16": "8-bit integers, a scale for each row",
+    "W8A8_SQ_PER_CHANNEL": "8-bit integers, a scale for each row, 8-bit activations",
+    "W4A16_AWQ": "4-bit integers, groups of {group}",
+}
+"""What loads, in words."""
+GROUPS = dict.fromkeys(NVFP4, 16) | {"MXFP8": 32, "W4A8_MXFP4_FP8": 32}
+"""Inputs that share a scale, where there is one choice."""
+MOST_GROUP = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a layer's weights are."""
+
+    algorithm: str
+    group: int
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        return ALGORITHMS[self.algorithm].format(group=self.group)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOpt:
+    """A `Format`."""
+
+    usual: Numbers | None
+    left_out: tuple[str, ...]
+    """Patterns of names, ``*`` for anything."""
+    by_name: Mapping[str, Numbers]
+    name: Quantization = "modelopt"
+    mark: str = "weight_scale"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = (
+        "*.input_scale",
+        "*.k_scale",
+        "*.v_scale",
+        "*.k_proj.output_scale",
+        "*.v_proj.output_scale",
+    )
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return in_words(self.name, (self.usual, *self.by_name.values()))
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        numbers = next((self.by_name[name] for name in layer.names if name in self.by_name), self.usual)
+        is_left_out = any(fnmatchcase(name, each) for name in layer.names for each in self.left_out)
+        if numbers is None or layer.is_plain(self.mark) or is_left_out:
+            return None
+        scheme = _scheme(layer, numbers, self.mark)
+        factors = "pre_quant_scale"
+        if layer.entry(factors) is None:
+            return scheme
+        return replace(
+            scheme,
+            stored=(*scheme.stored, Stored(factors, (layer.depth,), FLOATS)),
+            input_factors=factors,
+            int8_activations=False,
+        )
+
+
+def _scheme(layer: StoredLayer, numbers: Numbers, scale: str) -> Scheme:
+    algorithm, rows = numbers.algorithm, layer.rows
+    match algorithm:
+        case "FP8":
+            return fp8_scheme(layer, scale, ((), (1,)), row_group=0, group=0)
+        case "FP8_PER_CHANNEL_PER_TOKEN":
+            return fp8_scheme(layer, scale, ((rows,), (rows, 1)), row_group=1, group=0)
+        case "MXFP8":
+            shape = (rows, -(-layer.depth // numbers.group))
+            return fp8_scheme(layer, scale, (shape,), row_group=1, group=numbers.group, exponents=True)
+        case "W4A16_AWQ":
+            return _four_bits(layer, numbers.group, scale)
+        case "W8A16" | "W8A8_SQ_PER_CHANNEL":
+            codes = Stored("weight", (rows, layer.depth), ("I8",))
+            return Scheme(
+                stored=(codes, Stored(scale, layer.shaped(scale, (rows,), (rows, 1)), FLOATS)),
+                scale_kind=layer.kind(scale),
+                group=0,
+                int8_activations=algorithm == "W8A8_SQ_PER_CHANNEL",
+            )
+        case _:
+            one = "weight_scale_2" if algorithm in NVFP4 else None
+            return fp4_scheme(layer, "weight", numbers.group, one, divides=False)
+
+
+def _four_bits(layer: StoredLayer, group: int, scale: str) -> Scheme:
+    if layer.rows % 2 or layer.depth % group:
+        layer.refuse(f"ModelOpt's 4-bit integers come in pairs of rows and whole groups of {group} inputs")
+    return Scheme(
+        stored=(
+            Stored("weight", (layer.rows // 2, layer.depth), ("U8",)),
+            Stored(scale, (layer.rows, layer.depth // group), FLOATS),
+        ),
+        codes=Packing(4, "rows", word_bits=8, is_signed=True),
+        scale_kind=layer.kind(scale),
+        group=group,
+    )
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format of a card's ``quantization_config``, or of the ``quantization`` in a ``hf_quant_config.json``."""
+    inner = section.section("quantization") if section.has("quantization") else section
+    left_out: tuple[str, ...] = ()
+    for key in ("exclude_modules", "ignore"):
+        left_out += word_list(inner.values.get(key), section.path, inner.inside + key)
+    if inner.values.get("quant_algo") != MIXED:
+        return ModelOpt(_numbers(inner), left_out, {})
+    layers = inner.section("quantized_layers")
+    if not layers.values:
+        raise inner.wrong("quantized_layers", "an object that says of each layer how it is quantized")
+    return ModelOpt(None, left_out, {name: _numbers(layers.section(name)) for name in layers.values})
+
+
+def _numbers(section: ModelCard) -> Numbers:
+    algorithm = section.values.get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise ConfigError(
+            f"{section.path}: {section.inside}quant_algo is {algorithm!r:.40}, which is not read of ModelOpt; these load:"
+            f" {', '.join(ALGORITHMS)}"
+        )
+    if algorithm == "W4A16_AWQ":
+        return Numbers(algorithm, section.whole("group_size", 1, MOST_GROUP, 128))
+    group = GROUPS.get(algorithm, 0)
+    return Numbers(algorithm, section.whole("group_size", group, group, group) if group else 0)

@@ -1,0 +1,201 @@
+"""Quark (AMD): floats of 8 bits, microscaled floats of 4 bits, integers of 8 and of 4 bits.
+
+fp8_e4m3     weight fp8 [rows, depth]         weight_scale: one number, or one for each row
+fp4          weight uint8 [rows, depth / 2]   weight_scale uint8 [rows, depth / 32], exponents
+int8         weight int8 [rows, depth]        weight_scale: one number, or one for each row   weight_zero_point likewise
+int4, uint4  weight int32 [depth, rows / 8]   weight_scale [groups, rows]   weight_zero_point int32 [groups, rows / 8]
+
+Words of int4 and uint4 are AWQ's where ``pack_method`` is reorder; codes and zeros of int4 are signed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from quintet.executor.checkpoints.quant.formats.floats import fp4_scheme, fp8_scheme
+from quintet.executor.checkpoints.quant.formats.modules import is_named, word_list
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    groups_in_words,
+    in_words,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+KNOWN = {
+    "fp8_e4m3": ("per_tensor", "per_channel"),
+    "fp4": ("per_group",),
+    "int8": ("per_tensor", "per_channel"),
+    "int4": ("per_group",),
+    "uint4": ("per_group",),
+}
+"""Numbers of weights, and what may share a scale."""
+GROUP, IN_WORD = 32, 8
+MOST_GROUP = 1 << 20
+ZEROS = "weight_zero_point"
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the configuration says of layers."""
+
+    dtype: str
+    by: str
+    group: int
+    symmetric: bool
+    int8_activations: bool
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        scales = groups_in_words(self.group, f"scales {self.by.replace('_', ' ')}")
+        marks = "" if self.symmetric else ", zero points"
+        return f"{self.dtype}, {scales}{marks}{', 8-bit activations' * self.int8_activations}"
+
+
+@dataclass(frozen=True, slots=True)
+class Quark:
+    """A `Format`."""
+
+    usual: Numbers | None
+    others: tuple[tuple[str, Numbers | None], ...]
+    """By pattern of names, ``*`` for anything: layers with numbers of their own, or with none."""
+    reorders: bool
+    left_out: tuple[str, ...]
+    path: str
+    name: Quantization = "quark"
+    mark: str = "weight_scale"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = ("*.input_*", "*.output_*", "*.k_scale", "*.v_scale", "*.kv_scale")
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return in_words(self.name, (self.usual, *(numbers for _, numbers in self.others)))
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        return sum(entry.num_bytes for entry in contents.values())
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        found = [
+            its for pattern, its in self.others if any(fnmatchcase(name, pattern) for name in layer.names)
+        ]
+        numbers = found[0] if found else self.usual
+        if (
+            numbers is None
+            or layer.is_plain(self.mark)
+            or is_named(layer, self.left_out, self.path, "exclude")
+        ):
+            return None
+        if numbers.dtype == "fp4":
+            return fp4_scheme(layer, "weight", GROUP, None, divides=False)
+        if numbers.dtype == "int8":
+            return _eight_bits(layer, numbers, self.mark)
+        if numbers.group:
+            return _four_bits(layer, numbers, self.mark, self.reorders)
+        if numbers.by == "per_channel":
+            return fp8_scheme(layer, self.mark, ((layer.rows,), (layer.rows, 1)), row_group=1, group=0)
+        return fp8_scheme(layer, self.mark, ((), (1,)), row_group=0, group=0)
+
+
+def _eight_bits(layer: StoredLayer, numbers: Numbers, scale: str) -> Scheme:
+    by_row = numbers.by == "per_channel"
+    shapes = ((layer.rows,), (layer.rows, 1)) if by_row else ((), (1,))
+    stored: tuple[Stored, ...] = (
+        Stored("weight", (layer.rows, layer.depth), ("I8",)),
+        Stored(scale, layer.shaped(scale, *shapes), FLOATS),
+    )
+    entry = layer.entry(ZEROS)
+    if not numbers.symmetric and not by_row:
+        layer.refuse("one zero point for a whole tensor is not read: take a checkpoint with one for each row")
+    has_zeros = entry is not None or not numbers.symmetric
+    if has_zeros:  # symmetric weights may have zeros as well, which are 0
+        kinds = ("I8", "I32", *FLOATS) if numbers.symmetric else ("I8", "I32")
+        stored += (Stored(ZEROS, layer.shaped(ZEROS, *shapes), kinds, (0, 0)),)
+    return Scheme(
+        stored=stored,
+        scale_kind=layer.kind(scale),
+        group=0,
+        row_group=1 if by_row else 0,
+        has_int8_zeros=has_zeros,
+        all_zeros=0 if numbers.symmetric else None,
+        int8_activations=numbers.int8_activations and numbers.symmetric,
+    )
+
+
+def _four_bits(layer: StoredLayer, numbers: Numbers, scale: str, reorders: bool) -> Scheme:
+    rows, depth, group = layer.rows, layer.depth, numbers.group
+    if rows % IN_WORD or depth % group:
+        layer.refuse(f"Quark's tensors hold whole words of {IN_WORD} and whole groups of {group} inputs")
+    is_signed = numbers.dtype == "int4"
+    packing = Packing(4, "rows", transposed=True, evens_first=reorders, is_signed=is_signed)
+    stored: tuple[Stored, ...] = (
+        Stored("weight", (depth, rows // IN_WORD), ("I32",)),
+        Stored(scale, (depth // group, rows), FLOATS),
+    )
+    has_zeros = layer.entry(ZEROS) is not None or not numbers.symmetric
+    if has_zeros:
+        stored += (Stored(ZEROS, (depth // group, rows // IN_WORD), ("I32",)),)
+    return Scheme(
+        stored=stored,
+        codes=packing,
+        scale_transposed=True,
+        scale_kind=layer.kind(scale),
+        group=group,
+        zeros=packing if has_zeros else None,
+        all_zeros=8 if has_zeros and numbers.symmetric and is_signed else None,
+    )
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config`` describes."""
+    if any(each is not None for each in section.section("layer_type_quant_config").values.values()):
+        raise ConfigError(
+            f"{card.path}: {section.inside}layer_type_quant_config has kinds of layers with numbers of their own, which is not"
+            " read of Quark's: take a checkpoint that names layers"
+        )
+    layers = section.section("layer_quant_config")
+    others = tuple((name, _numbers(layers.section(name))) for name in layers.values)
+    usual = _numbers(section.section("global_quant_config"))
+    if usual is None and not any(numbers for _, numbers in others):
+        raise section.wrong("global_quant_config", "an object that says what weights are quantized to")
+    reorders = section.section("export").word("pack_method", ("reorder", "order"), "reorder") == "reorder"
+    left_out = word_list(section.values.get("exclude"), section.path, f"{section.inside}exclude")
+    return Quark(usual, others, reorders, left_out, section.path)
+
+
+def _numbers(section: ModelCard) -> Numbers | None:
+    """Return what a section says of its layers; None where their weights are left as they are."""
+    if not section.has("weight"):
+        return None
+    if isinstance(section.values["weight"], list):
+        raise section.wrong("weight", "one kind of numbers: those that are quantized twice are not read")
+    weight = section.section("weight")
+    dtype, by = weight.values.get("dtype"), weight.values.get("qscheme")
+    if not isinstance(dtype, str) or by not in KNOWN.get(dtype, ()):
+        raise ConfigError(
+            f"{section.path}: {weight.inside}dtype is {dtype!r:.40} with scales {by!r:.40}, which is not read of Quark's; these"
+            " load: fp8_e4m3 and int8 with scales per_tensor or per_channel, fp4, int4 and uint4 with scales per_group"
+        )
+    group = weight.whole("group_size", 1, MOST_GROUP, GROUP) if by == "per_group" else 0
+    if dtype == "fp4" and group != GROUP:
+        raise weight.wrong("group_size", f"{GROUP}, whose scales are exponents")
+    inputs = section.values.get("input_tensors")
+    return Numbers(
+        dtype,
+        str(by),
+        group,
+        weight.flag("symmetric", dtype != "uint4") or dtype in ("fp8_e4m3", "fp4"),
+        isinstance(inputs, dict) and inputs.get("dtype") == "int8" and inputs.get("symmetric") is not False,
+    )

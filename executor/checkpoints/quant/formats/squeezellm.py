@@ -1,0 +1,112 @@
+"""SqueezeLLM (Kim et al., "SqueezeLLM: Dense-and-Sparse Quantization", 2023), as its authors' tool saves it:
+
+    qweight       int32 [depth * bits / 32, rows]   codes, of neighbouring inputs in a word, as GPTQ's
+    lookup_table  fp32  [rows, 8 or 16]             the number that each code means in a row
+
+and where outliers were taken out, what is added to these numbers: in compressed rows, and whole rows besides:
+
+    rows  int32 [rows + 1]          cols  int32 [count]         vals  fp32 [count]
+    full_rows  fp32 [depth, n]      full_row_indices  int32 [n]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    total_bytes,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+
+SPARSE = {"rows": "I32", "cols": "I32", "vals": "F32", "full_rows": "F32", "full_row_indices": "I32"}
+"""Endings of a layer's outliers, with their number formats."""
+BLOCK = 128
+"""Inputs whose codes, of 4 bits, lie together in memory: rows are whole blocks."""
+TABLE_BYTES = 68
+"""Of an output in memory: 16 numbers in fp32, and a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class SqueezeLlm:
+    """A `Format`."""
+
+    bits: int
+    name: Quantization = "squeezellm"
+    mark: str = "lookup_table"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = ("*.startrows",)
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return f"squeezellm: {self.bits} bits, a table of {1 << self.bits} numbers for each row"
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        kept = dict.fromkeys((*SPARSE, "qweight", self.mark), 0.0) | {"vals": 2.0, "full_rows": 2.0}
+        total = total_bytes(contents, kept)
+        for name, entry in contents.items():
+            if name.endswith(".qweight") and len(entry.shape) == 2:
+                words, rows = entry.shape
+                stem = name.removesuffix("qweight")
+                if ".experts." in name and (f"{stem}rows" in contents or f"{stem}full_rows" in contents):
+                    total += words * 32 // self.bits * rows * dtype_bytes  # experts with outliers are rounded
+                    continue
+                total += rows * (-(-words * 32 // (BLOCK * self.bits)) * BLOCK // 2 + TABLE_BYTES)
+        return total
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        if layer.is_output_layer or layer.is_plain(self.mark):
+            return None
+        if layer.depth * self.bits % 32:
+            layer.refuse(f"columns of {self.bits} bits must fill whole words of 32 in SqueezeLLM's tensors")
+        sparse = {ending: layer.entry(ending) for ending in SPARSE}
+        outliers, stored = (
+            0,
+            [
+                Stored("qweight", (layer.depth * self.bits // 32, layer.rows), ("I32",)),
+                Stored(self.mark, (layer.rows, 1 << self.bits), ("F32", "F16", "BF16")),
+            ],
+        )
+        for first, others in (("rows", ("cols", "vals")), ("full_rows", ("full_row_indices",))):
+            entry, together = sparse[first], [sparse[each] for each in others]
+            if entry is None:
+                continue
+            if None in together:
+                layer.refuse(
+                    f"the checkpoint has outliers in {first!r}, and none in {others[together.index(None)]!r}"
+                )
+            count = together[-1].shape[:1] if together[-1] is not None else ()
+            outliers += sum(count) if first == "rows" else layer.depth * sum(count)
+            stored.append(
+                Stored(
+                    first, (layer.rows + 1,) if first == "rows" else (layer.depth, *count), (SPARSE[first],)
+                )
+            )
+            stored += [Stored(each, count, (SPARSE[each],)) for each in others]
+        return Scheme(
+            stored=tuple(stored),
+            codes=Packing(self.bits, "depth", transposed=True),
+            group=0,
+            row_tables=True,
+            outliers=outliers,
+            decoder="quintet.executor.checkpoints.quant.decode_squeezellm:decode",
+        )
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config``, or a ``quant_config.json``, describes."""
+    key = ("wbits", "bits")
+    bits = section.whole(key, 1, 16)
+    if bits not in (3, 4):
+        raise section.wrong(key, "3 or 4")
+    return SqueezeLlm(bits)

@@ -1,0 +1,290 @@
+"""torchao, as transformers saves it in safetensors: the parts of its tensor classes under names of their own.
+
+Int8Tensor, IntxUnpackedToInt8Tensor  _weight_qdata int8 [rows, depth]      _weight_scale [rows, groups]   _weight_zero_point int8
+Float8Tensor                          _weight_qdata fp8 [rows, depth]       _weight_scale: one, of rows, or of blocks
+Int4Tensor                            _weight_qdata int8 [rows, depth / 2]  _weight_scale [groups, rows]   _weight_zero_point
+
+Which class it is, the name of a configuration's class says. Of Int4Tensor codes are signed, and zero points, floating-point
+numbers, are added to the products. Older versions wrote ``weight:`` for ``_weight_``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from quintet.executor.checkpoints.quant.formats.floats import fp8_scheme
+from quintet.executor.checkpoints.quant.formats.modules import compiled, is_part_of, word_list
+from quintet.executor.checkpoints.quant.formats.scheme import (
+    FLOATS,
+    Format,
+    Packing,
+    Scheme,
+    Stored,
+    StoredLayer,
+    groups_in_words,
+    in_words,
+    total_bytes,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.config import Quantization
+from quintet.wire.errors import ConfigError
+
+INT8, INTX, INT4, FLOAT8 = "8-bit integers", "integers in bytes", "4-bit integers", "8-bit floats"
+KNOWN = {
+    "Int8WeightOnlyConfig": INT8,
+    "Int8DynamicActivationInt8WeightConfig": INT8,
+    "Int8StaticActivationInt8WeightConfig": INT8,
+    "IntxWeightOnlyConfig": INTX,
+    "Int8DynamicActivationIntxWeightConfig": INTX,
+    "Float8WeightOnlyConfig": FLOAT8,
+    "Float8DynamicActivationFloat8WeightConfig": FLOAT8,
+    "Float8StaticActivationFloat8WeightConfig": FLOAT8,
+    "Int4WeightOnlyConfig": INT4,
+    "Float8DynamicActivationInt4WeightConfig": INT4,
+}
+"""By the name of a configuration's class: what weights become."""
+WITH_INT8_ACTIVATIONS = ("Int8DynamicActivationInt8WeightConfig", "Int8StaticActivationInt8WeightConfig")
+BY_NAMES = {"FqnToConfig": "fqn_to_config", "ModuleFqnToConfig": "module_fqn_to_config"}
+"""Classes that have other configurations by the names of layers."""
+MAPPINGS = ("SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC")
+"""Of codes to numbers: with zero in their middle, the same with both ends of the range in reach, with a zero point."""
+PLAIN = ("plain", "unpacked_to_int8")
+USUAL_GROUP = 128
+MOST_GROUP = 1 << 20
+_SPELLINGS = ("_weight_", "weight:")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What a configuration says of layers."""
+
+    kind: str
+    group: int
+    """0: all of a row, or what the checkpoint has."""
+    symmetric: bool
+    int8_activations: bool
+
+    @property
+    def words(self) -> str:
+        """For people."""
+        groups = groups_in_words(self.group, "a scale for each row or tensor")
+        return f"{self.kind}, {groups}{', 8-bit activations' * self.int8_activations}"
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAo:
+    """A `Format`."""
+
+    usual: Numbers | None
+    by_name: tuple[tuple[str | re.Pattern[str], Numbers | None], ...]
+    left_out: tuple[str, ...]
+    name: Quantization = "torchao"
+    mark: str = "qdata"
+    takes_quantization: bool = False
+    ignored: Sequence[str] = ("*act_quant_scale", "*act_quant_zero_point")
+
+    @property
+    def _all(self) -> list[Numbers | None]:
+        return [self.usual, *(numbers for _, numbers in self.by_name)]
+
+    @property
+    def words(self) -> str:
+        """See `Format`."""
+        return in_words(self.name, self._all)
+
+    def memory_bytes(self, contents: Mapping[str, Entry], dtype_bytes: int) -> int:
+        """See `Format`."""
+        kinds = {numbers.kind for numbers in self._all if numbers is not None}
+        zeros = [f"{start}zero_point" for start in _SPELLINGS]
+        if INT4 in kinds:
+            return total_bytes(contents, {}, [*(f"{start}scale" for start in _SPELLINGS), *zeros])
+        are_kept = any(numbers is not None and not numbers.symmetric for numbers in self._all)
+        in_fp32 = are_kept and any(_is_in_fp32_groups(name, entry) for name, entry in contents.items())
+        return total_bytes(contents, {} if are_kept else dict.fromkeys(zeros, 0.0), zeros if in_fp32 else ())
+
+    def scheme(self, layer: StoredLayer) -> Scheme | None:
+        """See `Format`."""
+        start = next((each for each in _SPELLINGS if layer.entry(f"{each}qdata") is not None), _SPELLINGS[0])
+        numbers = self._numbers_of(layer)
+        if numbers is None or layer.is_plain(f"{start}qdata"):
+            return None
+        scheme = _scheme(layer, numbers, start)
+        factors = f"{start}act_pre_scale"
+        if layer.entry(factors) is None:
+            return scheme
+        return replace(
+            scheme,
+            stored=(
+                *scheme.stored,
+                Stored(factors, layer.shaped(factors, (layer.depth,), (1, layer.depth), ()), FLOATS),
+            ),
+            input_factors=factors,
+            int8_activations=False,
+        )
+
+    def _numbers_of(self, layer: StoredLayer) -> Numbers | None:
+        if is_part_of(layer, self.left_out) or (layer.contents is None and layer.is_output_layer):
+            return None
+        tried = [*layer.names, *(f"{name}.weight" for name in layer.names)]
+        for pattern, numbers in self.by_name:
+            if pattern in tried or (isinstance(pattern, re.Pattern) and any(map(pattern.fullmatch, tried))):
+                return numbers
+        return self.usual
+
+
+def _is_in_fp32_groups(name: str, entry: Entry) -> bool:
+    """Whether a tensor is the scales of groups, in fp32: their zeros are, too, where they are kept."""
+    is_scale = name.endswith(tuple(f"{start}scale" for start in _SPELLINGS))
+    return is_scale and entry.dtype == "F32" and len(entry.shape) == 2 and entry.shape[1] > 1
+
+
+def _scheme(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
+    match numbers.kind:
+        case "4-bit integers":
+            return _int4(layer, numbers, start)
+        case "8-bit floats":
+            return _float8(layer, start)
+        case _:
+            return _int8(layer, numbers, start)
+
+
+def _int8(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
+    rows, depth = layer.rows, layer.depth
+    scale, zero = f"{start}scale", f"{start}zero_point"
+    entry = layer.entry(scale)
+    groups = -(-depth // numbers.group) if numbers.group else 1
+    if entry is not None and len(entry.shape) == 2 and entry.shape[0] == rows:
+        groups = max(1, entry.shape[1])
+    by_tensor = entry is not None and entry.shape in ((), (1,), (1, 1)) and rows > 1
+    if depth % groups:
+        layer.refuse(f"its scales are in {groups} groups a row, which are not whole parts of it")
+    shape = layer.shaped(scale, (rows, groups), (rows,), (), (1,), (1, 1))
+    stored: tuple[Stored, ...] = (
+        Stored(f"{start}qdata", (rows, depth), ("I8",)),
+        Stored(scale, shape, FLOATS),
+    )
+    has_zeros = layer.entry(zero) is not None or layer.contents is None
+    if has_zeros:
+        if by_tensor and not numbers.symmetric:
+            layer.refuse(
+                "one zero point for a whole tensor is not read: take a checkpoint with one for each row or group"
+            )
+        its = layer.shaped(zero, shape)
+        stored += (Stored(zero, its, ("I8", "I32", "I64"), (0, 0) if numbers.symmetric else None),)
+    group = 0 if groups == 1 else depth // groups
+    return Scheme(
+        stored=stored,
+        scale_kind=layer.kind(scale),
+        group=group,
+        row_group=0 if by_tensor else 1,
+        has_int8_zeros=has_zeros,
+        all_zeros=0 if numbers.symmetric else None,
+        int8_activations=numbers.int8_activations and numbers.symmetric and not group,
+    )
+
+
+def _float8(layer: StoredLayer, start: str) -> Scheme:
+    rows, scale = layer.rows, f"{start}scale"
+    entry = layer.entry(scale)
+    if entry is None or entry.shape in ((rows, 1), (rows,)):
+        return fp8_scheme(layer, scale, ((rows, 1), (rows,)), row_group=1, group=0, weight=f"{start}qdata")
+    if len(entry.shape) == 2 and entry.shape != (1, 1):
+        height, width = (
+            -(-size // max(1, count)) for size, count in zip((rows, layer.depth), entry.shape, strict=True)
+        )
+        return fp8_scheme(layer, scale, (entry.shape,), row_group=height, group=width, weight=f"{start}qdata")
+    return fp8_scheme(layer, scale, ((1, 1), (1,), ()), row_group=0, group=0, weight=f"{start}qdata")
+
+
+def _int4(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
+    group = numbers.group or USUAL_GROUP
+    if layer.depth % group or layer.depth % 2:
+        layer.refuse(f"torchao's 4-bit integers come in whole groups of {group} inputs")
+    by_group = (layer.depth // group, layer.rows)
+    return Scheme(
+        stored=(
+            Stored(f"{start}qdata", (layer.rows, layer.depth // 2), ("I8", "U8")),
+            Stored(f"{start}scale", by_group, FLOATS),
+            Stored(f"{start}zero_point", by_group, FLOATS),
+        ),
+        codes=Packing(4),
+        scale_kind=layer.kind(f"{start}scale"),
+        group=group,
+        real_zeros=True,
+        decoder="quintet.executor.checkpoints.quant.decode_torchao:decode_int4",
+    )
+
+
+def recognise(card: ModelCard, section: ModelCard) -> Format:
+    """Return the format that a card's ``quantization_config`` describes."""
+    if section.flag("include_input_output_embeddings", False):
+        raise ConfigError(
+            f"{section.path}: {section.inside}include_input_output_embeddings has the embedding quantized, which is not read:"
+            " quantize the model again without it"
+        )
+    kind = section.values.get("quant_type")
+    if isinstance(kind, str):
+        raise ConfigError(
+            f"{section.path}: {section.inside}quant_type is {kind!r:.40}, of versions that saved pickled classes alone, which are"
+            " not read: quantize the model again with torchao 0.15 or later, and save it as safetensors"
+        )
+    key = "modules_to_not_convert"
+    left_out = word_list(section.values.get(key), section.path, section.inside + key)
+    default = section.section("quant_type").section("default")
+    by_names = BY_NAMES.get(str(default.values.get("_type")))
+    if by_names is None:
+        return TorchAo(_numbers(default), (), left_out)
+    usual, found = None, []
+    others = default.section("_data").section(by_names)
+    for name in others.values:
+        numbers = _numbers(others.section(name)) if others.has(name) else None
+        if name == "_default":
+            usual = numbers
+        else:
+            pattern = (
+                compiled(name[3:], section.path, others.inside.rstrip("."))
+                if name.startswith("re:")
+                else name
+            )
+            found.append((pattern, numbers))
+    if usual is None and not any(numbers for _, numbers in found):
+        raise default.wrong("_data", "an object that says of some layers how they are quantized")
+    return TorchAo(usual, tuple(found), left_out)
+
+
+def _numbers(section: ModelCard) -> Numbers:
+    kind, inner = section.values.get("_type"), section.section("_data")
+    if not isinstance(kind, str) or kind not in KNOWN:
+        raise ConfigError(
+            f"{section.path}: {section.inside}_type is {kind!r:.60}, which is not read of torchao; these load: {', '.join(KNOWN)}"
+        )
+    for key in ("int4_packing_format", "intx_packing_format", "packing_format"):
+        packing = inner.values.get(key)
+        packing = packing.get("_data") if isinstance(packing, dict) else packing
+        if packing is not None and str(packing).lower() not in PLAIN:
+            raise ConfigError(
+                f"{section.path}: {inner.inside}{key} is {packing!r:.40}, which was shuffled for one kernel: quantize the model"
+                f" again with the packing format {PLAIN[key[:4] == 'intx']!r}"
+            )
+    group = 0
+    if KNOWN[kind] == INT4:
+        group = inner.whole("group_size", 1, MOST_GROUP, USUAL_GROUP)
+    else:
+        for key in ("granularity", "weight_granularity"):
+            if isinstance(inner.values.get(key), dict):
+                group = inner.section(key).section("_data").whole("group_size", 0, MOST_GROUP, 0)
+    mappings = [_mapping(inner, key) for key in ("mapping_type", "weight_mapping_type")]
+    int8_activations = kind in WITH_INT8_ACTIVATIONS and _mapping(inner, "act_mapping_type") != "ASYMMETRIC"
+    return Numbers(KNOWN[kind], group, "ASYMMETRIC" not in mappings, int8_activations)
+
+
+def _mapping(inner: ModelCard, key: str) -> str:
+    """Return how numbers of both signs become codes."""
+    value = inner.values.get(key) or MAPPINGS[0]
+    value = value.get("_data") if isinstance(value, dict) else value
+    if value not in MAPPINGS:
+        raise inner.wrong(key, f"one of {', '.join(MAPPINGS)}")
+    return str(value)

@@ -1,0 +1,181 @@
+"""The numbers of a GGUF file, packed as they are: each layer in the types that its tensors have.
+
+Where the parts of a layer differ in type, as values do from queries and keys in some layers of Q4_K_M, it is several packed
+weights. What has no packed format, and what is no matrix of rows of the file, is kept in the model's number format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
+from quintet.executor.checkpoints.gguf.types import BY_NAME, GgmlType
+from quintet.executor.checkpoints.gguf.weights import BLOCKS
+from quintet.executor.checkpoints.quant.blocks import NUMBERS, Blocks
+from quintet.executor.checkpoints.quant.coded import KEPT_BLOCKS, Kept, coded_linear, coded_stack, multiplies
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
+from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
+from quintet.executor.checkpoints.quant.packed import PackedLinear
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, Numbers
+from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.source import Expect, PlainRows, Rows
+from quintet.executor.checkpoints.quant.stack import (
+    PackedStack,
+    StackMethod,
+    StackPiece,
+    StackRows,
+    StackShape,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.wire.errors import ConfigError
+
+_DUMMIES = (0, 0)
+"""Bytes of dummy blocks: there are none, for a file is needed to know of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRows:
+    """A part of a weight. A `quintet.executor.checkpoints.quant.source.RowSource`."""
+
+    part: Part
+    depth: int
+    kind: GgmlType
+
+    @property
+    def rows(self) -> int:
+        """See `RowSource`."""
+        return self.part.rows
+
+    @property
+    def label(self) -> str:
+        """See `RowSource`."""
+        return f"{PlainRows(self.part, self.depth).label} {self.kind.name}"
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, Rows], object]) -> None:
+        """See `RowSource`."""
+        part, kept, kind = self.part, self.part.kept_inputs, self.kind
+
+        def take(raw: torch.Tensor) -> None:
+            if kept is not None:
+                raw = raw[:, kind.num_bytes(kept.begin) : kind.num_bytes(kept.end)].contiguous()
+            fill(0, Blocks(part.bias(raw), kind))
+
+        name, depth = f"{part.name}{BLOCKS}", self.depth if kept is None else kept.whole
+        expect(name, (part.height, kind.num_bytes(depth)), take)
+        plan.as_codes(name, (kind.name,), _DUMMIES)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPiece:
+    """All rows of one expert's tensor. A `StackRows`."""
+
+    source: BlockRows
+    first: int
+    begin: int
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        """See `StackRows`."""
+        self.source.declare(plan, expect, lambda place, rows: fill(self.first, self.begin + place, rows))
+
+
+class GgufQuantization:
+    """See `quintet.executor.checkpoints.quant.method.Quantization`."""
+
+    def __init__(
+        self, contents: Mapping[str, Entry] | None, rest: Quantization, on_device: bool = False
+    ) -> None:
+        """contents: the file's tensors by the model's names, None where none is read; rest: makes the layers that are kept in
+        floating-point numbers; on_device: whether our kernels of a device multiply.
+        """
+        self._contents = contents or {}
+        self._on_device = on_device
+        self._rest = rest
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        library = linear_library()
+        sources = [self._source(part, shape.depth, plan) for part in shape.parts]
+        if self._on_device:
+            rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
+            kept = [None if shape.is_exact else _kept(source, plan) for source in sources]
+            return coded_linear(shape, plan, rows, kept) or self._rest.linear(shape, plan)
+        numbers = [_numbers(source, plan) for source in sources]
+        is_plain = not any(sources)
+        if library is None or plan.device.type != "cpu" or shape.is_exact or is_plain:
+            return self._rest.linear(shape, plan)
+        rows = [source or plain for source, plain in zip(sources, shape.sources, strict=True)]
+        if shape.activation:
+            assert len(set(numbers)) == 1, numbers  # whoever asks has asked `pairs`
+            return PackedLinear(library, shape, plan, numbers[0], rows)
+        return packed_by_part(library, shape, plan, numbers, rows)
+
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`. Packed, it takes a third of the memory, and is not computed at the start."""
+        library = linear_library()
+        (source,) = (self._source(part, shape.depth, plan) for part in shape.parts)
+        if self._on_device or library is None or plan.device.type != "cpu" or source is None:
+            return None
+        return PackedLinear(library, shape, plan, NUMBERS[source.kind.name], [source])
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`. Gates and ups of different types are packed each by itself."""
+        sources = [self._source(part, shape.depth, plan) for part in shape.parts]
+        packs = not self._on_device and linear_library() is not None and plan.device.type == "cpu"
+        return not packs or len({_numbers(source, plan) for source in sources}) == 1
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        library = linear_library()
+        pieces = [self._piece(piece, plan) for piece in shape.weights]
+        kinds = _kinds([None if piece is None else piece.source for piece in pieces])
+        if self._on_device:
+            kept = [None if piece is None else _kept(piece.source, plan) for piece in pieces]
+            its = replace(shape, weights=[piece for piece in pieces if piece is not None])
+            return coded_stack(its, plan, kept) or self._rest.stack(shape, plan)
+        if library is None or plan.device.type != "cpu" or shape.is_exact or len(kinds) != 1:
+            return self._rest.stack(shape, plan)
+        (kind,) = kinds
+        packed = [piece for piece in pieces if piece is not None]
+        shape = replace(shape, weights=packed, label=f"{shape.label} of {kind}")
+        return PackedStack(library, shape, plan, NUMBERS[kind])
+
+    def _piece(self, piece: StackRows, plan: WeightPlan) -> BlockPiece | None:
+        if not isinstance(piece, StackPiece) or not piece.is_whole or not piece.names[0].endswith(".weight"):
+            return None
+        ((rows, depth),) = piece.shapes
+        source = self._source(Part(piece.names[0].removesuffix(".weight"), rows), depth, plan)
+        return None if source is None else BlockPiece(source, piece.first, piece.begin)
+
+    def _source(self, part: Part, depth: int, plan: WeightPlan) -> BlockRows | None:
+        """Return the part's rows in blocks; None where they are to be had in floating-point numbers alone."""
+        entry = self._contents.get(f"{part.name}{BLOCKS}")
+        if entry is None or entry.dtype not in NUMBERS or part.transposed or part.unit_rows:
+            return None
+        kind, kept = BY_NAME[entry.dtype], part.kept_inputs
+        if entry.shape != (part.height, kind.num_bytes(depth if kept is None else kept.whole)):
+            return None
+        if kept is not None and (kept.begin % kind.block or kept.end % kind.block):
+            raise ConfigError(
+                f"layer {part.name!r}: a rank would have inputs {kept.begin} to {kept.end}, no whole blocks of {kind.block}"
+                f" ({kind.name}): it is not to be divided by so many ranks (--tensor-parallel-size)"
+            )
+        return BlockRows(part, depth, kind)
+
+
+def _numbers(source: BlockRows | None, plan: WeightPlan) -> Numbers:
+    return Numbers(FLOAT_FORMATS[plan.dtype]) if source is None else NUMBERS[source.kind.name]
+
+
+def _kept(source: BlockRows | None, plan: WeightPlan) -> Kept | None:
+    if source is None or not multiplies(source.depth, plan.dtype):
+        return None
+    return KEPT_BLOCKS[source.kind.name]
+
+
+def _kinds(sources: Sequence[BlockRows | None]) -> set[str]:
+    """Return the names of the types; none where some rows are in no blocks."""
+    return set() if None in sources else {source.kind.name for source in sources if source is not None}

@@ -1,0 +1,186 @@
+"""Linear layers on the host library's packed weights: in the model's number format, or quantized while they are packed.
+
+Quantization happens in the kernels of ``csrc/cpu`` as rows arrive; here is only which format each layer gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary, WeightFormat, linear_library
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.checkpoints.quant.fill import fill
+from quintet.executor.checkpoints.quant.input_order import declare_order
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, PackedRun
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, LAYOUT, Numbers
+from quintet.executor.checkpoints.quant.source import CodedRows, Rows, RowSource
+from quintet.executor.checkpoints.quant.stack import PackedStack, StackMethod, StackShape
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import Description
+from quintet.wire.errors import ConfigError
+
+
+class PackedQuantization:
+    """See `quintet.executor.checkpoints.quant.method.Quantization`."""
+
+    def __init__(self, name: str, numbers: Numbers, of_output_layer: Numbers) -> None:
+        library = linear_library()
+        if library is None:
+            raise ConfigError(
+                f"--quantization {name} needs Quintet's host kernels, and they were not built: install a C++ compiler"
+                " (g++ or clang++) and Quintet again, or drop the flag"
+            )
+        self._library = library
+        self._numbers = numbers
+        self._of_output_layer = of_output_layer
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        numbers = self._of_output_layer if shape.is_output_layer else self._numbers
+        if shape.is_exact:
+            numbers = Numbers(FLOAT_FORMATS[plan.dtype])
+        return PackedLinear(self._library, shape, plan, numbers)
+
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        numbers = Numbers(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._numbers
+        return PackedStack(self._library, shape, plan, numbers)
+
+
+def int8() -> PackedQuantization:
+    """8 bits a weight, one scale for each output."""
+    numbers = Numbers(WeightFormat.INT8)
+    return PackedQuantization("int8", numbers, of_output_layer=numbers)
+
+
+def int4() -> PackedQuantization:
+    """4 bits a weight in groups of 128 that share a scale; the output layer has 8 (see ``docs/quantization.md``)."""
+    return PackedQuantization(
+        "int4", Numbers(WeightFormat.INT4, group=128), of_output_layer=Numbers(WeightFormat.INT8)
+    )
+
+
+def w8a8() -> PackedQuantization:
+    """8 bits a weight, and activations quantized to 8 bits, each token by its own scale."""
+    return PackedQuantization(
+        "w8a8",
+        Numbers(WeightFormat.INT8, inputs=Inputs.EIGHT_BITS),
+        of_output_layer=Numbers(WeightFormat.INT8),
+    )
+
+
+class PackedLinear:
+    """One layer, or a run of its columns. A `LinearMethod`, a `PackedRun`, and a `PackedStore` for its weight."""
+
+    table = None
+
+    def __init__(
+        self,
+        library: LinearLibrary,
+        shape: LinearShape,
+        plan: WeightPlan,
+        numbers: Numbers,
+        sources: Sequence[RowSource] | None = None,
+    ) -> None:
+        """sources: of the weight, one for each part of the shape; None: the checkpoint has it in floating-point numbers."""
+        self._library = library
+        self._shape = shape
+        self._numbers = numbers
+        self._sources = shape.sources if sources is None else sources
+        self._packed: PackedWeight | None = None
+        self._outliers = _outliers_of(self._sources) if numbers.weight_format.has_tables else 0
+        self.is_quantized = sources is None and not numbers.weight_format.is_float
+        self.inputs = numbers.inputs
+        self.num_bytes: int = shape.leaves * library.weight_bytes(
+            *(int(numbers.weight_format), shape.columns, shape.depth // shape.leaves),
+            *(numbers.group, bool(shape.activation)),
+        )
+        self.num_bytes += library.weight_outlier_bytes(
+            shape.columns, shape.depth, bool(shape.activation), self._outliers
+        )
+        plan.store(self)
+        first = 0
+        for source in self._sources:
+            source.declare(plan, plan.pack, partial(self._fill, first))
+            first += source.rows
+        is_float = numbers.weight_format.is_float
+        self.order = None if is_float else declare_order(list(self._sources), shape.depth, plan)
+        self.bias = plan.stacked(shape.biases) if shape.biased else None
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight, once a loader has given it memory."""
+        assert self._packed is not None, "used before it was loaded"
+        return self._packed
+
+    @property
+    def runs(self) -> Sequence[PackedRun]:
+        """See `LinearMethod`."""
+        return (self,)
+
+    @property
+    def description(self) -> Description:
+        """See `PackedStore`."""
+        return {
+            "layer": "+".join(source.label for source in self._sources),
+            "layout": LAYOUT,
+            "format": self._numbers.weight_format.name,
+            "group": self._numbers.group,
+            "columns": self._shape.columns,
+            "depth": self._shape.depth,
+            "paired": bool(self._shape.activation),
+            "leaves": self._shape.leaves,
+            "outliers": self._outliers,
+        }
+
+    def open(self, memory: torch.Tensor) -> None:
+        """See `PackedStore`."""
+        shape, numbers = self._shape, self._numbers
+        self._packed = PackedWeight(
+            self._library,
+            numbers.weight_format,
+            shape.columns,
+            shape.depth,
+            group=numbers.group,
+            paired=bool(shape.activation),
+            memory=memory,
+            leaves=shape.leaves,
+            cut_columns=shape.cut_columns,
+            outliers=self._outliers,
+        )
+
+    def round_inputs(self) -> bool:
+        """See `PackedRun`."""
+        self.inputs = self._numbers.rounded_inputs
+        return self.inputs is not Inputs.SIXTEEN_BITS
+
+    def apply(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `LinearMethod.apply`. out: what it is written to, where it is given."""
+        return self.packed.linear(
+            x if self.order is None else x[:, self.order],
+            self.bias,
+            out=out,
+            activation=self._shape.activation,
+            inputs=self.inputs,
+            result_dtype=self._shape.result_dtype,
+        )
+
+    def _fill(self, first_column: int, place: int, rows: Rows) -> None:
+        fill(self.packed, rows, first_column + place)
+
+
+def _outliers_of(sources: Sequence[RowSource]) -> int:
+    """Return how many there are at most, of a tensor that several parts are of once."""
+    coded = [source for source in sources if isinstance(source, CodedRows)]
+    return sum({source.part.name: source.scheme.outliers for source in coded}.values())

@@ -1,0 +1,45 @@
+"""Quantization name, as in ``--quantization``, to what makes a model's linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quintet.executor.backends.platforms.platform import import_string
+from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.executor.checkpoints.quant.gguf import GgufQuantization
+from quintet.executor.checkpoints.quant.method import Quantization
+from quintet.executor.checkpoints.quant.stored import StoredQuantization
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.wire.errors import ConfigError
+
+QUANTIZATIONS = {
+    "none": "quintet.executor.checkpoints.quant.none:Unquantized",
+    "int8": "quintet.executor.checkpoints.quant.packed:int8",
+    "int4": "quintet.executor.checkpoints.quant.packed:int4",
+    "w8a8": "quintet.executor.checkpoints.quant.packed:w8a8",
+}
+
+
+def open_quantization(
+    name: str,
+    stored: Format | None = None,
+    contents: Mapping[str, Entry] | None = None,
+    *,
+    on_device: bool = False,
+) -> Quantization:
+    """Return the quantization of that name, or that of the checkpoint, where it is ``stored`` in a format.
+
+    contents: the checkpoint's tensors, where it is read; on_device: whether our kernels of a device multiply. Raises
+    `ConfigError` for a name that does not exist.
+    """
+    if stored is not None and stored.name == "gguf":
+        if name != "gguf":
+            return open_quantization(name)
+        return GgufQuantization(contents, open_quantization("none"), on_device)
+    if stored is not None:
+        rest = name if stored.takes_quantization and name != stored.name else "none"
+        return StoredQuantization(stored, open_quantization(rest), contents, rest != "none", on_device)
+    if name not in QUANTIZATIONS:
+        raise ConfigError(f"--quantization is {name!r}; it must be one of {', '.join(QUANTIZATIONS)}")
+    make: Callable[[], Quantization] = import_string(QUANTIZATIONS[name])
+    return make()

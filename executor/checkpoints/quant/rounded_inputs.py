@@ -1,0 +1,40 @@
+"""A quantization whose layers round their inputs to 8 bits, where their weights are integers: ``--activation-dtype int8``."""
+
+from __future__ import annotations
+
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
+from quintet.executor.checkpoints.quant.stack import PackedStack, StackMethod, StackShape
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+
+
+class RoundedInputs:
+    """See `quintet.executor.checkpoints.quant.method.Quantization`. The output layer keeps its inputs, and so do exact layers."""
+
+    def __init__(self, inner: Quantization) -> None:
+        """inner: makes the layers."""
+        self._inner = inner
+        self.num_layers = 0
+        """Those with such weights, so far."""
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        method = self._inner.linear(shape, plan)
+        if not shape.is_output_layer and not shape.is_exact:
+            rounded = [run.round_inputs() for run in method.runs]
+            self.num_layers += any(rounded)
+        return method
+
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return self._inner.embedding(shape, plan)
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return self._inner.pairs(shape, plan)
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        method = self._inner.stack(shape, plan)
+        if isinstance(method, PackedStack) and not shape.is_exact:
+            self.num_layers += method.round_inputs()
+        return method

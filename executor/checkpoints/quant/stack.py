@@ -1,0 +1,213 @@
+"""One matrix of every expert of a layer: what a model says of it, and who owns its numbers.
+
+A method object declares the checkpoint's tensors in a plan when it is made, and is filled by the loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from quintet.executor.backends.cpu.ops.host_linear import Inputs, LinearLibrary
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
+from quintet.executor.checkpoints.quant.fill import fill
+from quintet.executor.checkpoints.quant.formats.scheme import Scheme
+from quintet.executor.checkpoints.quant.packed_formats import LAYOUT, Numbers
+from quintet.executor.checkpoints.quant.source import Expect, Rows, floats_of
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.checkpoints.weights.store import Description
+
+
+class StackRows(Protocol):
+    """Rows of some experts' matrices."""
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        """Expect tensors of the checkpoint; once all are there, call ``fill(expert, begin, rows)`` until every row was given."""
+
+
+@dataclass(frozen=True, slots=True)
+class StackPiece:
+    """Rows that are taken from one tensor of the checkpoint, or from several that are needed together. `StackRows`."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Of each tensor."""
+    first: int
+    """Experts ``[first, first + count)``."""
+    count: int
+    begin: int
+    """The rows' place in the matrix: from here on."""
+    take: Callable[[Sequence[torch.Tensor], int], Rows]
+    """From the tensors and a number below ``count`` to that expert's rows: ``[rows, depth]``, of a bias ``[rows]``."""
+    bytes_between: tuple[tuple[int, int], ...] = ()
+    """Of each tensor, where they are bytes: what dummy ones lie between. Empty: they are numbers."""
+    scheme: Scheme | None = None
+    """How the rows that ``take`` returns are coded; None: they are floating-point numbers."""
+    is_whole: bool = False
+    """Whether the rows are all of one expert's tensor, as they are."""
+
+    def declare(
+        self,
+        plan: WeightPlan,
+        expect: Expect,
+        fill: Callable[[int, int, Rows], object],
+    ) -> None:
+        """See `StackRows`."""
+        arrived: dict[int, torch.Tensor] = {}
+
+        def take(place: int, tensor: torch.Tensor) -> None:
+            arrived[place] = tensor
+            if len(arrived) == len(self.names):
+                tensors = [arrived[i] for i in range(len(self.names))]
+                arrived.clear()
+                for i in range(self.count):
+                    fill(self.first + i, self.begin, self.take(tensors, i))
+
+        for place, (name, shape) in enumerate(zip(self.names, self.shapes, strict=True)):
+            expect(name, shape, partial(take, place))
+        for name, between in zip(self.names, self.bytes_between, strict=False):
+            plan.as_codes(name, ("U8",), between)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StackShape:
+    """What a model says about one matrix of its experts."""
+
+    label: str
+    """Says which matrices of the checkpoint these are, and how they are taken from it: part of the packed cache's key."""
+    experts: int
+    columns: int
+    depth: int
+    paired: bool
+    """Whether the first half of the columns are gates and the others the ups that belong to them."""
+    weights: Sequence[StackRows]
+    biases: Sequence[StackRows] = ()
+    """Of ``[columns]`` an expert; empty: there are none."""
+    is_exact: bool = False
+    """See `quintet.executor.checkpoints.quant.method.LinearShape`."""
+    places: int = 0
+    """Behind the experts, for copies of others: nothing of the checkpoint goes there."""
+
+
+class StackMethod(Protocol):
+    """Owns the tensors."""
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """``[experts + places, columns]`` in the model's number format."""
+
+    @property
+    def packed(self) -> Sequence[PackedWeight] | None:
+        """The weights in the form of the host library, those of places last; None where torch multiplies."""
+
+    @property
+    def table(self) -> torch.Tensor | None:
+        """The weights row-major in the model's number format ``[experts, columns, depth]``, where they are held so."""
+
+    @property
+    def inputs(self) -> Inputs:
+        """See `quintet.executor.checkpoints.quant.method.LinearMethod`."""
+
+
+class RowMajorStack:
+    """Weights in the model's number format, multiplied by torch. A `StackMethod`."""
+
+    packed = None
+    inputs = Inputs.SIXTEEN_BITS
+
+    def __init__(self, shape: StackShape, plan: WeightPlan) -> None:
+        self.table = _filled(shape.weights, plan, shape.experts, shape.columns, shape.depth)
+        self.bias = bias_of(shape, plan)
+
+
+class PackedStack:
+    """Weights packed for the host kernels, all in one section, and places besides. A `StackMethod` and a `PackedStore`."""
+
+    table = None
+
+    def __init__(self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: Numbers) -> None:
+        self._library, self._shape, self._numbers = library, shape, numbers
+        self._packed: list[PackedWeight] | None = None
+        self.inputs = numbers.inputs
+        one = library.weight_bytes(
+            *(int(numbers.weight_format), shape.columns, shape.depth, numbers.group, shape.paired)
+        )
+        self.num_bytes: int = one * shape.experts
+        plan.store(self)
+        self._places: list[PackedWeight] = []
+        if shape.places:
+            memory = HugePages(one * shape.places).memory
+            self._places = [*map(self._weight, memory.chunk(shape.places))]
+            plan.num_bytes += one * shape.places
+        for piece in shape.weights:
+            piece.declare(plan, plan.pack, self._fill)
+        self.bias = bias_of(shape, plan)
+
+    @property
+    def packed(self) -> Sequence[PackedWeight]:
+        """The weights, once a loader has given them memory."""
+        assert self._packed is not None, "used before they were loaded"
+        return self._packed
+
+    @property
+    def description(self) -> Description:
+        """See `PackedStore`."""
+        shape, numbers = self._shape, self._numbers
+        return {
+            "layer": shape.label,
+            "layout": LAYOUT,
+            "format": numbers.weight_format.name,
+            "group": numbers.group,
+            "experts": shape.experts,
+            "columns": shape.columns,
+            "depth": shape.depth,
+            "paired": shape.paired,
+        }
+
+    def open(self, memory: torch.Tensor) -> None:
+        """See `PackedStore`."""
+        self._packed = [*map(self._weight, memory.chunk(self._shape.experts)), *self._places]
+
+    def _weight(self, memory: torch.Tensor) -> PackedWeight:
+        shape, numbers = self._shape, self._numbers
+        return PackedWeight(
+            self._library,
+            numbers.weight_format,
+            shape.columns,
+            shape.depth,
+            group=numbers.group,
+            paired=shape.paired,
+            memory=memory,
+        )
+
+    def round_inputs(self) -> bool:
+        """Have inputs rounded to 8 bits, if weights are in integers. Return whether they are."""
+        self.inputs = self._numbers.rounded_inputs
+        return self.inputs is not Inputs.SIXTEEN_BITS
+
+    def _fill(self, expert: int, begin: int, rows: Rows) -> None:
+        fill(self.packed[expert], rows, begin)
+
+
+def bias_of(shape: StackShape, plan: WeightPlan) -> torch.Tensor | None:
+    """Return what will hold the biases ``[experts + places, columns]``; None where there are none."""
+    return _filled(shape.biases, plan, shape.experts + shape.places, shape.columns) if shape.biases else None
+
+
+def _filled(pieces: Sequence[StackRows], plan: WeightPlan, *size: int) -> torch.Tensor:
+    """Return a tensor ``[experts, columns, …]`` that pieces will fill, but for what they do not have."""
+    whole = torch.empty(size, dtype=plan.dtype, device=plan.device)
+    plan.num_bytes += whole.numel() * whole.element_size()
+
+    def keep(expert: int, begin: int, rows: Rows) -> None:
+        floats = floats_of(rows)
+        whole[expert, begin : begin + len(floats)].copy_(floats)
+
+    for piece in pieces:
+        piece.declare(plan, plan.expect, keep)
+    return whole

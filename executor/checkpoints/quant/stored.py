@@ -1,0 +1,207 @@
+"""The quantization that a checkpoint has already: each layer gets the numbers that its tensors hold.
+
+`quintet.executor.checkpoints.quant.formats` says what those are; layers that the format left alone are made as without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quintet.executor.backends.cpu.ops.host_linear import linear_library
+from quintet.executor.checkpoints.quant.coded import coded_linear, coded_stack, kept_of
+from quintet.executor.checkpoints.quant.fill import numbers_of
+from quintet.executor.checkpoints.quant.formats.cut import why_not
+from quintet.executor.checkpoints.quant.formats.scheme import Format, Scheme, StoredLayer
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
+from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.packed import PackedLinear
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, Numbers
+from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.source import CodedRows, Expect, PlainRows, Rows, RowSource, floats_of
+from quintet.executor.checkpoints.quant.stack import (
+    PackedStack,
+    RowMajorStack,
+    StackMethod,
+    StackPiece,
+    StackRows,
+    StackShape,
+)
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+
+
+class StoredQuantization:
+    """See `quintet.executor.checkpoints.quant.method.Quantization`."""
+
+    def __init__(
+        self,
+        stored: Format,
+        rest: Quantization,
+        contents: Mapping[str, Entry] | None = None,
+        rounds: bool = False,
+        on_device: bool = False,
+    ) -> None:
+        """rest: makes the layers that the checkpoint has in floating-point numbers; contents: its tensors, where it is read.
+
+        rounds: whether the rest makes those of experts, too, that the model's own layout has in codes; on_device: whether our
+        kernels of a device multiply.
+        """
+        self._format = stored
+        self._rest = rest
+        self._contents = contents
+        self._rounds = rounds
+        self._on_device = on_device
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        self._ignore(plan)
+        if self._contents is None and shape.is_exact:  # nobody quantizes what decides by small differences
+            return self._rest.linear(shape, plan)
+        sources = [self._source(part, shape.depth, plan, shape.is_output_layer) for part in shape.parts]
+        if not any(isinstance(source, CodedRows) for source in sources):
+            return self._rest.linear(shape, plan)
+        if not shape.biased:
+            self._expect_no_biases(shape.parts, plan)
+        library, schemes = linear_library(), [_scheme_of(source) for source in sources]
+        if self._on_device:
+            kept = [kept_of(scheme, shape.depth, plan.dtype) for scheme in schemes]
+            return coded_linear(shape, plan, sources, kept) or RowMajorLinear(shape, plan, sources)
+        if plan.device.type != "cpu" or library is None:
+            return RowMajorLinear(shape, plan, sources)
+        numbers = numbers_of(schemes, plan.dtype)
+        if numbers.weight_format.is_float and not shape.activation:  # nothing holds all parts exactly
+            by_part = [numbers_of([scheme], plan.dtype) for scheme in schemes]
+            return packed_by_part(library, shape, plan, by_part, sources)
+        return PackedLinear(library, shape, plan, numbers, sources)
+
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        self._ignore(plan)
+        pieces = [self._piece(piece, plan) for piece in shape.weights]
+        schemes = [None if self._rounds else _scheme_of_piece(piece) for piece in pieces]
+        if not any(schemes) and pieces == list(shape.weights):
+            return self._rest.stack(shape, plan)
+        labels = "+".join(dict.fromkeys(str(scheme) for scheme in schemes))
+        shape = replace(shape, weights=pieces, label=f"{shape.label} of {labels}")
+        is_ordered = any(scheme is not None and scheme.order is not None for scheme in schemes)
+        if self._on_device:  # inputs of experts would be in an order each
+            kept = [None if is_ordered else kept_of(scheme, shape.depth, plan.dtype) for scheme in schemes]
+            return coded_stack(shape, plan, kept) or RowMajorStack(shape, plan)
+        library = linear_library()
+        if plan.device.type != "cpu" or library is None:
+            return RowMajorStack(shape, plan)
+        numbers = numbers_of(schemes, plan.dtype)
+        has_outliers = any(scheme is not None and scheme.outliers for scheme in schemes)
+        if shape.is_exact or is_ordered or has_outliers:
+            numbers = Numbers(FLOAT_FORMATS[plan.dtype])  # as above
+        return PackedStack(library, shape, plan, numbers)
+
+    def _ignore(self, plan: WeightPlan) -> None:
+        """Let the checkpoint have what is not needed of it."""
+        if not set(self._format.ignored) <= set(plan.ignored):
+            plan.ignored += tuple(self._format.ignored)
+
+    def _scheme(self, part: Part, depth: int, plan: WeightPlan, is_output_layer: bool) -> Scheme | None:
+        kept = part.kept_inputs
+        whole = depth if kept is None else kept.whole
+        layer = StoredLayer(part.name, part.height, whole, is_output_layer, self._contents, plan.prefix)
+        scheme = self._format.scheme(layer)
+        if scheme is not None and kept is not None:
+            reason = why_not(scheme, kept)
+            if reason is not None:
+                layer.refuse(f"{reason}: it is not to be divided by so many ranks (--tensor-parallel-size)")
+        if scheme is not None and (part.unit_rows or (part.transposed and not _is_turned(scheme))):
+            layer.refuse(
+                f"this kind of layer is not read from {self._format.words}: take the checkpoint that it was made from"
+            )
+        return scheme
+
+    def _source(self, part: Part, depth: int, plan: WeightPlan, is_output_layer: bool = False) -> RowSource:
+        scheme = self._scheme(part, depth, plan, is_output_layer)
+        return PlainRows(part, depth) if scheme is None else CodedRows(part, depth, scheme)
+
+    def _piece(self, piece: StackRows, plan: WeightPlan) -> StackRows:
+        """Return what takes a piece's rows from the format's tensors; the piece itself where it is none of its layers."""
+        if (
+            not isinstance(piece, StackPiece)
+            or len(piece.names) != 1
+            or not piece.names[0].endswith(".weight")
+            or len(piece.shapes[0]) != 2
+        ):
+            return piece
+        rows, depth = piece.shapes[0]
+        source = self._source(Part(piece.names[0].removesuffix(".weight"), rows), depth, plan)
+        if not isinstance(source, CodedRows):
+            return piece
+        return CodedPiece(source, piece.first, piece.begin, None if piece.is_whole else piece)
+
+    def _expect_no_biases(self, parts: Sequence[Part], plan: WeightPlan) -> None:
+        """Take biases that a checkpoint has of layers without any, as old ones do, if they are zeros."""
+        for part in parts:
+            layer = StoredLayer(part.name, part.height, 0, False, self._contents, plan.prefix)
+
+            def check(bias: torch.Tensor, layer: StoredLayer = layer) -> None:
+                if bool(bias.any()):
+                    layer.refuse("the checkpoint has a bias of it, and config.json's architecture none")
+
+            if layer.entry("bias") is not None:
+                plan.expect(f"{part.name}.bias", (part.height,), check)
+
+
+@dataclass(frozen=True, slots=True)
+class CodedPiece:
+    """Rows of experts, or of heads, from a layer that a format holds in codes. A `StackRows`."""
+
+    source: CodedRows
+    first: int
+    begin: int
+    take: StackPiece | None
+    """Who makes the matrices of the layer's numbers; None: the rows are those of one expert as they are."""
+
+    def declare(self, plan: WeightPlan, expect: Expect, fill: Callable[[int, int, Rows], object]) -> None:
+        """See `StackRows`."""
+        if self.take is None:
+            self.source.declare(plan, expect, lambda place, rows: fill(self.first, self.begin + place, rows))
+            return
+        piece, part = self.take, self.source.part
+        whole = torch.empty(0)
+
+        def collect(place: int, rows: Rows) -> None:
+            nonlocal whole
+            if place == 0:
+                whole = torch.empty(part.rows, self.source.depth, dtype=plan.dtype)
+            floats = floats_of(rows)
+            whole[place : place + len(floats)] = floats
+            if place + len(floats) == part.rows:
+                for i in range(piece.count):
+                    fill(piece.first + i, piece.begin, piece.take([whole], i))
+                whole = torch.empty(0)
+
+        self.source.declare(plan, expect, collect)
+
+
+def _scheme_of_piece(piece: StackRows) -> Scheme | None:
+    """Return how a piece's rows are coded; None where they are, or become, floating-point numbers."""
+    if isinstance(piece, CodedPiece):
+        return piece.source.scheme if piece.take is None else None
+    return piece.scheme if isinstance(piece, StackPiece) else None
+
+
+def _is_turned(scheme: Scheme) -> bool:
+    return scheme.codes is not None and scheme.codes.transposed
+
+
+def _scheme_of(source: RowSource) -> Scheme | None:
+    return source.scheme if isinstance(source, CodedRows) else None

@@ -1,0 +1,99 @@
+"""Which tensors of a checkpoint are linear layers: those that the model declares while it is built, without a number of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
+from quintet.executor.checkpoints.quant.none import RowMajorLinear
+from quintet.executor.checkpoints.quant.stack import RowMajorStack, StackMethod, StackPiece, StackShape
+from quintet.executor.checkpoints.quantize_tool.makers import Maker, makers_of
+from quintet.executor.checkpoints.weights.file import WeightFile
+from quintet.executor.checkpoints.weights.names import expected_names
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.executor.models.model import Setting
+from quintet.executor.models.registry import build_model
+from quintet.wire.errors import ConfigError
+
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """A checkpoint's linear layers, by the names of their weights in it."""
+
+    quantized: frozenset[str]
+    kept: frozenset[str]
+    """Those that stay as they are: the output layer, routers, and what is laid out otherwise."""
+    has_experts: bool
+    makers: Mapping[str, Maker]
+    """What makes the inputs of some, by the name of the first weight that sees them; names are the checkpoint's."""
+
+
+class _Noting:
+    """A `Quantization` that only looks."""
+
+    def __init__(self) -> None:
+        self.linears: list[LinearShape] = []
+        self.stacks: list[StackShape] = []
+
+    def linear(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod:
+        """See `Quantization.linear`."""
+        self.linears.append(shape)
+        return RowMajorLinear(shape, plan)
+
+    def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
+        """See `Quantization.embedding`."""
+        return None
+
+    def pairs(self, shape: LinearShape, plan: WeightPlan) -> bool:
+        """See `Quantization.pairs`."""
+        return True
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `Quantization.stack`."""
+        self.stacks.append(shape)
+        return RowMajorStack(shape, plan)
+
+
+def layers_of(architecture: str, card: ModelCard, files: Sequence[WeightFile]) -> Layers:
+    """Return which tensors are linear layers. Raises `ConfigError` for a model whose layers no such checkpoint can have."""
+    noting = _Noting()
+    model = build_model(architecture, card, Setting(torch.device("meta"), torch.bfloat16, noting))
+    theirs = {ours: name for name, ours in expected_names(model.weights, files).items()}
+    quantized: set[str] = set()
+    kept: set[str] = set()
+    for shape in noting.linears:
+        for part in shape.parts:
+            name = theirs[part.name + _WEIGHT]
+            if part.transposed and not shape.is_output_layer:
+                raise ConfigError(
+                    f"{card.path}: {name!r:.80} lies transposed, as in every {architecture} checkpoint, and compressed-tensors"
+                    " has no such layers: write a GGUF file"
+                )
+            (kept if shape.is_output_layer or shape.is_exact else quantized).add(name)
+    for stack in noting.stacks:
+        for piece in stack.weights:
+            names = piece.names if isinstance(piece, StackPiece) else ()
+            is_plain = isinstance(piece, StackPiece) and piece.is_whole and not stack.is_exact
+            for ours in names:
+                (quantized if is_plain else kept).add(theirs[ours])
+    whole = {name for name in quantized if name.endswith(_WEIGHT)}
+    if not whole:
+        raise ConfigError(
+            f"{card.path}: {architecture} has no linear layer that compressed-tensors could hold"
+        )
+    has_experts = any(not stack.is_exact for stack in noting.stacks)
+    family = FAMILIES.get(architecture)
+    spec = None if family is None else family.read(card)
+    makers = {
+        theirs[reader + _WEIGHT]: replace(maker, name=theirs[maker.name + _WEIGHT].removesuffix(_WEIGHT))
+        for reader, maker in (makers_of(spec) if isinstance(spec, DecoderSpec) else {}).items()
+    }
+    return Layers(frozenset(whole), frozenset(kept | quantized - whole), has_experts, makers)

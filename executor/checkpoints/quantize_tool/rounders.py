@@ -1,0 +1,99 @@
+"""What becomes of linear layers that see a text: rounded one after the other, each by the inputs that the former ones make."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quintet.executor.checkpoints.quantize_tool.awq import AwqRounded, factors_of, in_words, narrowed
+from quintet.executor.checkpoints.quantize_tool.gptq import gptq
+from quintet.executor.checkpoints.quantize_tool.makers import Maker
+from quintet.executor.checkpoints.quantize_tool.rounding import Rounded
+from quintet.executor.checkpoints.quantize_tool.targets import Target
+
+
+class Rounder(Protocol):
+    """Rounds what it is given, and keeps what it made by the names of weights in the checkpoint."""
+
+    def round(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """Return the numbers of weights ``[rows, depth]`` that see the same inputs. Raises ValueError.
+
+        hessian: the inputs' products, fp32 ``[depth, depth]``.
+        """
+
+
+class GptqRounder:
+    """A `Rounder`."""
+
+    def __init__(self, target: Target, scale_dtype: torch.dtype) -> None:
+        self._target, self._scale_dtype = target, scale_dtype
+        self.found: dict[str, Rounded] = {}
+
+    def round(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """See `Rounder`."""
+        for name, weight in zip(names, weights, strict=True):
+            self.found[name] = gptq(weight, hessian, self._target, self._scale_dtype)
+        return [self.found[name].numbers for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """What becomes of a norm's weight, or of a bias."""
+
+    factors: torch.Tensor
+    """What divides it, fp32 ``[depth]``."""
+    offset: float = 0.0
+    """What is added to it before, and taken away afterwards."""
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the tensor, divided, in its own number format."""
+        return ((tensor.float() + self.offset) / self.factors - self.offset).to(tensor.dtype)
+
+
+class AwqRounder:
+    """A `Rounder`."""
+
+    def __init__(self, makers: Mapping[str, Maker]) -> None:
+        """makers: see `quintet.executor.checkpoints.quantize_tool.layers.Layers.makers`."""
+        self._makers = makers
+        self.found: dict[str, AwqRounded] = {}
+        self.divided: dict[str, Division] = {}
+        """By names of norms' weights and of biases, if there are such."""
+
+    def round(
+        self, names: Sequence[str], weights: Sequence[torch.Tensor], hessian: torch.Tensor
+    ) -> Sequence[torch.Tensor]:
+        """See `Rounder`."""
+        floats, squares = [each.float() for each in weights], hessian.diagonal()
+        maker, factors = self._makers.get(names[0]), torch.ones(len(squares))
+        if maker is not None:
+            factors = factors_of(floats, squares)
+            self._divide(maker, factors)
+        for name, each in zip(names, floats, strict=True):
+            self.found[name] = narrowed(each * factors, squares / factors.square())
+        return [self.found[name].numbers / factors for name in names]
+
+    def _divide(self, maker: Maker, factors: torch.Tensor) -> None:
+        layer = self.found.get(f"{maker.name}.weight")
+        if layer is None:
+            self.divided[f"{maker.name}.weight"] = Division(factors, maker.offset)
+        else:  # its outputs' scales
+            factors = torch.cat([torch.ones(maker.first_row), factors])
+            layer.scales = (layer.scales.float() / factors[:, None]).half()
+        self.divided[f"{maker.name}.bias"] = Division(factors)
+
+
+def tensors_of(made: AwqRounded) -> dict[str, torch.Tensor]:
+    """Return what a checkpoint has of a layer, by the endings of names."""
+    return {
+        "qweight": in_words(made.codes),
+        "qzeros": in_words(made.zeros),
+        "scales": made.scales.t().contiguous(),
+    }

@@ -1,0 +1,99 @@
+"""From pickled weights to safetensors, file by file, tensor by tensor: what ``quintet convert`` does."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from quintet.executor.checkpoints.weights.files import INDEX_FILE, PICKLED, SINGLE_FILE, checkpoint_files
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.pickled import PickledFile
+from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
+
+_ALIGNMENT = 64
+"""Where the tensors begin: at least as even as any number format needs, so that they are mapped, not copied."""
+
+
+def convert(folder: Path, told: Callable[[str], object]) -> list[Path]:
+    """Write the folder's pickled weights beside them as safetensors, and return those files; ``told`` hears of each.
+
+    A file gets its name when it is whole. Raises `ConfigError` where there is nothing to convert, or no space.
+    """
+    if is_gguf(folder):
+        raise ConfigError(
+            f"{folder} is served as it is; name OUT, a folder, to have its numbers as safetensors"
+        )
+    pickled = checkpoint_files(folder)
+    if pickled[0].suffix not in PICKLED:
+        raise ConfigError(f"{folder} has safetensors already ({pickled[0].name}): nothing to convert")
+    count, weight_map, written = len(pickled), {}, []
+    total_bytes = 0
+    for number, path in enumerate(pickled, 1):
+        name = SINGLE_FILE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+        file = PickledFile(path)
+        try:
+            _write_whole(folder / name, lambda temporary, file=file: write_safetensors(temporary, file))  # type: ignore[misc]
+        except OSError as error:
+            raise ConfigError(f"{folder / name}: {error.strerror or error}") from None
+        weight_map.update(dict.fromkeys(file.entries, name))
+        total_bytes += sum(entry.num_bytes for entry in file.entries.values())
+        written.append(folder / name)
+        told(f"{path.name} -> {name}: {len(file.entries)} tensors")
+    if count > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
+        _write_whole(folder / INDEX_FILE, lambda temporary: temporary.write_text(json.dumps(index, indent=1)))
+    return written
+
+
+class Tensors(Protocol):
+    """As much of a `quintet.executor.checkpoints.weights.file.WeightFile` as is written."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Formats and shapes, in the order of the file."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a tensor."""
+
+    def drop(self, name: str) -> None:
+        """Hear that it was written."""
+
+
+def write_safetensors(path: Path, file: Tensors) -> None:
+    """Write all tensors of a file, in its order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    begin = 0
+    for name, entry in file.entries.items():
+        end = begin + entry.num_bytes
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
+        begin = end
+    raw = json.dumps(header).encode()
+    raw += b" " * (-(8 + len(raw)) % _ALIGNMENT)
+    with path.open("wb") as out:
+        out.write(struct.pack("<Q", len(raw)) + raw)
+        for name in file.entries:
+            flat = file.tensor(name).contiguous().flatten()
+            out.write(flat.view(torch.uint8).numpy().data)
+            file.drop(name)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    os.close(descriptor)
+    try:
+        write(Path(temporary))
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

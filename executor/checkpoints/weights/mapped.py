@@ -1,0 +1,82 @@
+"""A safetensors file, mapped: tensors are views of it, without a copy. `quintet.executor.checkpoints.weights.header`
+checks what it says.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from quintet.executor.checkpoints.weights.header import read_header
+from quintet.wire.errors import ConfigError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+class MappedFile:
+    """One file. Views keep the map alive; the pages behind them are the page cache's."""
+
+    def __init__(self, path: Path) -> None:
+        """Map the file and check its header. Raises `ConfigError` of one line."""
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                self.size, self.modified_ns = status.st_size, status.st_mtime_ns
+                header = read_header(path, file, self.size)
+                self.header, self.entries = header.raw, header.entries
+                self._map = mmap.mmap(file.fileno(), self.size, access=mmap.ACCESS_READ)
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: is missing; download it again") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from None
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names in the order in which they lie in the file."""
+        return iter(sorted(self.entries, key=lambda name: self.entries[name].begin))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a view of the tensor; a copy where it is not aligned to its number format."""
+        entry = self.entries[name]
+        dtype = DTYPES[entry.dtype]
+        if entry.num_bytes == 0:
+            return torch.empty(entry.shape, dtype=dtype)
+        if entry.begin % dtype.itemsize:
+            raw = bytearray(self._map[entry.begin : entry.begin + entry.num_bytes])
+            return torch.frombuffer(raw, dtype=dtype).view(entry.shape)
+        count = entry.num_bytes // dtype.itemsize
+        return read_only_tensor(self._map, dtype, count, entry.begin).view(entry.shape)
+
+    def drop(self, name: str) -> None:
+        """Let the kernel take back the pages of a tensor that was consumed; a view that was kept reads them again."""
+        entry = self.entries[name]
+        begin = -(-entry.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (entry.begin + entry.num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def read_only_tensor(mapped: mmap.mmap, dtype: torch.dtype, count: int, offset: int = 0) -> torch.Tensor:
+    """Return a view of mapped memory, which it keeps alive. Whoever writes to it ends the process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")  # meant to be so
+        return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset)

@@ -1,0 +1,93 @@
+"""A checkpoint's file that torch pickled: ``pytorch_model.bin``, the only form in which some older families exist.
+
+A pickle is a program. Torch's weights-only reader runs none but what makes tensors, and nothing else reads such a file here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from quintet.executor.checkpoints.weights.header import Entry
+from quintet.executor.checkpoints.weights.mapped import DTYPES
+from quintet.wire.errors import ConfigError
+
+_FORMATS = {dtype: name for name, dtype in DTYPES.items()}
+
+_COUNTS = "sparse_threshold."
+"""SqueezeLLM's files say of each layer how many outliers it has, which its tensors do as well."""
+
+
+class PickledFile:
+    """A `quintet.executor.checkpoints.weights.file.WeightFile`. Its tensors are views of the mapped file, if torch can map it."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what the tensors are. Raises `ConfigError` of one line."""
+        self.path = path
+        try:
+            status = os.stat(path)
+            self._tensors = _read(path)
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: is missing; download it again") from None
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror or error}") from None
+        self.size, self.modified_ns = status.st_size, status.st_mtime_ns
+        self.entries = {
+            name: Entry(_FORMATS[tensor.dtype], tuple(tensor.shape), 0, tensor.numel() * tensor.itemsize)
+            for name, tensor in self._tensors.items()
+        }
+        described = {name: [entry.dtype, entry.shape] for name, entry in self.entries.items()}
+        self.header = json.dumps(described, sort_keys=True).encode()
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names as the file has them."""
+        return iter(list(self._tensors))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return the tensor."""
+        return self._tensors[name]
+
+    def drop(self, name: str) -> None:
+        """Let go of it: its memory, if the file is not mapped, is what no other tensor shares."""
+        self._tensors.pop(name)
+
+
+def _read(path: Path) -> dict[str, torch.Tensor]:
+    """Return the file's tensors by name."""
+    try:
+        try:
+            loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap can only be used" not in str(error):
+                raise
+            loaded = torch.load(
+                path, map_location="cpu", weights_only=True
+            )  # before torch 1.6: not a zip file
+    except OSError:
+        raise
+    except (
+        Exception
+    ) as error:  # of the many that a file of noise, or another program's, makes the reader raise
+        if "torchao." in str(error):
+            raise ConfigError(
+                f"{path}: holds torchao's tensor classes, which only its own code can make; save the model again as safetensors,"
+                " with torchao 0.15 or later"
+            ) from error
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(
+            f"{path}: torch's weights-only reader does not take it ({first:.200}); download it again"
+        ) from error
+    if not isinstance(loaded, dict) or not all(isinstance(name, str) for name in loaded):
+        raise ConfigError(f"{path}: holds no tensors by name; the weights belong to another program")
+    loaded = {name: each for name, each in loaded.items() if not name.startswith(_COUNTS)}
+    for name, tensor in loaded.items():
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype not in _FORMATS:
+            kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ConfigError(
+                f"{path}: holds {name!r:.80}, of the kind {kind}, which is no tensor of a model"
+            )
+    return dict(loaded)

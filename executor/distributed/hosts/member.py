@@ -1,0 +1,289 @@
+"""The process of a host that is not the first: ``python -m quintet.executor.distributed.hosts.member``, which ``serve
+--headless`` starts.
+
+Joins the first host, starts this host's ranks as it is told, and carries what their stages and the others tell each other. Lives
+as long as the connection: another is started for the next epoch of the executor. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import sys
+import threading
+import time
+from typing import Any
+
+import msgspec
+import setproctitle
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quintet.executor.distributed.hosts.address import endpoints_of, is_ipv6
+from quintet.executor.distributed.hosts.carrier import Carrier, Frames, read_head
+from quintet.executor.distributed.hosts.messages import (
+    BEAT_S,
+    FAILED,
+    GROUP_KEY,
+    MOST_BYTES,
+    RUNNER,
+    VERSION,
+    Beat,
+    Begin,
+    Done,
+    FromHub,
+    HostLost,
+    Join,
+    Met,
+    Noted,
+    Parts,
+    Piece,
+    Refused,
+    Rows,
+    Senseless,
+    Told,
+    Welcome,
+)
+from quintet.executor.distributed.parallel.child import ExpectedEnd, begin_child, end_child
+from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.kv_transfer.kv_identity import parts_of, sources
+from quintet.executor.kv_transfer.peers.keys import Context, read_key
+from quintet.process.log import configure_logging
+from quintet.process.runtime import error_file
+from quintet.wire.codec import encode
+from quintet.wire.config import EngineConfig, HostsConfig
+from quintet.wire.errors import ConfigError
+from quintet.wire.ids import Role, WorkerId
+
+NAME = "member"
+JOIN_S = 20.0
+"""So long the first host may take to answer who asks."""
+TRY_S = 3.0
+"""So long one of its addresses is tried before the next."""
+COMPLAINT_S = 60.0
+"""Between two lines of the log that say that nobody is found."""
+log = logging.getLogger("quintet")
+
+
+class OwnPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host knows without the first one. Written as JSON to the member's standard input."""
+
+    host: int
+    """Which one this is, from 1."""
+    hosts: HostsConfig
+    run_dir: str
+    model_path: str
+    packed_cache: str | None
+    threads: int
+    log_level: str
+    available_bytes: int
+    """Memory that its ranks may take."""
+
+
+class Member:
+    """Used in one thread, the main one: ranks die with it."""
+
+    def __init__(self, own: OwnPlace) -> None:
+        """Raises `ConfigError` where there is no key."""
+        self._own = own
+        self._config: EngineConfig | None = None
+        self._carrier: Carrier | None = None
+        self._epoch = 0
+        self._told_s, self._heard_s = 0.0, time.monotonic()
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromHub)
+        self._parts: Parts | None = None
+        self._context = context = Context()
+        self._socket = context.socket(zmq.DEALER)
+        self._poller = zmq.Poller()
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, 0),  # there is never more under way than links hold
+            (zmq.RECONNECT_IVL, 100),
+            (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.CONNECT_TIMEOUT, int(TRY_S * 1000)),
+            (zmq.MAXMSGSIZE, MOST_BYTES),
+        ):
+            self._socket.setsockopt(option, value)
+        read_key(own.hosts.key_file, *GROUP_KEY).protect(self._socket, listens=False)
+        self._monitor: Any = self._socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED
+        )
+        for each in (self._socket, self._monitor):
+            self._poller.register(each, zmq.POLLIN)
+        self._is_connected = False
+        """Whether hands are shaken."""
+        self._tried: str | None = None
+        """Where it is being asked, or was last."""
+        self._num_tries = 0
+        self._try_next_s, self._complained_s = 0.0, time.monotonic() - COMPLAINT_S + TRY_S
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._socket.disable_monitor()
+        self._context.destroy(linger=0)
+
+    def run(self) -> None:
+        """Join, compute and carry for ever. Raises `HostLost`, and `ConfigError` where this host can take no part."""
+        log.info("host %d asks at %s", self._own.host, self._own.hosts.address)
+        while True:
+            if not self._is_connected:
+                self._seek(time.monotonic())
+            ready = dict(self._poller.poll(int(BEAT_S * 1000)))
+            if self._monitor in ready:
+                self._see_connection()
+            if self._socket in ready:
+                self._hear()
+            if self._carrier is not None and self._carrier.fileno() in ready:
+                self._carrier.send_all()
+            self._tell_and_judge(time.monotonic())
+
+    def _seek(self, now: float) -> None:
+        """Try the next of what the address stands for by now, if the last has had its time."""
+        if now < self._try_next_s:
+            return
+        self._try_next_s = now + TRY_S
+        address, words = self._own.hosts.address, "nobody listens there"
+        if self._tried is not None:
+            self._socket.disconnect(self._tried)
+            self._tried = None
+        try:
+            endpoints = endpoints_of(address)
+            self._tried = endpoints[self._num_tries % len(endpoints)]
+            self._num_tries += 1
+            self._socket.setsockopt(zmq.IPV6, int(is_ipv6(self._tried)))
+            self._socket.connect(self._tried)
+        except (OSError, zmq.ZMQError) as error:
+            words = error.strerror or str(error)
+        if now - self._complained_s >= COMPLAINT_S:
+            self._complained_s = now
+            log.warning("host %d finds no first host at %s: %s; trying on", self._own.host, address, words)
+
+    def _tell_and_judge(self, now: float) -> None:
+        if not self._is_connected or now - self._told_s < BEAT_S:
+            return
+        self._told_s = now
+        silent_s = JOIN_S if self._config is None else self._config.processes.stall_s
+        if now - self._heard_s > silent_s:
+            raise HostLost(f"the first host has been silent for {silent_s:g} s")
+        if self._config is None:
+            return
+        self._send(0, [encode(Beat())])
+        if self._parts is not None:
+            self._send(0, [encode(self._parts)])
+            self._parts = None
+        if self._carrier is not None:
+            self._carrier.send_notes()
+
+    def _see_connection(self) -> None:
+        event: Any = recv_monitor_message(self._monitor)["event"]
+        if event == zmq.EVENT_CONNECTED:
+            self._try_next_s = time.monotonic() + JOIN_S  # it may be one that was given up a moment ago
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._is_connected, self._heard_s = True, time.monotonic()
+            self._send(0, [encode(Join(VERSION, self._own.host, sources()))])
+        elif event & FAILED or not self._is_connected:
+            raise HostLost(
+                f"{self._own.hosts.address} does not shake hands: it has another {GROUP_KEY[0]}, or is no first host"
+            )
+        else:
+            raise HostLost("the first host has closed the connection")
+
+    def _send(self, host: int, frames: Frames) -> None:
+        """Send to the first host, whoever it is for."""
+        self._socket.send_multipart(frames, copy=False)
+
+    def _hear(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._heard_s = time.monotonic()
+            try:
+                self._take(read_head(self._decoder, frames), frames)
+            except Senseless as error:
+                raise HostLost(f"the first host {error}") from None
+
+    def _take(self, message: FromHub, frames: Frames) -> None:
+        match message:
+            case Refused(words=words, is_final=is_final):
+                words = f"the first host refuses this one: {words}"
+                raise ConfigError(words) if is_final else ExpectedEnd(words)
+            case Welcome() if self._config is None:
+                self._be_welcome(message)
+            case Begin() if self._config is not None and self._carrier is None:
+                self._begin(self._config)
+            case Piece() | Told() | Done() | Noted() | Rows() | Met() if self._carrier is not None:
+                self._carrier.take(message, frames)
+            case Beat():
+                pass
+            case _:
+                raise Senseless("says what makes no sense")
+
+    def _be_welcome(self, message: Welcome) -> None:
+        """Learn what is computed, and say what it would be computed with: reading that takes a while."""
+        own = self._own
+        told = msgspec.json.decode(message.config, type=EngineConfig)
+        if told.executor.num_hosts != own.hosts.count:
+            raise Senseless("says what makes no sense")
+        replace = msgspec.structs.replace
+        config = replace(
+            told,
+            run_dir=own.run_dir,
+            log_level=own.log_level,
+            model=replace(told.model, path=own.model_path),
+            executor=replace(
+                told.executor, threads=own.threads, packed_cache=own.packed_cache, hosts=own.hosts
+            ),
+        )
+        check_memory(config, own.available_bytes)
+        self._epoch, self._config = message.epoch, config
+        threading.Thread(target=self._find_parts, args=(config,), name="identity", daemon=True).start()
+
+    def _find_parts(self, config: EngineConfig) -> None:
+        try:
+            self._parts = Parts(parts_of(config, RUNNER))
+        except Exception as error:  # noqa: BLE001 - of a checkpoint that cannot be read; the loop waits for nothing else
+            end_child(error, error_file(self._own.run_dir, NAME), f"host {self._own.host}", at_once=True)
+
+    def _begin(self, config: EngineConfig) -> None:
+        """Start the ranks of this host."""
+        me, own = WorkerId(Role.EXECUTOR, 0, self._epoch), self._own
+        followers = Followers(me, config, own.host)
+        self._carrier = Carrier(config, own.host, followers.links or followers.groups, self._send)
+        self._poller.register(self._carrier.fileno(), zmq.POLLIN)
+        log.info("host %d takes part: %d ranks are being started", own.host, config.executor.ranks_per_host)
+
+
+def check_memory(config: EngineConfig, available_bytes: int) -> None:
+    """Reject a host whose memory does not hold its part: the first one has looked at its own alone."""
+    executor = config.executor
+    weights = executor.weight_bytes * executor.ranks_per_host
+    kv = config.cache.memory_bytes * executor.num_kv_memories // executor.num_hosts
+    if weights + kv > available_bytes:
+        raise ConfigError(
+            f"this host has {available_bytes >> 20} MiB of memory, and its part takes {weights >> 20} MiB of weights and"
+            f" {kv >> 20} MiB of KV: give the first host a smaller --kv-cache-memory, or more hosts"
+        )
+
+
+def main() -> None:
+    """Be one, until the connection ends or this fails."""
+    parser = argparse.ArgumentParser(
+        description="A host of a model on several; started by quintet serve --headless."
+    )
+    parser.add_argument("--parent", type=int, required=True, help="process id of who started it")
+    begin_child(parser.parse_args().parent)
+    own = msgspec.json.decode(sys.stdin.buffer.read(), type=OwnPlace)
+    setproctitle.setproctitle(f"quintet-host-{own.host}")
+    configure_logging(f"host-{own.host}", own.log_level)
+    try:
+        with contextlib.closing(Member(own)) as member:
+            member.run()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the ranks here end with this process
+        end_child(error, error_file(own.run_dir, NAME), f"host {own.host}")
+
+
+if __name__ == "__main__":
+    main()

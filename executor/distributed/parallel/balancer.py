@@ -1,0 +1,84 @@
+"""When experts are copied, and which: rank 0 looks at what was asked of them, now and then, and has all ranks carry copies out.
+
+Nothing that is computed depends on it. Every look and every piece that is copied is a chore of its own, done between two steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from quintet.executor.backends.cpu.ops.host_experts import NO_EXPERT
+from quintet.executor.distributed.parallel.expert_copies import ExpertCopies
+from quintet.executor.distributed.parallel.placement import Spares, copies_between, homes_of, placed
+from quintet.wire.config import EplbConfig
+
+READS_PER_WINDOW = 4
+"""How often loads are read in the time over which they are remembered."""
+
+log = logging.getLogger(__name__)
+
+
+class Balancer:
+    """Rank 0 of a stage has one."""
+
+    def __init__(self, copies: ExpertCopies, config: EplbConfig) -> None:
+        self._copies = copies
+        self._interval = config.step_interval
+        self._read_every = max(1, min(config.window_size // READS_PER_WINDOW, config.step_interval))
+        self._kept = math.exp(-self._read_every / config.window_size)
+        """Of a load, from one reading to the next."""
+        self._loads = [np.zeros(len(layer.asked) - 2) for layer in copies.layers]
+        self._read = [np.zeros(len(layer.asked) - 2, np.int64) for layer in copies.layers]
+        """What had been asked of each layer's experts when that was read last."""
+        self._num_steps = 0
+        self._chores: Iterator[str] | None = None
+        self.num_copies = self.bytes_moved = 0
+
+    def note_step(self) -> None:
+        """Count a step that begins."""
+        self._num_steps += 1
+        if self._num_steps % self._read_every == 0:
+            self._read_loads()
+        if self._num_steps % self._interval == 0 and self._chores is None:
+            self._chores = self._look_at_all()
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether there are layers to look at, or pieces to copy. From any thread."""
+        return self._chores is not None
+
+    def do_chore(self) -> None:
+        """Look at a layer, or copy a piece of an expert; nothing where there is nothing to do."""
+        if self._chores is not None and next(self._chores, None) is None:
+            self._chores = None
+
+    def _read_loads(self) -> None:
+        for index, layer in enumerate(self._copies.layers):
+            asked = layer.asked[:-2]
+            self._loads[index] = self._kept * self._loads[index] + (asked - self._read[index])
+            self._read[index] = asked.copy()
+
+    def _look_at_all(self) -> Iterator[str]:
+        before = self.num_copies
+        for index, layer in enumerate(self._copies.layers):
+            homes = homes_of(len(self._loads[index]), layer.homes.ranks)
+            now = _spares_of(layer.copies)
+            new = placed(self._loads[index].tolist(), homes, now)
+            yield "looked"
+            for copy in copies_between(now, new, homes):
+                for piece in self._copies.pieces_of(index, copy):
+                    self._copies.tell(piece)
+                    self.bytes_moved += piece.end - piece.begin
+                    yield "copied"
+                self.num_copies += 1
+        log.debug("%d experts copied to other ranks, by what was asked of them", self.num_copies - before)
+
+
+def _spares_of(copies: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> Spares:
+    return tuple(
+        tuple(None if expert == NO_EXPERT else expert for expert in places) for places in copies.tolist()
+    )

@@ -1,0 +1,239 @@
+"""What a rank that is not the first does all its life: whatever it is told, over the step that it is shown.
+
+Those of the first stage, and all but the first rank of another, are told by the first rank of their stage; that of a later stage
+is told by the stage before.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.cpu.program.step import Step
+from quintet.executor.backends.platforms.platform import Platform, open_platform
+from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
+from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
+from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
+from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, Part
+from quintet.executor.distributed.parallel.links import Links
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
+from quintet.executor.loading import load_model
+from quintet.executor.model_config.share import Share
+from quintet.executor.worker import CHORE_S, make_stage
+from quintet.process.malloc_trim import give_back_memory
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+PROGRESS_EVERY_S = 0.2
+"""How often a stage says how far it has come."""
+
+
+def follow_for_ever(
+    config: EngineConfig,
+    groups: Sequence[int],
+    links: Sequence[int],
+    crossings: Sequence[int],
+    rank: int,
+    span: Span,
+) -> None:
+    """Be a rank whose process has taken its processors, until it is killed. groups, links, crossings: see `Followers`."""
+    platform, share = open_platform(config.executor), share_of_rank(config, rank)
+    group = open_ranks(config, groups[share.stage], rank) if groups else None
+    if share.rank == 0:
+        opened = open_links(config, links, share.stage)
+        _live(be_a_stage(config, platform, share, group, opened, crossings, span))
+    assert group is not None, "a rank that is not the first of its stage"
+    _live(follow(config, platform, group, crossings, span))
+
+
+def _live(orders: Iterator[OrderKind | None]) -> None:
+    for kind in orders:
+        if kind is None:
+            gc.freeze()  # what is loaded stays to the end of the process
+
+
+def follow(
+    config: EngineConfig,
+    platform: Platform,
+    ranks: Ranks,
+    crossings: Sequence[int] = (),
+    span: Span = no_span,
+) -> Iterator[OrderKind | None]:
+    """Load the rank's share, say so, and carry out orders for ever; yield None once, then what each was.
+
+    config: with the rank's threads.
+    """
+    model = load_model(config, platform, share=ranks.share)
+    stage = make_stage(model, config, platform, ranks.share, ranks)
+    step = _step_of(stage, config)
+    pages, host_blocks = model.weights.reservation, _host_blocks(stage, config)
+    parts = _open_parts(config, stage, crossings)
+    _settle(ranks, pages)
+    yield None
+    ranks.done()
+    num_runs = 0
+    while True:
+        order = ranks.hear(step.address)
+        kind = OrderKind(order.kind)
+        num_runs += kind is OrderKind.RUN
+        span("wait", num_runs)
+        match kind:
+            case OrderKind.RUN:
+                stage.run_told(step.address, order.begin, order.end, order.length)
+            case OrderKind.COPY_BLOCKS:
+                stage.copy_told(ranks.mail(order))
+            case OrderKind.SWAP_OUT:
+                host_blocks.copy_out(ranks.mail(order))
+                ranks.wait_for_moved()
+            case OrderKind.SWAP_IN:
+                host_blocks.copy_in(ranks.mail(order))
+                ranks.wait_for_moved()
+            case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
+                assert parts is not None, kind
+                parts.carry(kind, ranks.mail(order))
+                ranks.wait_for_moved()
+                parts.done()
+            case OrderKind.EMBEDS:
+                stage.put_told(ranks.mail(order))
+            case OrderKind.MOVE_EXPERT:
+                stage.move_told(ranks.mail(order))
+            case OrderKind.CHORE:
+                pass
+        ranks.done()
+        if kind is OrderKind.CHORE:
+            _do_chore(pages)  # behind it: rank 0 does its own meanwhile
+            ranks.note(Note.CHORES, _has_chores(pages))
+        span("layers" if kind is OrderKind.RUN else "told")
+        yield kind
+
+
+def be_a_stage(
+    config: EngineConfig,
+    platform: Platform,
+    share: Share,
+    group: Ranks | None,
+    links: Links,
+    crossings: Sequence[int] = (),
+    span: Span = no_span,
+) -> Iterator[OrderKind | None]:
+    """Be the first rank of a stage that is not the first, likewise. group: the stage's ranks, where there are others."""
+    model = load_model(config, platform, share=share)
+    stage = make_stage(model, config, platform, share, group)
+    step, pages, num_runs = _step_of(stage, config), model.weights.reservation, 0
+    before, behind = links.before, links.behind
+    tellers = [each for each in (group, None if share.is_last else behind) if each is not None]
+    moves = Moves(group, None if share.is_last else behind)
+    host_blocks = HostBlocksOfAllRanks(_host_blocks(stage, config), moves)
+    parts = _open_parts(config, stage, crossings)
+    for each in tellers:
+        each.wait_for_all()
+    _settle(before, pages)
+    is_over = threading.Event()
+    noting = (before, tellers, stage, pages, is_over)
+    threading.Thread(target=_note_for_ever, args=noting, name="progress", daemon=True).start()
+    yield None
+    before.done()
+    try:
+        while True:
+            order = before.hear(step.address)
+            kind = OrderKind(order.kind)
+            num_runs += kind is OrderKind.RUN
+            span("wait", num_runs)
+            match kind:
+                case OrderKind.RUN:
+                    _run(stage, step, links, order.begin, order.end, order.length, span)
+                case OrderKind.COPY_BLOCKS:
+                    if not share.is_last:
+                        behind.tell_mail(kind, before.mail(order), PAIR_BYTES)
+                    stage.copy_told(before.mail(order))
+                case OrderKind.SWAP_OUT:
+                    host_blocks.copy_out(before.mail(order))
+                case OrderKind.SWAP_IN:
+                    host_blocks.copy_in(before.mail(order))
+                case OrderKind.CARRY_OUT | OrderKind.CARRY_IN:
+                    assert parts is not None, kind
+                    moves.move(kind, before.mail(order), partial(parts.carry, kind))
+                    parts.done()
+                case OrderKind.CHORE:
+                    stage.do_chore()
+                    for each in tellers:
+                        each.tell_chore()
+                case OrderKind.EMBEDS | OrderKind.MOVE_EXPERT:
+                    raise AssertionError(f"{kind.name}: told to ranks of a stage alone")
+            before.done()
+            if kind is OrderKind.CHORE:
+                _do_chore(pages)
+            span("layers" if kind is OrderKind.RUN else "told")
+            yield kind
+    finally:
+        is_over.set()
+
+
+def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: Span) -> None:
+    """Run parts of a step, and tell the next stage to."""
+    before, behind, width, count = links.before, links.behind, stage.handed_width, step.c.num_tokens
+    is_new = begin == Part.LAYERS
+    if is_new:
+        stage.take(before.payload(width, stage.dtype)[:count])
+    first = 0 if is_new else stage.layers_end
+    last = stage.end if end == Part.END else stage.layers_end
+    if first < last:
+        stage.rotations.reach(length)
+        stage.run(step.address, first, last, length)
+    span("layers")
+    behind.make_room()
+    span("bubble")
+    if stage.logits is not None:
+        outputs = step.c.num_outputs
+        behind.payload(stage.logits.shape[1], stage.logits_dtype)[:outputs].copy_(stage.logits[:outputs])
+        behind.tell_done(outputs)
+        return
+    if is_new:
+        stage.hand_on(behind.payload(width, stage.dtype)[:count])
+    behind.tell_run(step.address, begin, end, length)
+
+
+def _step_of(stage: Stage, config: EngineConfig) -> Step:
+    step = Step(stage.library, stage.max_tokens, config.scheduler.max_num_seqs)
+    step.c.rotations, step.c.marks = stage.rotations.address, None
+    return step
+
+
+def _host_blocks(stage: Stage, config: EngineConfig) -> HostBlocks:
+    return HostBlocks(stage.blocks, config.model.kv.num_blocks(config.cache.swap_bytes), stage.share.turn)
+
+
+def _open_parts(config: EngineConfig, stage: Stage, crossings: Sequence[int]) -> PartBlocks | None:
+    """Return the rank's part of blocks that go elsewhere; None where none do."""
+    share = stage.share
+    rank = share.stage * share.size + share.rank
+    return open_parts(config, crossings[0], rank, stage.blocks, share) if crossings else None
+
+
+def _settle(ranks: Ranks, pages: HugePages | None) -> None:
+    give_back_memory()
+    ranks.note(Note.CHORES, _has_chores(pages))
+
+
+def _has_chores(pages: HugePages | None) -> bool:
+    return pages is not None and pages.is_scattered
+
+
+def _do_chore(pages: HugePages | None) -> None:
+    if pages is not None and pages.is_scattered:
+        pages.gather(CHORE_S)
+
+
+def _note_for_ever(
+    before: Ranks, tellers: list[Ranks], stage: Stage, pages: HugePages | None, is_over: threading.Event
+) -> None:
+    """Say what this stage and those behind it have done, and whether one of them has chores left."""
+    while not is_over.wait(PROGRESS_EVERY_S):
+        before.note(Note.PROGRESS, stage.work_done + sum(each.noted(Note.PROGRESS) for each in tellers))
+        own = _has_chores(pages) or stage.has_chores
+        before.note(Note.CHORES, own + sum(each.noted(Note.CHORES) for each in tellers))

@@ -1,0 +1,55 @@
+"""The worker of rank 0, which has the other ranks compute with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from quintet.executor.backends.platforms.platform import open_platform
+from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
+from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.links import Links
+from quintet.executor.distributed.parallel.pipeline import Pipeline
+from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.interface import StepWorker
+from quintet.executor.loading import load_model
+from quintet.executor.worker import facts_of, make_stage, make_torch_worker, num_blocks_of
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+
+def make_leading_worker(config: EngineConfig, span: Span, followers: Followers) -> StepWorker:
+    """Load rank 0's share while the others load theirs; return when all are there."""
+    group = open_ranks(config, followers.groups[0], 0) if followers.groups else None
+    crossings = followers.crossings
+    if followers.links:
+        return make_pipeline_worker(config, group, open_links(config, followers.links, 0), span, crossings)
+    assert group is not None, "one process has no followers"
+    worker = make_torch_worker(config, span, group, crossings)
+    group.wait_for_all()
+    hosts = config.executor.num_hosts
+    worker.facts["ranks"] = str(config.executor.tensor_parallel_size) + f" on {hosts} hosts" * (hosts > 1)
+    return worker
+
+
+def make_pipeline_worker(
+    config: EngineConfig,
+    group: Ranks | None,
+    links: Links,
+    span: Span = no_span,
+    crossings: Sequence[int] = (),
+) -> PipelineWorker:
+    """Likewise, of a model whose layers are in stages. group: the ranks of the first one, where there are others."""
+    begun, platform = time.monotonic(), open_platform(config.executor)
+    share = share_of_rank(config, 0)
+    model = load_model(config, platform, share=share)
+    stage = make_stage(model, config, platform, share, group)
+    pipeline = Pipeline(stage, config, links, span)
+    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    num_blocks, pages = num_blocks_of(config), model.weights.reservation
+    worker = PipelineWorker(pipeline, links, group, config, num_blocks, facts, span, pages, crossings)
+    pipeline.wait_for_stages()
+    hosts = config.executor.num_hosts
+    worker.facts["ranks"] = f"{share.stages} stages of {share.size}" + f" on {hosts} hosts" * (hosts > 1)
+    return worker

@@ -1,0 +1,177 @@
+"""The first stage's side of a pipeline: steps go in, logits come out, in the same order, several steps later.
+
+Owns the arrays of every step that is under way, and the draws, since it has the tables that they read and write. Knows no plan's
+deltas and no request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from quintet.executor.backends.cpu.program.runner import append_draw
+from quintet.executor.backends.cpu.program.stage import Stage
+from quintet.executor.backends.cpu.program.step import CStep, Step
+from quintet.executor.batch import Int, Rows
+from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, Part
+from quintet.executor.distributed.parallel.links import Links
+from quintet.executor.embeds import embeds_of
+from quintet.executor.model_config.share import Share
+from quintet.executor.sampling.masks import Masks
+from quintet.executor.sampling.settings import Settings
+from quintet.executor.slots import SlotTables
+from quintet.process.trace import Span, no_span
+from quintet.wire.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A step that was begun, or an order for more logits of one."""
+
+    step: Step
+    length: int
+    """The step's largest position plus 1."""
+    number: int
+    """Of the order, from 1 on."""
+
+
+class Pipeline:
+    """All stages, seen from the first."""
+
+    def __init__(self, stage: Stage, config: EngineConfig, links: Links, span: Span = no_span) -> None:
+        self._stage, self._links, self._span = stage, links, span
+        self.depth = config.executor.pipeline_parallel_size
+        """Steps whose logits may be still to come."""
+        self.max_outputs = stage.max_outputs
+        self.expert_counts = stage.expert_counts
+        """Of the first stage's layers."""
+        self._steps = [
+            Step(stage.library, stage.max_tokens, config.scheduler.max_num_seqs)
+            for _ in range(self.depth + 1)
+        ]
+        for step in self._steps:
+            step.c.rotations, step.c.marks = stage.rotations.address, None
+        self._draws: dict[int, int] = {}
+        """By where logits lie, the program that draws from them."""
+        self._num_steps = self._num_told = self._num_taken = 0
+        self._is_lent = False
+        """Whether the place of the logits that were taken last is still being read."""
+        self._heard = ctypes.byref(CStep())  # what comes back has no step of its own
+        links.before.done()  # is there
+
+    def wait_for_stages(self) -> None:
+        """Wait until all stages have loaded their weights."""
+        self._stage.wait_for_ranks()
+        self._links.behind.wait_for_all()
+
+    @property
+    def work_done(self) -> int:
+        """Pieces of work that the compute threads of all stages have done, about."""
+        return self._stage.work_done + self._links.behind.noted(Note.PROGRESS) + self._num_told
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the first stage's program so far."""
+        return self._stage.seconds
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether one of the stages has experts to copy, or another one anything else to do."""
+        return self._stage.has_chores or self._links.behind.noted(Note.CHORES) > 0
+
+    @property
+    def share(self) -> Share:
+        """That of the first rank of the first stage."""
+        return self._stage.share
+
+    @property
+    def blocks(self) -> Sequence[torch.Tensor]:
+        """KV memory of the first stage's layers."""
+        return self._stage.blocks
+
+    def begin(self, rows: Rows, tables: SlotTables, settings: Settings) -> Flight:
+        """Compute the first stage of a step, and have the others compute theirs."""
+        stage = self._stage
+        step = self._steps[self._num_steps % len(self._steps)]
+        self._num_steps += 1
+        length = step.fill(rows, tables, settings)
+        stage.rotations.fill(length, rows, tables)
+        embeds, begin = embeds_of(rows, stage.dtype, stage.hidden.device), 0
+        if embeds is not None:
+            stage.embed(step.address, length, embeds)
+            begin = stage.embedding_end
+        stage.run(step.address, begin, stage.end, length)
+        self._span("layers")
+        behind, count = self._links.behind, step.c.num_tokens
+        behind.make_room()
+        self._span("bubble")
+        stage.hand_on(behind.payload(stage.handed_width, stage.dtype)[:count])
+        return self._tell(step, length, Part.LAYERS)
+
+    def more_logits(self, flight: Flight, tokens: Int) -> torch.Tensor:
+        """Return ``[len(tokens), vocab]`` of the step that was begun last and has been taken; overwritten by the next ones."""
+        with flight.step.asking_for(tokens):
+            asked = self._tell(flight.step, flight.length, Part.LOGITS)
+        self.wait(asked)
+        logits = self.take(flight)
+        self.give_back()
+        return logits[: len(tokens)]
+
+    def _tell(self, step: Step, length: int, first: Part) -> Flight:
+        self._links.behind.tell_run(step.address, first, Part.END, length)
+        self._num_told += 1
+        return Flight(step, length, self._num_told)
+
+    def wait(self, flight: Flight) -> None:
+        """Wait until the logits are there. From any thread."""
+        self._links.before.wait_for_told(flight.number)
+
+    def take(self, flight: Flight) -> torch.Tensor:
+        """Return the logits ``[max_outputs, vocab]`` of the oldest step whose were not taken; wait for them."""
+        assert not self._is_lent, self._num_taken
+        before = self._links.before
+        before.hear(self._heard)
+        self._num_taken += 1
+        self._is_lent = True
+        return before.payload(self._stage.vocab_size, self._stage.logits_dtype)
+
+    def give_back(self) -> None:
+        """Let the place of the logits that were taken be written again; once is enough."""
+        if self._is_lent:
+            self._is_lent = False
+            self._links.before.done()
+
+    def drain(self) -> None:
+        """Wait for all that was begun, and drop what was not taken."""
+        self.give_back()
+        while self._num_taken < self._num_told:
+            self._links.before.hear(self._heard)
+            self._num_taken += 1
+            self._links.before.done()
+
+    def draw(self, flight: Flight, logits: torch.Tensor, masks: Masks | None) -> bytes:
+        """Draw a step's tokens from what was taken; return them, int32, as they are in the token table as well."""
+        library, step, address = self._stage.library, flight.step, logits.data_ptr()
+        program = self._draws.get(address)
+        if program is None:
+            program = self._draws[address] = library.new()
+            append_draw(library, program, logits, self._stage)
+        step.c.masks = None if masks is None else masks.address
+        try:
+            library.run(program, step.address, 0, library.size(program))
+        finally:
+            step.c.masks = None
+        return step.columns["drawn"][: step.c.num_outputs].tobytes()
+
+    def copy_blocks(self, mail: bytes) -> None:
+        """Copy whole blocks of KV memory, in every layer; see `quintet.wire.step.StepPlan.copies`."""
+        self._links.behind.tell_mail(OrderKind.COPY_BLOCKS, mail, PAIR_BYTES)
+        self._stage.copy_told(mail)
+
+    def do_chore(self) -> None:
+        """Copy a piece of an expert in the first stage, and have the other stages do their chores."""
+        self._stage.do_chore()
+        self._links.behind.tell_chore()

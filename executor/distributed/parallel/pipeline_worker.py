@@ -1,0 +1,253 @@
+"""Executes plans over stages: a `quintet.executor.interface.StepWorker` of the first stage.
+
+    begin      first stage's layers of step N + 1, while the others compute theirs of step N
+    result     draw step N's tokens from its logits
+
+The tokens that a step draws are in the token table when it has ended, not before: `begin` sees to it that every step is drawn
+whose tokens its rows read, and none is drawn into a slot that another request has by then. `waits_for` says so beforehand, so
+that the loop sends those results first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from quintet.executor.audit import TablesDiffer, check_tables
+from quintet.executor.backends.cpu.ops.huge_pages import HugePages
+from quintet.executor.backends.cpu.program.runner import ProgramRunner
+from quintet.executor.batch import Int, Rows
+from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
+from quintet.executor.distributed.parallel.library import Note
+from quintet.executor.distributed.parallel.links import Links
+from quintet.executor.distributed.parallel.pipeline import Flight, Pipeline
+from quintet.executor.distributed.parallel.ranks import Ranks
+from quintet.executor.distributed.parallel.whole_blocks import open_whole_blocks
+from quintet.executor.interface import Finished, Pending
+from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
+from quintet.executor.kv_transfer.kv_tiers import Elsewhere
+from quintet.executor.sampling.grammar import Grammars, StepMasks
+from quintet.executor.sampling.masks import Masks
+from quintet.executor.sampling.ops import sampling_ops_of
+from quintet.executor.sampling.sampler import Sampler
+from quintet.executor.slots import SlotTables
+from quintet.executor.worker import CHORE_S, STEPS_PER_CHORE
+from quintet.process.trace import Span
+from quintet.wire.config import EngineConfig
+from quintet.wire.step import StepPlan, StepResult
+
+
+@dataclass(slots=True, eq=False)
+class PipelinedStep:
+    """A step whose logits are still to come. A `quintet.executor.interface.Pending`."""
+
+    plan: StepPlan
+    rows: Rows
+    flight: Flight
+    masks: StepMasks | None
+    _wait: Callable[[Flight], None]
+    _finish: Callable[[PipelinedStep], None]
+    outcome: StepResult | Exception | None = None
+    """What came of it, once it was drawn."""
+
+    device_ms = None
+    gap_ms = None
+
+    def wait(self) -> None:
+        """See `Pending`."""
+        self._wait(self.flight)
+
+    def result(self) -> StepResult:
+        """See `Pending`."""
+        self._finish(self)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        assert self.outcome is not None, self.plan.step
+        return self.outcome
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsOf:
+    """More logits of the step that was begun last. A `quintet.executor.runner.GivesLogits`."""
+
+    pipeline: Pipeline
+    flight: Flight
+
+    @property
+    def max_outputs(self) -> int:
+        """See `GivesLogits`."""
+        return self.pipeline.max_outputs
+
+    def logits(self, tokens: Int) -> torch.Tensor:
+        """See `GivesLogits`."""
+        return self.pipeline.more_logits(self.flight, tokens)
+
+
+class PipelineWorker:
+    """The first stage with the tables and the sampler of all."""
+
+    num_split = 0
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        links: Links,
+        group: Ranks | None,
+        config: EngineConfig,
+        num_blocks: int,
+        facts: Mapping[str, str],
+        span: Span,
+        weights: HugePages | None,
+        crossings: Sequence[int] = (),
+    ) -> None:
+        """group: the ranks of the first stage, where there are others. weights: what they lie in. crossings: see `Followers`."""
+        self.num_blocks = num_blocks
+        self.facts: dict[str, str] = {**facts, "blocks": str(num_blocks)}
+        self._pipeline, self._group, self._weights, self._span = pipeline, group, weights, span
+        self.experts = pipeline.expert_counts
+        self._num_begun = 0
+        self._undrawn: deque[PipelinedStep] = deque()
+        max_num_seqs, model = config.scheduler.max_num_seqs, config.model
+        self.tables = SlotTables(max_num_seqs, model.max_model_len, model.kv, torch.device("cpu"))
+        grammars = Grammars(max_num_seqs, model)
+        ops = sampling_ops_of("cpu")
+        self._sampler = Sampler(max_num_seqs, model.vocab_size, self.tables, ops, grammars=grammars)
+        own = HostBlocks(pipeline.blocks, model.kv.num_blocks(config.cache.swap_bytes), pipeline.share.turn)
+        moves = Moves(group, links.behind)
+        host_blocks = HostBlocksOfAllRanks(own, moves)
+        self._host_blocks = host_blocks
+        self.num_host_blocks = own.num_blocks
+        blocks = partial(open_whole_blocks, config, crossings, pipeline.blocks, pipeline.share, moves)
+        self._elsewhere = Elsewhere(blocks, config, ProgramRunner.__name__, host_blocks)
+        self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
+        self.kv_store = self._elsewhere.store
+        self.swap_bytes_per_s = own.measure()
+
+    @property
+    def work_done(self) -> int:
+        """What all stages have computed so far, about."""
+        return self._pipeline.work_done
+
+    @property
+    def seconds(self) -> float:
+        """Time spent in the first stage's program so far."""
+        return self._pipeline.seconds
+
+    @property
+    def num_tenants(self) -> int:
+        """Slots that have a tenant."""
+        return self.tables.num_tenants
+
+    @property
+    def has_chores(self) -> bool:
+        """Whether weights still lie on small pages, of any process, or on ranks that are too busy."""
+        is_scattered = self._weights is not None and self._weights.is_scattered
+        of_ranks = self._group is not None and self._group.noted(Note.CHORES) > 0
+        return is_scattered or of_ranks or self._pipeline.has_chores
+
+    def do_chore(self) -> None:
+        """Move some of them, in every process, or an expert to another rank."""
+        self._pipeline.do_chore()
+        if self._group is not None:
+            self._group.tell_chore()
+        if self._weights is not None and self._weights.is_scattered:
+            self._weights.gather(CHORE_S)
+
+    def reset(self) -> None:
+        """Empty every table; what is under way is waited for, and drawn by nobody."""
+        self._undrawn.clear()
+        self._pipeline.drain()
+        self.tables.reset()
+
+    def is_broken(self, error: Exception) -> bool:
+        """Return whether the tables are not what the core believes."""
+        return isinstance(error, TablesDiffer)
+
+    def waits_for(self, plan: StepPlan) -> bool:
+        """Return whether the oldest step that is not drawn has to be, before this plan is begun."""
+        if not self._undrawn:
+            return False
+        if len(self._undrawn) >= self._pipeline.depth:
+            return True
+        touched = set(np.frombuffer(plan.slots + plan.freed, np.int32).tolist())
+        touched.update(row.slot for row in plan.new_rows)
+        drawing = (step.rows.slots[step.rows.sampling].tolist() for step in self._undrawn)
+        return any(not touched.isdisjoint(slots) for slots in drawing)
+
+    @torch.inference_mode()
+    def begin(self, plan: StepPlan) -> Pending:
+        """See `StepWorker.begin`."""
+        self._num_begun += 1
+        if self._num_begun % STEPS_PER_CHORE == 0 and self.has_chores:
+            self.do_chore()
+        while self.waits_for(plan):
+            self._finish(self._undrawn[0])
+        self.tables.apply(plan)
+        check_tables(plan, self.tables)
+        for row in plan.new_rows:
+            self._sampler.admit(row)
+        if plan.swaps_out:
+            self._host_blocks.copy_out(plan.swaps_out)
+        if plan.swaps_in:
+            self._elsewhere.copy_in(plan.swaps_in)
+        if plan.copies:
+            self._pipeline.copy_blocks(plan.copies)
+        self._span("tables", plan.step)
+        if not plan.slots:
+            return Finished(StepResult(plan.step, 0, b""))
+        rows = Rows(plan)
+        reports_prompt = self._sampler.reports_prompt(rows)
+        while reports_prompt and self._undrawn:
+            self._finish(self._undrawn[0])
+        masks = self._sampler.begin_masks(rows)
+        self._span("tables", plan.step)
+        flight = self._pipeline.begin(rows, self.tables, self._sampler.settings)
+        self._span("layers")
+        step = PipelinedStep(plan, rows, flight, masks, self._pipeline.wait, self._finish)
+        self._undrawn.append(step)
+        if reports_prompt:
+            self._finish(step)
+        return step
+
+    @torch.inference_mode()
+    def _finish(self, last: PipelinedStep) -> None:
+        """Draw the steps up to this one, unless they were drawn. One whose draw raises says so when its result is asked for."""
+        while last.outcome is None:
+            step = self._undrawn.popleft()
+            logits = self._pipeline.take(step.flight)
+            self._span("bubble", step.plan.step)
+            try:
+                step.outcome = self._draw(step, logits)
+            except Exception as error:  # noqa: BLE001 - another step's beginning may be what has it drawn now
+                step.outcome = error
+            finally:
+                self._pipeline.give_back()
+
+    def _draw(self, step: PipelinedStep, logits: torch.Tensor) -> StepResult:
+        result, rows, sampler = StepResult(step.plan.step, 0, b""), step.rows, self._sampler
+        masks = step.masks
+        made = None if masks is None else masks.wait()
+        if sampler.reports_prompt(rows):
+            logits = logits[: len(rows.sampling)].clone()
+            self._pipeline.give_back()
+            result.prompt_logprobs = sampler.prompt_logprobs(rows, LogitsOf(self._pipeline, step.flight))
+            self._draw_more(result, rows, logits, made)
+        elif sampler.wants_more(rows):
+            self._draw_more(result, rows, logits[: len(rows.sampling)], made)
+        else:
+            result.token_ids = self._pipeline.draw(step.flight, logits, made)
+        if masks is not None:
+            masks.note(np.frombuffer(result.token_ids, np.int32).tolist())
+            result.failed = masks.failed(rows.sampling)
+        self._span("sampling")
+        return result
+
+    def _draw_more(self, result: StepResult, rows: Rows, logits: torch.Tensor, masks: Masks | None) -> None:
+        if len(rows.sampling):
+            drawn, result.logprobs = self._sampler.draw(rows, logits, masks)
+            result.token_ids = drawn.to(torch.int32).numpy().tobytes()

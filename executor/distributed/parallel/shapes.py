@@ -1,0 +1,120 @@
+"""How large the memory is that ranks share, for a configured model. Imports no torch."""
+
+from __future__ import annotations
+
+from quintet.executor.distributed.parallel.library import CRanksShape
+from quintet.executor.model_config.card import card_of
+from quintet.executor.model_config.registry import FAMILIES
+from quintet.executor.model_config.share import (
+    CROSSING_BYTES,
+    LINK_DEPTH,
+    PARTIAL_BYTES,
+    STAGING_BYTES,
+    SUM_BYTES,
+    chosen_bytes,
+    gathered_width,
+    most_outputs,
+    queries_width,
+    results_depth,
+    rotated_width,
+    share_of,
+    sums_width,
+)
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.wire.config import DTYPE_BYTES, EngineConfig, ModelConfig
+
+MOST_CROSSING = 4096
+"""Blocks, so that an order that names all fits."""
+
+
+def shape_of(config: EngineConfig) -> CRanksShape:
+    """Return what the ranks of a stage need room for."""
+    scheduler, model = config.scheduler, config.model
+    spec, item_bytes = spec_of(model), DTYPE_BYTES[model.dtype]
+    max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    return CRanksShape(
+        ranks=config.executor.tensor_parallel_size,
+        max_tokens=max_tokens,
+        max_rows=scheduler.max_num_seqs,
+        max_outputs=most_outputs(scheduler),
+        tables=len(model.kv.groups),
+        slots=scheduler.max_num_seqs,
+        table_stride=max(2, -(-(model.max_model_len + 1) // model.kv.block_size)),
+        block_size=model.kv.block_size,
+        sums_width=sums_width(spec),
+        logits_row_bytes=model.vocab_size * config.logits_item_bytes,
+        rotated_row_bytes=rotated_width(spec) * item_bytes,
+        gathered_row_bytes=gathered_width(spec, config.executor.tensor_parallel_size) * item_bytes,
+        experts_row_bytes=chosen_bytes(spec, item_bytes) if config.executor.expert_parallel else 0,
+        staging_bytes=STAGING_BYTES if config.executor.eplb is not None else 0,
+        depth=1,
+        payload_bytes=max_tokens * spec.hidden_size * item_bytes
+        if config.executor.pipeline_parallel_size > 1
+        else 0,
+        **_kv_together(config, spec, item_bytes),
+    )
+
+
+def _kv_together(config: EngineConfig, spec: DecoderSpec, item_bytes: int) -> dict[str, int]:
+    """Return the room for keys and values that ranks keep together: of all places, though a stage has some of them only."""
+    executor, kv = config.executor, config.model.kv
+    if executor.decode_context_parallel_size == 1:
+        return {}
+    num_blocks = kv.num_blocks(config.cache.memory_bytes)
+    num_bytes = num_blocks * kv.layers_per_block * kv.layer_bytes
+    return {
+        "kv_bytes": num_bytes,
+        "kv_copies": executor.num_kv_memories,
+        "query_row_bytes": queries_width(spec, share_of(executor, 0)) * item_bytes,
+        "partial_floats": PARTIAL_BYTES // SUM_BYTES,
+    }
+
+
+def link_shape(config: EngineConfig, link: int) -> CRanksShape:
+    """Return what a link needs room for: the hidden states of a step, with what rotates its tokens, or the logits."""
+    num_stages, shape = config.executor.pipeline_parallel_size, shape_of(config)
+    shape.ranks, shape.depth = 2, LINK_DEPTH
+    shape.payload_bytes += shape.max_tokens * shape.rotated_row_bytes
+    shape.sums_width = shape.logits_row_bytes = shape.rotated_row_bytes = shape.gathered_row_bytes = 0
+    shape.experts_row_bytes = shape.staging_bytes = shape.kv_bytes = shape.kv_copies = 0
+    shape.query_row_bytes = shape.partial_floats = 0
+    if link == num_stages - 1:
+        shape.depth = results_depth(num_stages)
+        shape.payload_bytes = shape.max_outputs * config.model.vocab_size * config.logits_item_bytes
+    return shape
+
+
+def places_of_stages(config: EngineConfig) -> list[list[int]]:
+    """Return which places of a block each stage has, in the order in which they lie there."""
+    kv, executor = config.model.kv, config.executor
+    if executor.pipeline_parallel_size == 1:
+        return [sorted(kv.places_of(lambda layer: True))]
+    spec = spec_of(config.model)
+    firsts = range(0, executor.num_ranks, executor.tensor_parallel_size)
+    return [sorted(kv.places_of(share_of(executor, rank, spec).has_layer)) for rank in firsts]
+
+
+def part_bytes(config: EngineConfig) -> list[int]:
+    """Return how much of a block a KV memory has, of each stage."""
+    return [len(places) * config.model.kv.layer_bytes for places in places_of_stages(config)]
+
+
+def crossing_rows(config: EngineConfig) -> int:
+    """Return how many blocks may be on their way through the memory in which all ranks' parts come together."""
+    block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
+    return min(MOST_CROSSING, max(1, CROSSING_BYTES // block_bytes))
+
+
+def crossing_shape(config: EngineConfig) -> CRanksShape:
+    """Return what that needs room for, of all ranks of all stages."""
+    block_bytes = sum(part_bytes(config)) * config.executor.num_kv_memories
+    return CRanksShape(
+        ranks=config.executor.num_ranks, depth=1, staging_bytes=crossing_rows(config) * block_bytes
+    )
+
+
+def spec_of(model: ModelConfig) -> DecoderSpec:
+    """Return what a model is made of that was found to be divisible."""
+    spec = FAMILIES[model.architecture].read(card_of(model))
+    assert isinstance(spec, DecoderSpec), model.architecture
+    return spec

@@ -1,0 +1,1 @@
+"""KV blocks outside of device memory: host memory, disk, peer servers, shared stores."""

@@ -1,0 +1,306 @@
+"""KV on disk, the device's half: takes blocks out of KV memory, and brings them to host memory, from where plans copy them.
+
+    loop        order: copies blocks out ──▶ [ stores ]                  [ answers ] ──▶ core
+    I/O thread                               [ fetches ] ──▶ files ──▶ staging ─┘ rings
+
+The loop does nothing with the files, so a step waits for no disk. Fetches are done first: a request waits for them. They do not
+overtake what matters to them, since the core fetches only what it has heard to be stored. What the disk cannot keep up with is
+not stored. Which block is where is the core's to know (`quintet.core.kv.disk_pool`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait, WholeBlocks, take
+from quintet.executor.kv_transfer.disk.block_file import BlockFile
+from quintet.executor.kv_transfer.disk.prefix_file import (
+    PrefixFileError,
+    read_keys,
+    read_prefix,
+    write_prefix,
+)
+from quintet.executor.memory import lazy_zeros
+from quintet.process.sched_batch import let_others_finish
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvOrders
+
+MAX_WAITING_BYTES = 256 << 20
+"""Copies of blocks that may wait for the disk."""
+MAX_UNTOLD = 64
+"""Blocks stored before the core hears of them, while more are to be."""
+MAX_FETCHES_UNTOLD = 16
+TELL_AFTER_NS = 50_000_000
+"""Blocks read, and time spent on them, before the core hears of them while more are to be: who waits for the first begins."""
+FAREWELL_S = 2.0
+
+
+@dataclass(slots=True, frozen=True)
+class _Store:
+    tables: int
+    place: int
+    key: bytes
+    block: Bytes
+    wait: Wait
+    """Until the block is there."""
+
+
+@dataclass(slots=True, frozen=True)
+class _Drop:
+    place: int
+    key: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class _Fetch:
+    tables: int
+    place: int
+    key: bytes
+    host_block: int
+
+
+@dataclass(slots=True)
+class _Job:
+    """Something with a file that takes long: done a block at a time, where nothing else is to be done."""
+
+    tables: int
+    task_id: int
+    steps: Iterator[int | bytes | tuple[int, bytes, bool]]
+    """Yields how long the file is by now, a key that it has, or which place was to hold which block, and whether it does."""
+    answer: FileAnswer
+
+
+class DiskBlocks:
+    """See `quintet.executor.interface.KvDisk`."""
+
+    def __init__(
+        self,
+        blocks: WholeBlocks,
+        file: BlockFile,
+        num_staging_blocks: int,
+        first_host_block: int,
+        exchange: Path,
+        whose: Callable[[], bytes],
+    ) -> None:
+        """first_host_block: the number of the first one of staging.
+
+        exchange: the folder of prefixes in files of their own. whose: returns whose their blocks are, for other machines.
+        """
+        self._exchange, self._whose = exchange, whose
+        self._jobs: deque[_Job] = deque()
+        self._blocks = blocks
+        self._file = file
+        self.num_places = file.num_places
+        self.num_staging_blocks = num_staging_blocks
+        self._first = first_host_block
+        shape = (num_staging_blocks, file.block_bytes)
+        self._staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
+        self._ring: Callable[[], None] = lambda: None
+        self._stores: deque[_Store | _Drop] = deque()
+        self._fetches: deque[_Fetch] = deque()
+        self._changed = threading.Condition()
+        """Guards all below; held for no longer than a look takes, never while a file is read or written."""
+        self._kept = dict(file.kept())
+        """Place -> content, written longest ago first, but for a place that is being written. The files are the thread's."""
+        self._failure: Exception | None = None
+        """What ended the thread."""
+        self._tables = 0
+        self._answers = KvAnswers(0, 0)
+        self._has_answers = False
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
+
+    # --- the loop's side ---
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """See `KvElsewhere.begin`."""
+        self._ring = ring
+        self._thread.start()
+
+    def order(self, orders: KvOrders) -> None:
+        """See `KvElsewhere.order`."""
+        tables = orders.tables
+        stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
+        room = MAX_WAITING_BYTES // self._file.block_bytes - len(self._stores)
+        taken, wait = take(self._blocks, stores[: max(0, room), 0])
+        fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
+        with self._changed:
+            if tables != self._tables:
+                self._tables, self._answers, self._has_answers = tables, KvAnswers(0, tables), False
+            for place, key in zip(
+                np.frombuffer(orders.drops, np.int32).tolist(), orders.drop_keys, strict=True
+            ):
+                self._kept.pop(place, None)
+                self._stores.append(_Drop(place, key))
+            for place, key, block in zip(stores[:, 1].tolist(), orders.store_keys, taken, strict=False):
+                self._stores.append(_Store(tables, place, key, block, wait))
+            left = orders.store_keys[len(taken) :]
+            if left:
+                self._answers.unstored.extend(left)
+                self._tell()
+            for (place, block), key in zip(fetches, orders.fetch_keys, strict=True):
+                self._fetches.append(_Fetch(tables, place, key, block))
+            for each in orders.files:
+                if each.verb == "import":
+                    for place in unpack_i32(each.places):
+                        self._kept.pop(place, None)
+                self._jobs.append(_Job(tables, each.task_id, self._steps(each), FileAnswer(each.task_id)))
+            self._changed.notify()
+
+    def copy_in(self, blocks: Int, host_blocks: Int) -> None:
+        """Copy what was fetched into blocks of KV memory."""
+        self._blocks.put(blocks, self._staging[host_blocks - self._first])
+
+    def take_answers(self) -> KvAnswers | None:
+        """See `KvElsewhere.take_answers`."""
+        with self._changed:
+            if self._failure is not None:
+                raise RuntimeError(
+                    "the thread that reads and writes KV on disk has failed"
+                ) from self._failure
+            if not self._has_answers:
+                return None
+            answers, self._answers = self._answers, KvAnswers(0, self._tables)
+            self._has_answers = False
+        return answers
+
+    def kept(self) -> list[tuple[int, bytes]]:
+        """See `KvDisk.kept`."""
+        with self._changed:
+            return list(self._kept.items())
+
+    def reset(self) -> None:
+        """See `KvElsewhere.reset`."""
+        with self._changed:
+            self._stores = deque(task for task in self._stores if isinstance(task, _Drop))
+            self._fetches.clear()
+            self._answers, self._has_answers = KvAnswers(0, self._tables), False
+
+    def close(self) -> None:
+        """See `KvElsewhere.close`."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(FAREWELL_S)
+        if not self._thread.is_alive():
+            self._file.close()
+
+    # --- the thread's side ---
+
+    def _work(self) -> None:
+        """Do what is ordered. A disk's errors are answers; anything else is our mistake, and the loop's end too."""
+        let_others_finish()
+        try:
+            while (task := self._next()) is not None:
+                if isinstance(task, _Store):
+                    self._store(task)
+                elif isinstance(task, _Drop):
+                    self._file.drop(task.place, task.key)
+                elif isinstance(task, _Job):
+                    self._go_on(task)
+                else:
+                    self._fetch(task)
+        except Exception as failure:  # noqa: BLE001 -- the loop raises it
+            with self._changed:
+                self._failure = failure
+            self._ring()
+
+    def _next(self) -> _Store | _Drop | _Fetch | _Job | None:
+        """Return what is to be done next, when there is something; None when all is done and nobody orders any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._fetches or self._stores or self._jobs or self._is_closing)
+            if self._fetches:
+                return self._fetches.popleft()
+            if self._stores:
+                return self._stores.popleft()
+            return self._jobs[0] if self._jobs and not self._is_closing else None
+
+    def _steps(self, order: FileOrder) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
+        folder, name, whose = self._exchange, order.name, self._whose()
+        wanted = list(zip(unpack_i32(order.places), order.keys, strict=True))
+        if order.verb == "export":
+            yield from write_prefix(folder, name, whose, self._file, wanted)
+        elif order.verb == "import":
+            yield from read_prefix(folder, name, whose, self._file, wanted)
+        else:
+            yield from read_keys(folder, name, whose, self._file)
+
+    def _go_on(self, job: _Job) -> None:
+        """Do the next step of a job; behind the last one tell of its end. Of tables that are gone nobody waits for it."""
+        answer, step = job.answer, None
+        if job.tables == self._tables:
+            try:
+                step = next(job.steps, None)
+            except PrefixFileError as error:
+                answer.error = str(error)
+        with self._changed:
+            answers = self._answers
+            if step is None:
+                self._jobs.popleft()
+                if job.tables == self._tables:
+                    answers.files.append(answer)
+                    self._tell()
+            elif isinstance(step, int):
+                answer.num_bytes = step
+            elif isinstance(step, bytes):
+                answer.keys.append(step)
+            else:
+                self._note_imported(job, *step)
+
+    def _note_imported(self, job: _Job, place: int, key: bytes, is_stored: bool) -> None:
+        if is_stored:
+            self._kept[place] = key
+        else:
+            job.answer.keys.append(key)
+        if job.tables == self._tables:
+            answers = self._answers
+            (answers.stored if is_stored else answers.unstored).append(key)
+            if len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
+                self._tell()
+
+    def _store(self, task: _Store) -> None:
+        with self._changed:
+            self._kept.pop(task.place, None)
+        task.wait()
+        is_stored = self._file.write(task.place, task.key, task.block.data)
+        with self._changed:
+            if is_stored:
+                self._kept[task.place] = task.key
+            answers = self._answers
+            if task.tables == self._tables:
+                (answers.stored if is_stored else answers.unstored).append(task.key)
+            if not self._stores or len(answers.stored) + len(answers.unstored) >= MAX_UNTOLD:
+                self._tell()
+
+    def _fetch(self, task: _Fetch) -> None:
+        begun = time.monotonic_ns()
+        into = self._staging[task.host_block - self._first].data
+        is_there = self._file.read(task.place, task.key, into)
+        took_ns = time.monotonic_ns() - begun
+        with self._changed:
+            answers, block = self._answers, pack_i32([task.host_block])
+            if self._kept.get(task.place) == task.key and not self._file.holds(task.place, task.key):
+                del self._kept[task.place]
+            if task.tables == self._tables:
+                answers.fetch_ns += took_ns
+                if is_there:
+                    answers.fetched += block
+                else:
+                    answers.missed += block
+            num_untold = (len(answers.fetched) + len(answers.missed)) // 4
+            if not self._fetches or num_untold >= MAX_FETCHES_UNTOLD or answers.fetch_ns >= TELL_AFTER_NS:
+                self._tell()
+
+    def _tell(self) -> None:
+        if not self._has_answers:
+            self._has_answers = True
+            self._ring()

@@ -1,0 +1,274 @@
+"""KV of other servers, the device's half: gives them copies of blocks, and brings theirs to host memory.
+
+    loop       order: copies blocks out ──▶ ( offered )      [ pulls ]          [ answers ] ──▶ core
+    thread                 others ask ──▶ door ─┘               └─▶ links ──▶ staging ─┘ rings
+
+The loop does nothing with the sockets, so a step waits for no other server. Which server has what is the core's to know
+(`quintet.core.kv.peer_pool`), and that of whoever sent the request.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+import torch
+import zmq
+
+from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
+from quintet.executor.kv_transfer.peers.keys import Context, Doorman, PeerKey
+from quintet.executor.kv_transfer.peers.kv_server import Door
+from quintet.executor.kv_transfer.peers.link import Came, Link, PeerLost, Wanted
+from quintet.executor.kv_transfer.peers.offered_blocks import Offered
+from quintet.executor.memory import lazy_zeros
+from quintet.process.sched_batch import let_others_finish
+from quintet.wire.codec import pack_i32, unpack_i32
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_disk import KvAnswers, KvOrders
+
+log = logging.getLogger(__name__)
+
+LOOK_MS = 200
+"""Between two looks at who is silent, while something is to come, and at an address that somebody else has."""
+MAX_LINKS = 64
+FAREWELL_S = 1.0
+
+
+class PeerBlocks:
+    """See `quintet.executor.interface.KvElsewhere`."""
+
+    def __init__(
+        self,
+        blocks: WholeBlocks,
+        parts: Mapping[str, str],
+        whose: bytes,
+        listen: str,
+        key: PeerKey | None,
+        num_offered: int,
+        num_staging_blocks: int,
+        first_host_block: int,
+    ) -> None:
+        """parts, whose: see `quintet.executor.kv_transfer.kv_identity`.
+
+        listen: ``host:port``, "" for nowhere. num_offered: blocks that are kept for others. Raises `ConfigError`.
+        """
+        self._blocks = blocks
+        self._offered = Offered(self._blocks, num_offered)
+        self._parts, self._whose, self._key = parts, whose, key
+        self.num_staging_blocks = num_staging_blocks
+        self._first = first_host_block
+        shape = (num_staging_blocks, self._blocks.block_bytes)
+        self._staging: Bytes = lazy_zeros(shape, torch.uint8, torch.device("cpu")).numpy()
+        self._ring: Callable[[], None] = lambda: None
+        self._lock = threading.Lock()
+        """Guards all below, up to the sockets."""
+        self._pulls: deque[tuple[str, list[Wanted]] | None] = deque()
+        """Peer and what is wanted there; None: forget all before."""
+        self._failure: Exception | None = None
+        """What ended the thread."""
+        self._tables = 0
+        self._answers = KvAnswers(0, 0)
+        self._has_answers = False
+        self._is_closing = False
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._context: Context = zmq.Context()
+        self._doorman = None if key is None else Doorman(self._context, key)
+        self._door: Door | None = None
+        self._links: dict[str, Link] = {}
+        self._shunned: dict[str, float] = {}
+        """Peer that was lost -> until when it is not asked."""
+        self._thread = threading.Thread(target=self._work, name="kv-peers", daemon=True)
+        try:
+            if listen:
+                self._door = Door(self._context, listen, key, self._offered, whose, parts)
+        except ConfigError:
+            self._close_sockets()
+            raise
+
+    # --- the loop's side ---
+
+    def begin(self, ring: Callable[[], None]) -> None:
+        """See `KvElsewhere.begin`."""
+        self._ring = ring
+        self._thread.start()
+
+    def order(self, orders: KvOrders) -> None:
+        """See `KvElsewhere.order`."""
+        if orders.offer_keys:
+            self._offered.put(orders.offer_keys, np.frombuffer(orders.offers, np.int32))
+        tables = orders.tables
+        with self._lock:
+            if tables != self._tables:
+                self._tables, self._answers, self._has_answers = tables, KvAnswers(0, tables), False
+            for pull in orders.pulls:
+                pairs = zip(unpack_i32(pull.host_blocks), pull.keys, strict=True)
+                self._pulls.append((pull.peer, [Wanted(tables, block, key) for block, key in pairs]))
+        if orders.pulls:
+            self._wake()
+
+    def copy_in(self, blocks: Int, host_blocks: Int) -> None:
+        """Copy what was fetched into blocks of KV memory."""
+        self._blocks.put(blocks, self._staging[host_blocks - self._first])
+
+    def take_answers(self) -> KvAnswers | None:
+        """See `KvElsewhere.take_answers`."""
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError("the thread that talks with other servers has failed") from self._failure
+            if not self._has_answers:
+                return None
+            answers, self._answers = self._answers, KvAnswers(0, self._tables)
+            self._has_answers = False
+        return answers
+
+    def reset(self) -> None:
+        """See `KvElsewhere.reset`."""
+        with self._lock:
+            self._pulls.clear()
+            self._pulls.append(None)
+            self._answers, self._has_answers = KvAnswers(0, self._tables), False
+        self._wake()
+
+    def close(self) -> None:
+        """See `KvElsewhere.close`."""
+        with self._lock:
+            self._is_closing = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join(FAREWELL_S)
+
+    def _wake(self) -> None:
+        os.eventfd_write(self._bell, 1)
+
+    # --- the thread's side ---
+
+    def _work(self) -> None:
+        """Talk. What others do wrong is an answer; anything else is our mistake, and the loop's end too."""
+        let_others_finish()
+        try:
+            if self._door is not None and not self._door.is_open:
+                log.warning(
+                    "%s is somebody else's: KV is offered there once it is free, and computed by others until then",
+                    self._door.address,
+                )
+            while not self._is_closing:
+                self._turn()
+            self._close_sockets()
+        except Exception as failure:  # noqa: BLE001 -- the loop raises it
+            with self._lock:
+                self._failure = failure
+            self._ring()
+
+    def _turn(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._bell, zmq.POLLIN)
+        for each in (self._door, self._doorman):
+            if each is not None:
+                poller.register(each.socket, zmq.POLLIN)
+        for link in self._links.values():
+            poller.register(link.socket, zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
+        is_awaiting = any(not link.is_idle for link in self._links.values())
+        if self._door is not None and not self._door.is_open:
+            self._door.open()
+            is_awaiting = True
+        ready = {source for source, _ in poller.poll(LOOK_MS if is_awaiting else None)}
+        if self._doorman is not None and self._doorman.socket in ready:
+            self._doorman.answer()
+        if self._door is not None and self._door.socket in ready:
+            self._door.answer()
+        now_s = time.monotonic()
+        for link in [*self._links.values()]:
+            self._attend(link, ready, now_s)
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+            self._pull(now_s)
+
+    def _attend(self, link: Link, ready: set[object], now_s: float) -> None:
+        """Hear what a peer says; give it up where it is lost."""
+        came: list[Came] = []
+        try:
+            if link.socket in ready:
+                for each in link.hear(now_s):
+                    came.append(each)
+            if link.monitor in ready:
+                link.hear_connection()
+            link.check(now_s)
+        except PeerLost as lost:
+            came += self._give_up(link, lost, now_s)
+        self._tell(came)
+
+    def _give_up(self, link: Link, lost: PeerLost, now_s: float) -> list[Came]:
+        left = link.left()
+        if left:
+            log.warning("%s %s: %d blocks of KV are computed", link.peer, lost, len(left))
+            self._shunned[link.peer] = now_s + lost.shunned_s
+        link.close()
+        del self._links[link.peer]
+        return [Came(wanted, is_there=False) for wanted in left]
+
+    def _pull(self, now_s: float) -> None:
+        """Ask for what was ordered."""
+        with self._lock:
+            pulls = [*self._pulls]
+            self._pulls.clear()
+        self._shunned = {peer: until_s for peer, until_s in self._shunned.items() if until_s > now_s}
+        for pull in pulls:
+            if pull is None:
+                for link in self._links.values():
+                    link.forget()
+                continue
+            peer, wanted = pull
+            found = None if peer in self._shunned else self._link_to(peer)
+            if found is None:
+                self._tell([Came(each, is_there=False) for each in wanted])
+            else:
+                try:
+                    found.want(wanted, now_s)
+                except PeerLost as lost:
+                    self._tell(self._give_up(found, lost, now_s))
+
+    def _link_to(self, peer: str) -> Link | None:
+        """Return the way to a peer; None where that is no address, or there are too many."""
+        link = self._links.get(peer)
+        if link is not None:
+            return link
+        if len(self._links) >= MAX_LINKS:
+            idle = next((link for link in self._links.values() if link.is_idle), None)
+            if idle is None:
+                return None
+            idle.close()
+            del self._links[idle.peer]
+        try:
+            link = Link(self._context, peer, self._key, self._whose, self._parts, self._staging, self._first)
+        except zmq.ZMQError as error:
+            log.warning("%s is no address that blocks of KV could be fetched from: %s", peer, error.strerror)
+            return None
+        self._links[peer] = link
+        return link
+
+    def _tell(self, came: Sequence[Came]) -> None:
+        """Have the core told what became of fetches."""
+        with self._lock:
+            current = [each for each in came if each.wanted.tables == self._tables]
+            if not current:
+                return
+            self._answers.pulled += pack_i32(each.wanted.host_block for each in current if each.is_there)
+            self._answers.lacking += pack_i32(each.wanted.host_block for each in current if not each.is_there)
+            if self._has_answers:
+                return
+            self._has_answers = True
+        self._ring()
+
+    def _close_sockets(self) -> None:
+        for link in self._links.values():
+            link.close()
+        for each in (self._door, self._doorman):
+            if each is not None:
+                each.socket.close(linger=0)
+        self._context.term()

@@ -1,0 +1,113 @@
+"""Where other servers ask for blocks: answers a question at a time, in the thread that has the sockets."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+
+import msgspec
+import zmq
+
+from quintet.executor.kv_transfer.kv_identity import digest_of
+from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
+from quintet.executor.kv_transfer.peers.messages import (
+    MAX_HEAD_BYTES,
+    VERSION,
+    Ask,
+    Foreign,
+    Given,
+    Lacking,
+    most_unread,
+    window_of,
+)
+from quintet.executor.kv_transfer.peers.offered_blocks import Offered
+from quintet.wire.codec import UNREADABLE, encode
+from quintet.wire.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 60.0
+"""Between two lines of the log that say that somebody asks who is no server of ours."""
+_decoder = msgspec.msgpack.Decoder(Ask)
+
+
+class Door:
+    """The socket that answers."""
+
+    def __init__(
+        self,
+        context: Context,
+        address: str,
+        key: PeerKey | None,
+        offered: Offered,
+        whose: bytes,
+        parts: Mapping[str, str],
+    ) -> None:
+        """address: ``host:port``. whose, parts: see `quintet.executor.kv_transfer.kv_identity`.
+
+        Raises `ConfigError` for an address that is none of this machine's. One that somebody else has is waited for (`open`).
+        """
+        self.address = address
+        self.is_open = False
+        self._offered = offered
+        self._whose = whose
+        self._parts = dict(parts)
+        self._window = window_of(offered.block_bytes)
+        self._silent_until = 0.0
+        self.socket = context.socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        # Who asks and does not listen loses the rest. Twice: ZeroMQ learns late, by halves, of what was read.
+        self.socket.setsockopt(zmq.SNDHWM, 2 * most_unread(offered.block_bytes))
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # machines vanish, too
+        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEAD_BYTES)
+        if address.startswith("["):
+            self.socket.setsockopt(zmq.IPV6, 1)
+        if key is not None:
+            key.protect(self.socket, listens=True)
+        try:
+            self.open()
+        except ConfigError:
+            self.socket.close()
+            raise
+
+    def open(self) -> None:
+        """Listen, unless the address is somebody else's now: of who had it before, or of who took it meanwhile."""
+        try:
+            self.socket.bind(f"tcp://{self.address}")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EADDRINUSE:
+                raise ConfigError(
+                    f"--kv-peer-listen {self.address}: {error.strerror}; give one of this machine's"
+                ) from None
+        else:
+            self.is_open = True
+
+    def answer(self) -> None:
+        """Answer one question, which is there. What makes no sense is not answered; of too many blocks, the first are given."""
+        who, *frames = self.socket.recv_multipart()
+        try:
+            ask = _decoder.decode(frames[0]) if len(frames) == 1 else None
+        except UNREADABLE:
+            ask = None
+        if ask is None or not ask.makes_sense:
+            self._complain()
+            return
+        if ask.whose != self._whose or ask.version != VERSION:
+            self.socket.send_multipart((who, encode(Foreign(ask.number, self._parts))))
+            return
+        lacking: list[int] = []
+        for index, key in enumerate(ask.keys):
+            block = self._offered.get(key) if index - len(lacking) < self._window else None
+            if block is None:
+                lacking.append(index)
+                continue
+            head = encode(Given(ask.number, index, digest_of(self._whose, key, memoryview(block))))
+            self.socket.send_multipart((who, head, block), copy=False)
+        self.socket.send_multipart((who, encode(Lacking(ask.number, lacking))))
+
+    def _complain(self) -> None:
+        """Say that somebody asks who is no server of ours; not of each question."""
+        if time.monotonic() >= self._silent_until:
+            log.warning("somebody who is no server of ours asks for blocks of KV")
+            self._silent_until = time.monotonic() + SILENCE_S

@@ -1,0 +1,225 @@
+"""The way to one other server: what is wanted there, what was asked for, and what came of it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from quintet.executor.kv_transfer.block_bytes import Bytes
+from quintet.executor.kv_transfer.kv_identity import digest_of
+from quintet.executor.kv_transfer.peers.keys import Context, PeerKey
+from quintet.executor.kv_transfer.peers.messages import (
+    MAX_HEAD_BYTES,
+    MAX_QUESTIONS,
+    VERSION,
+    Answer,
+    Ask,
+    Foreign,
+    Given,
+    Lacking,
+    most_unread,
+    window_of,
+)
+from quintet.wire.codec import UNREADABLE, encode
+
+log = logging.getLogger(__name__)
+
+MAX_FRAMES = 64
+"""Read before others have their turn."""
+SILENCE_S = 5.0
+"""A peer that has been asked, and brings nothing of that for so long, is given up."""
+QUESTION_S = 20.0
+"""So long a question may take, however much comes meanwhile."""
+FOREIGN_S = 60.0
+"""So long nobody asks who computes other bits, or lies."""
+_LOST = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+_decoder: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class PeerLost(Exception):
+    """Nothing more comes from this peer; the message says why.
+
+    For some time it is not asked: what is wanted there is computed.
+    """
+
+    def __init__(self, why: str, shunned_s: float = 2.0) -> None:
+        super().__init__(why)
+        self.shunned_s = shunned_s
+
+
+@dataclass(slots=True, frozen=True)
+class Wanted:
+    """A block that is to come."""
+
+    tables: int
+    host_block: int
+    key: bytes
+
+
+@dataclass(slots=True, frozen=True)
+class Came:
+    """What became of one."""
+
+    wanted: Wanted
+    is_there: bool
+
+
+class Link:
+    """Used in one thread. Methods that ask or hear may raise `PeerLost`, after which `left` is what did not come."""
+
+    def __init__(
+        self,
+        context: Context,
+        peer: str,
+        key: PeerKey | None,
+        whose: bytes,
+        parts: Mapping[str, str],
+        staging: Bytes,
+        first_host_block: int,
+    ) -> None:
+        """staging: host blocks that contents come to, ``[blocks, bytes]``, numbered from ``first_host_block`` on.
+
+        Raises `zmq.ZMQError` where ``peer`` is no address.
+        """
+        self.peer = peer
+        self._whose, self._parts = whose, parts
+        self._staging, self._first = staging, first_host_block
+        self._window = window_of(staging.shape[1])
+        self._waiting: deque[Wanted] = deque()
+        self._asked: dict[int, dict[int, Wanted]] = {}
+        """Question -> what it asks for and has not come, by place."""
+        self._until_s: dict[int, float] = {}
+        """Question -> when it must have been answered."""
+        self._number = 0
+        self._heard_s = 0.0
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, most_unread(staging.shape[1]))
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max(MAX_HEAD_BYTES, staging.shape[1]))
+        if peer.startswith("["):
+            self.socket.setsockopt(zmq.IPV6, 1)
+        if key is not None:
+            key.protect(self.socket, listens=False)
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(_LOST)
+        try:
+            self.socket.connect(f"tcp://{peer}")
+        except zmq.ZMQError:
+            self.close()
+            raise
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is to come."""
+        return not (self._waiting or self._asked)
+
+    def want(self, wanted: Iterable[Wanted], now_s: float) -> None:
+        """Ask for these, as soon as that makes sense."""
+        if self.is_idle:
+            self._heard_s = now_s
+        self._waiting.extend(wanted)
+        self._ask(now_s)
+
+    def forget(self) -> None:
+        """Want nothing any more. What still comes is nobody's."""
+        self._waiting.clear()
+        self._asked.clear()
+        self._until_s.clear()
+
+    def left(self) -> list[Wanted]:
+        """Return what has not come, and forget it."""
+        left = [wanted for asked in self._asked.values() for wanted in asked.values()] + [*self._waiting]
+        self.forget()
+        return left
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=0)
+
+    def check(self, now_s: float) -> None:
+        """Find out whether the peer is silent for too long."""
+        if not self.is_idle and now_s - self._heard_s > SILENCE_S:
+            raise PeerLost(f"has brought nothing for {SILENCE_S:.0f} s")
+        if any(now_s > until_s for until_s in self._until_s.values()):
+            raise PeerLost(f"takes more than {QUESTION_S:.0f} s for a question")
+
+    def hear_connection(self) -> None:
+        """Read what ZeroMQ says of the connection: only what ends it is asked for."""
+        event: Any = recv_monitor_message(self.monitor)["event"]
+        if event == zmq.EVENT_CONNECT_RETRIED:
+            raise PeerLost("does not listen")
+        if event == zmq.EVENT_DISCONNECTED:
+            raise PeerLost("has closed the connection")
+        raise PeerLost("does not shake hands: it has another --kv-peer-key, or none")
+
+    def hear(self, now_s: float) -> Iterator[Came]:
+        """Read all answers that are there; yield what became of what."""
+        for _ in range(MAX_FRAMES):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            try:
+                answer = _decoder.decode(frames[0].buffer)
+            except UNREADABLE:
+                raise PeerLost("says what makes no sense") from None
+            yield from self._take(answer, frames[1:], now_s)
+        self._ask(now_s)
+
+    def _take(self, answer: Answer, frames: list[zmq.Frame], now_s: float) -> Iterator[Came]:
+        asked = self._asked.get(answer.number)
+        if asked is None:
+            return  # forgotten since
+        self._heard_s = now_s
+        if isinstance(answer, Foreign):
+            raise PeerLost(f"computes other bits: its {self._differing(answer)} differ from ours", FOREIGN_S)
+        if isinstance(answer, Lacking):
+            del self._asked[answer.number], self._until_s[answer.number]
+            yield from (Came(wanted, is_there=False) for wanted in asked.values())
+            return
+        wanted = asked.get(answer.index)
+        if wanted is None or len(frames) != 1:
+            raise PeerLost("gives what was not asked for")
+        self._store(answer, wanted, memoryview(frames[0].buffer))
+        del asked[answer.index]
+        yield Came(wanted, is_there=True)
+
+    def _store(self, given: Given, wanted: Wanted, block: memoryview) -> None:
+        """Put a block to where it is to come, if it is whole."""
+        row = self._staging[wanted.host_block - self._first]
+        if len(block) != len(row) or digest_of(self._whose, wanted.key, block) != given.digest:
+            raise PeerLost("gives a block that is not what its hash says", FOREIGN_S)
+        row.data[:] = block
+
+    def _differing(self, answer: Foreign) -> str:
+        """Return what differs by our names alone: theirs may be anything."""
+        differing = sorted(name for name, part in self._parts.items() if part != answer.parts.get(name))
+        return ", ".join(differing) or "version"
+
+    def _ask(self, now_s: float) -> None:
+        while self._waiting and len(self._asked) < MAX_QUESTIONS:
+            count = min(self._window, len(self._waiting))
+            asked = {index: self._waiting.popleft() for index in range(count)}
+            self._number += 1
+            self._asked[self._number], self._until_s[self._number] = asked, now_s + QUESTION_S
+            keys = [wanted.key for wanted in asked.values()]
+            try:
+                self.socket.send(encode(Ask(VERSION, self._number, self._whose, keys)), zmq.NOBLOCK)
+            except (
+                zmq.Again
+            ):  # of who broke the protocol there is no connection any more, and no word of that yet
+                raise PeerLost("has closed the connection") from None

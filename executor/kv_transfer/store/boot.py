@@ -1,0 +1,34 @@
+"""Opens the store of KV that other servers share, as configured."""
+
+from __future__ import annotations
+
+import logging
+
+from quintet.executor.kv_transfer.block_bytes import WholeBlocks
+from quintet.executor.kv_transfer.features.kv_store import StoreBlocks
+from quintet.executor.kv_transfer.kv_identity import parts_of, whole_of
+from quintet.executor.kv_transfer.store.connector import open_connector
+from quintet.wire.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def open_kv_store(
+    blocks: WholeBlocks, config: EngineConfig, runner: str, first_host_block: int
+) -> StoreBlocks:
+    """Return the blocks in a store of a KV memory. runner: who computes.
+
+    first_host_block: the number of the first block that is fetched into. Raises `ConfigError` where the store cannot be opened.
+    """
+    store = config.cache.store
+    assert store is not None, "there is no store"
+    whose = whole_of(parts_of(config, runner))
+    log.info("KV in %s, as %s", store.url, whose.hex()[:32])
+    return StoreBlocks(
+        blocks,
+        open_connector(store),
+        whose,
+        config.model.kv.num_blocks(store.staging_bytes),
+        first_host_block,
+        store.waiting_bytes,
+    )

@@ -1,0 +1,217 @@
+"""A store in a folder that several processes of one user share: in shared memory (``/dev/shm``), or on a disk.
+
+    quintet-kv/ledger                    how many bytes are kept, or promised; whoever changes that has it locked
+    quintet-kv/<whose>/<key>             an object, in one piece; its time says when it was last used
+    quintet-kv/<whose>/.<key>.<number>   one that is being written, and locked by who does
+
+An object gets its name when it is whole, from who has the ledger. A lock is the kernel's: it ends with its process, so what was
+being written by somebody who was killed is told from what somebody writes, and swept. Room is promised before it is written to,
+so there is never more than may be, whoever dies when; promises of the dead are found out when the folder is next looked through,
+which is when it is full. Then what was used longest ago gives way, down to nine tenths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import os
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from quintet.executor.kv_transfer.disk.block_file import read_whole, write_whole
+from quintet.process.own_files import open_own
+from quintet.wire.config import KvStoreConfig
+from quintet.wire.errors import ConfigError
+
+KEPT_WHEN_FULL = 0.9
+"""Of what there is room for: looking through the folder takes longer than to write an object."""
+LOCK_S = 2.0
+"""Who has the ledger needs it for some milliseconds; one that was stopped meanwhile keeps nobody longer."""
+INSIDE = "quintet-kv"
+
+
+def folder_of(url: str) -> Path:
+    """Return the folder that a URL names."""
+    return Path(url.removeprefix("file://").removeprefix("file:")) / INSIDE
+
+
+def open_folder(config: KvStoreConfig) -> FolderStore:
+    """See `quintet.executor.kv_transfer.store.connector.open_connector`."""
+    try:
+        return FolderStore(folder_of(config.url), config.size_bytes)
+    except OSError as error:
+        raise ConfigError(f"--kv-store {config.url}: {error.filename}: {error.strerror}") from None
+
+
+class FolderStore:
+    """See `quintet.executor.kv_transfer.store.connector.KvConnector`."""
+
+    def __init__(self, folder: Path, size_bytes: int) -> None:
+        """Raises `OSError` where the folder is another user's, or cannot be written to."""
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._size_bytes = size_bytes
+        self._folder = open_own(str(folder), os.O_RDONLY | os.O_DIRECTORY)
+        self._path = folder
+        self._ledger = open_own("ledger", os.O_RDWR | os.O_CREAT, self._folder)
+        self._ledger_lock = threading.Lock()
+        """A lock on a file is this process's: threads need another one."""
+        self._numbers = itertools.count()
+
+    # --- the connector ---
+
+    def count(self, names: Sequence[str]) -> int:
+        """See `KvConnector.count`."""
+        there = itertools.takewhile(lambda name: self._size_of(name) is not None, names)
+        return sum(1 for _ in there)
+
+    def put(self, name: str, content: memoryview) -> bool:
+        """See `KvConnector.put`. Raises `OSError`."""
+        if self._size_of(name) == len(content):
+            self._use(name)
+            return True
+        folder, _, short = name.partition("/")
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700, dir_fd=self._folder)
+        unfinished = f"{folder}/.{short}.{os.getpid()}-{next(self._numbers)}"
+        file = self._promise(unfinished, len(content))
+        if file is None:
+            return False
+        is_whole = False
+        try:
+            is_whole = write_whole(file, content, 0)
+        finally:
+            try:
+                self._settle(unfinished, name if is_whole else None, len(content))
+            finally:
+                os.close(file)  # its lock too: what could not be settled is swept
+        return is_whole
+
+    def get(self, name: str, into: memoryview) -> bool:
+        """See `KvConnector.get`. Raises `OSError`."""
+        try:
+            file = open_own(name, os.O_RDONLY, self._folder)
+        except FileNotFoundError:
+            return False
+        try:
+            is_there = os.fstat(file).st_size == len(into) and read_whole(file, into, 0)
+        finally:
+            os.close(file)
+        if is_there:
+            self._use(name)
+        return is_there
+
+    def drop(self, name: str) -> None:
+        """See `KvConnector.drop`."""
+        self._remove(name)
+
+    def close(self) -> None:
+        """See `KvConnector.close`."""
+        os.close(self._ledger)
+        os.close(self._folder)
+
+    # --- files ---
+
+    def _size_of(self, name: str) -> int | None:
+        try:
+            return os.stat(name, dir_fd=self._folder, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return None
+
+    def _use(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # somebody else has removed it meanwhile
+            os.utime(name, dir_fd=self._folder, follow_symlinks=False)
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._folder)
+
+    # --- room ---
+
+    def _promise(self, unfinished: str, size: int) -> int | None:
+        """Return a new file, open and locked, with room for so much; None where there is none."""
+        if size > self._size_bytes:
+            return None
+        with self._ledger_held():
+            kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
+            if kept + size > self._size_bytes:
+                kept = self._make_room(size)
+            if kept + size > self._size_bytes:  # all else is being written
+                os.pwrite(self._ledger, kept.to_bytes(8, "little"), 0)
+                return None
+            os.pwrite(self._ledger, (kept + size).to_bytes(8, "little"), 0)
+            file = open_own(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL, self._folder)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(file, size)  # so whoever looks through the folder counts it
+            return file
+
+    def _settle(self, unfinished: str, name: str | None, size: int) -> None:
+        """Give what was written its name, unless another has written the same, or it has none; and its room back then."""
+        with self._ledger_held():
+            if name is not None and self._size_of(name) != size:
+                os.rename(unfinished, name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+                return
+            self._remove(unfinished)
+            kept = int.from_bytes(os.pread(self._ledger, 8, 0), "little")
+            os.pwrite(self._ledger, max(0, kept - size).to_bytes(8, "little"), 0)
+
+    @contextlib.contextmanager
+    def _ledger_held(self) -> Iterator[None]:
+        """Have the ledger to oneself. Raises `TimeoutError`."""
+        until_s = time.monotonic() + LOCK_S
+        if not self._ledger_lock.acquire(timeout=LOCK_S):
+            raise TimeoutError("the ledger is held by another thread")
+        try:
+            while True:
+                with contextlib.suppress(BlockingIOError):
+                    fcntl.flock(self._ledger, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                if time.monotonic() > until_s:
+                    raise TimeoutError("the ledger is held by another process")
+                time.sleep(0.002)
+            try:
+                yield
+            finally:
+                fcntl.flock(self._ledger, fcntl.LOCK_UN)
+        finally:
+            self._ledger_lock.release()
+
+    def _make_room(self, size: int) -> int:
+        """Look through the folder; remove what the dead left, and what was used longest ago. Return the bytes that are left."""
+        found: list[tuple[int, int, str]] = []
+        kept = 0
+        for folder in os.scandir(self._folder):
+            for entry in os.scandir(self._path / folder.name) if folder.is_dir(follow_symlinks=False) else ():
+                name = f"{folder.name}/{entry.name}"
+                if entry.name.startswith("."):
+                    kept += self._written_by_the_living(name)
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    found.append((status.st_mtime_ns, status.st_size, name))
+                    kept += status.st_size
+        most = max(0, int(self._size_bytes * KEPT_WHEN_FULL) - size)
+        for _, object_size, name in sorted(found):
+            if kept <= most:
+                break
+            self._remove(name)
+            kept -= object_size
+        return kept
+
+    def _written_by_the_living(self, unfinished: str) -> int:
+        """Return the bytes of a file that somebody writes; remove it, and return 0, where nobody does."""
+        try:
+            file = open_own(unfinished, os.O_RDWR, self._folder)  # NFS locks nothing that is only read
+        except FileNotFoundError:
+            return 0
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return os.fstat(file).st_size
+        else:
+            self._remove(unfinished)
+            return 0
+        finally:
+            os.close(file)

@@ -1,0 +1,116 @@
+"""BLOOM and Falcon: Megatron's tensor names, queries, keys and values in one tensor, head by head."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.families.shape import (
+    alibi_slopes,
+    attention,
+    decoder,
+    head_width,
+    hidden_size,
+    layer_norm,
+    max_positions,
+    num_heads,
+    num_kv_heads,
+    num_layers,
+    plain,
+    plain_width,
+    pre_norm,
+    side_by_side,
+)
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, MlpSpec, QkvLayout
+
+_NAMES: dict[str, Any] = {
+    "prefix": "transformer.",
+    "embedding": "transformer.word_embeddings",
+    "embedding_norm": "transformer.word_embeddings_layernorm",
+    "layer": "transformer.h.{layer}",
+    "final_norm": "transformer.ln_f",
+    "qkv": "self_attention.query_key_value",
+    "output": "self_attention.dense",
+    "up": "mlp.dense_h_to_4h",
+    "down": "mlp.dense_4h_to_h",
+}
+
+
+def bloom(card: ModelCard) -> DecoderSpec:
+    """BLOOM, BLOOMZ: ALiBi, a norm behind the embedding, biases everywhere."""
+    norm = layer_norm(card)
+    mixer = attention(
+        card,
+        rotated=False,
+        alibi=alibi_slopes(num_heads(card)),
+        qkv_bias=True,
+        output_bias=True,
+        layout=QkvLayout.GROUPED,
+    )
+    mlp = plain(card, "gelu_new", width=4 * hidden_size(card), biased=True)
+    of_norm = card.flag("apply_residual_connection_post_layernorm", False)
+    layer = pre_norm(norm, mixer, mlp, residual_of_norm=of_norm)
+    return decoder(
+        card,
+        (layer,) * num_layers(card),
+        norm,
+        names=Names(**_NAMES),
+        embedding_norm=norm,
+        reach=max_positions(card, 2048),
+        tied=card.flag("tie_word_embeddings", True),
+    )
+
+
+def falcon(card: ModelCard) -> DecoderSpec:
+    """Falcon: 7b side by side behind one norm, 40b and 180b behind two, rw one after the other with ALiBi."""
+    grouped, norm = card.flag("new_decoder_architecture", False), layer_norm(card)
+    mixer, mlp = _falcon_attention(card, grouped), _falcon_mlp(card)
+    names, layer = Names(**_NAMES), pre_norm(norm, mixer, mlp)
+    if grouped and card.whole("num_ln_in_parallel_attn", 1, 2, 2) == 2:
+        layer = pre_norm(norm, mixer, mlp, parallel=True)
+        names = Names(**_NAMES, mixer_norm="ln_attn", mlp_norm="ln_mlp")
+    elif grouped or card.flag("parallel_attn", True):
+        layer = side_by_side(norm, mixer, mlp)
+    reach: dict[str, Any] = {} if mixer.rope else {"reach": max_positions(card, 2048)}
+    tied = card.flag("tie_word_embeddings", True)
+    return decoder(card, (layer,) * num_layers(card), norm, names=names, tied=tied, **reach)
+
+
+def _falcon_mlp(card: ModelCard) -> MlpSpec:
+    biased = card.flag("bias", False)
+    return plain(card, "gelu", width=plain_width(card, "ffn_hidden_size"), biased=biased)
+
+
+def _falcon_attention(card: ModelCard, grouped: bool) -> AttentionSpec:
+    """ALiBi is added before the scores are scaled, and Falcon computes its slopes in bfloat16."""
+    biased, heads, scale = card.flag("bias", False), num_heads(card), head_width(card) ** -0.5
+    single = not grouped and card.flag("multi_query", True)
+    alibi = card.flag("alibi", False)
+    return attention(
+        card,
+        positions=2048,
+        rotated=not alibi,
+        num_kv_heads=num_kv_heads(card) if grouped else 1 if single else heads,
+        alibi=tuple(_bfloat16(slope) * scale for slope in alibi_slopes(heads)) if alibi else (),
+        qkv_bias=biased,
+        output_bias=biased,
+        layout=QkvLayout.GROUPED,
+    )
+
+
+def _bfloat16(value: float) -> float:
+    """Round to the nearest number with eight significant bits, ties to the even one."""
+    (bits,) = struct.unpack("<I", struct.pack("<f", value))
+    bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
+    rounded: float = struct.unpack("<f", struct.pack("<I", bits))[0]
+    return rounded
+
+
+FAMILIES = {
+    "BloomForCausalLM": Family(bloom, "BLOOM, BLOOMZ"),
+    "FalconForCausalLM": Family(falcon, "Falcon 7b, 11b, 40b, 180b, rw"),
+    "RWForCausalLM": Family(falcon, "the first conversions of Falcon"),
+}

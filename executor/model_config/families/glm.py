@@ -1,0 +1,44 @@
+"""GLM-4 and GLM-Edge: neighbours rotated together, half of a head; gates and ups in one tensor."""
+
+from __future__ import annotations
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.families.shape import attention, decoder, gated, num_layers, rms
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, MlpLayout, Norms
+
+_EPS = 1.5625e-7
+
+
+def glm(card: ModelCard) -> DecoderSpec:
+    """GLM-4-9B, GLM-Edge: norms before."""
+    return _decoder(card, Norms(before=rms(card, _EPS)), Names())
+
+
+def glm4(card: ModelCard) -> DecoderSpec:
+    """GLM-4-0414: norms before and behind."""
+    norm = rms(card, _EPS)
+    names = Names(mixer_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
+    return _decoder(card, Norms(before=norm, behind=norm), names)
+
+
+def _decoder(card: ModelCard, norms: Norms, names: Names) -> DecoderSpec:
+    mixer = attention(
+        card,
+        positions=131072,
+        share=0.5,
+        kv_heads=2,
+        head_dim=128,
+        interleaved=True,
+        qkv_bias=card.flag("attention_bias", True),
+    )
+    mlp = gated(card, layout=MlpLayout.STACKED)
+    layer = LayerSpec(mixer=mixer, mlp=mlp, mixer_norms=norms, mlp_norms=norms)
+    return decoder(card, (layer,) * num_layers(card), rms(card, _EPS), names=names)
+
+
+FAMILIES = {
+    "GlmForCausalLM": Family(glm, "GLM-4-9B, GLM-Edge"),
+    "Glm4ForCausalLM": Family(glm4, "GLM-4-0414"),
+}

@@ -1,0 +1,102 @@
+"""HunYuan V1: queries and keys normed behind their rotation, whose base may be stretched once and for all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.families.moe import expert_width, routing
+from quintet.executor.model_config.families.shape import (
+    attention,
+    decoder,
+    gated,
+    head_width,
+    num_layers,
+    pre_norm,
+    rms,
+)
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.rope import RopeSpec, rope_spec
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec
+
+_NAMES = Names(
+    q_norm="self_attn.query_layernorm",
+    k_norm="self_attn.key_layernorm",
+    router="mlp.gate.wg",
+    shared_gate="mlp.shared_mlp.gate_proj",
+    shared_up="mlp.shared_mlp.up_proj",
+    shared_down="mlp.shared_mlp.down_proj",
+)
+_LISTED = ("num_experts", "moe_topk", "num_shared_expert", "moe_intermediate_size")
+"""What cards give once for each layer, always the same."""
+
+
+def dense(card: ModelCard) -> DecoderSpec:
+    """HunYuan 0.5B to 7B, Hunyuan-MT."""
+    norm = rms(card, 1e-5)
+    layers = (pre_norm(norm, _attention(card), gated(card)),) * num_layers(card)
+    return decoder(card, layers, norm, names=_NAMES)
+
+
+def routed(card: ModelCard) -> DecoderSpec:
+    """Hunyuan-A13B: a softmax over all experts, and a shared one."""
+    card, norm = _once(card), rms(card, 1e-5)
+    width = expert_width(card, ("moe_intermediate_size", "intermediate_size"))
+    experts = ExpertsSpec(
+        routing=routing(card, Scoring.SOFTMAX, 64, 8, renormalise=True),
+        width=width,
+        shared_width=card.whole("num_shared_expert", 1, 64, 1) * width,
+    )
+    layers = (pre_norm(norm, _attention(card), experts),) * num_layers(card)
+    return decoder(card, layers, norm, names=_NAMES)
+
+
+def _once(card: ModelCard) -> ModelCard:
+    """Return the card with one number where it has a list of equal ones."""
+    values = dict(card.values)
+    for key in _LISTED:
+        listed = values.get(key)
+        if isinstance(listed, list):
+            if not listed or any(each != listed[0] for each in listed):
+                raise card.wrong(key, "one number, the same for all layers")
+            values[key] = listed[0]
+    return replace(card, values=values)
+
+
+def _attention(card: ModelCard) -> AttentionSpec:
+    if card.flag("use_cla", False):
+        raise card.wrong("use_cla", "false: keys and values that layers share are not known")
+    biased, dim, norm = card.flag("attention_bias", False), head_width(card), rms(card, 1e-5)
+    return attention(
+        *(card,),
+        head_dim=dim,
+        rope=_rotation(card, dim),
+        qk_norm=norm if card.flag("use_qk_norm", True) else None,
+        qk_norm_behind=True,
+        qkv_bias=biased,
+        output_bias=biased,
+    )
+
+
+def _rotation(card: ModelCard, dim: int) -> RopeSpec:
+    """``alpha`` multiplies the base, however long a context is, though cards call it dynamic."""
+    key = next((key for key in ("rope_parameters", "rope_scaling") if card.section(key).has("alpha")), None)
+    if key is None:
+        return rope_spec(card, dim, 2048)
+    parameters = dict(card.section(key).values)
+    kind = card.section(key).word(("rope_type", "type"), ("dynamic", "default"), "dynamic")
+    if dim < 4:
+        raise card.wrong("head_dim", "at least 4, where rope_scaling has alpha")
+    parameters |= {"rope_type": "default", "type": "default"}
+    rope = rope_spec(replace(card, values={**card.values, key: parameters}), dim, 2048)
+    alpha = card.section(key).real("alpha", 1.0, 1e6)
+    return replace(rope, theta=rope.theta * alpha ** (dim / (dim - 2))) if kind == "dynamic" else rope
+
+
+FAMILIES = {
+    "HunYuanDenseV1ForCausalLM": Family(dense, "HunYuan 0.5B to 7B, Hunyuan-MT"),
+    "HunYuanMoEV1ForCausalLM": Family(routed, "Hunyuan-A13B"),
+}

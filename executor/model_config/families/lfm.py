@@ -1,0 +1,106 @@
+"""LFM2: short convolutions between gates, and attention in some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.families.mamba import taps
+from quintet.executor.model_config.families.moe import routing
+from quintet.executor.model_config.families.shape import (
+    MAX_LAYERS,
+    MAX_WIDTH,
+    WIDTH,
+    attention,
+    decoder,
+    hidden_size,
+    layer_types,
+    num_layers,
+    pre_norm,
+    rms,
+)
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.spec import Activation, DecoderSpec, FeedForwardSpec, MlpSpec
+from quintet.executor.model_config.state_specs import ShortConvSpec
+
+NAMES = Names(
+    final_norm="model.embedding_norm",
+    mixer_norm="operator_norm",
+    mlp_norm="ffn_norm",
+    output="self_attn.out_proj",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    state_mixer="conv",
+    gate="feed_forward.w1",
+    up="feed_forward.w3",
+    down="feed_forward.w2",
+    router="feed_forward.gate",
+    correction="feed_forward.expert_bias",
+    expert_gate="feed_forward.experts.{expert}.w1",
+    expert_up="feed_forward.experts.{expert}.w3",
+    expert_down="feed_forward.experts.{expert}.w2",
+)
+
+
+def _width(card: ModelCard) -> int:
+    """Return the feed-forward's width: two thirds of the card's, times a factor, rounded up, unless the card says as it is."""
+    width = card.whole(("block_ff_dim", WIDTH), 1, MAX_WIDTH, 12288)
+    if not card.flag("block_auto_adjust_ff_dim", True):
+        return width
+    width = int(2 * width / 3)
+    width = int(card.real("block_ffn_dim_multiplier", 1e-3, 1e3, 1.0) * width)
+    unit = card.whole("block_multiple_of", 1, MAX_WIDTH, 256)
+    return -(-width // unit) * unit
+
+
+def _lfm2(card: ModelCard, feed_forwards: Sequence[FeedForwardSpec]) -> DecoderSpec:
+    norm, count = rms(card, 1e-5), num_layers(card)
+    attends = attention(card, positions=128000, theta=1e6, kv_heads=8, qk_norm=norm)
+    conv = ShortConvSpec(
+        channels=hidden_size(card),
+        taps=taps(card, "conv_L_cache", 3),
+        biased=card.flag("conv_bias", False),
+    )
+    if card.has("layer_types"):
+        attending = [kind == "full_attention" for kind in layer_types(card, ("conv", "full_attention"))]
+    else:
+        listed = card.values.get("full_attn_idxs")
+        attending = [listed is None or layer in listed for layer in range(count)]
+    layers = [
+        pre_norm(norm, attends if each else conv, mlp)
+        for each, mlp in zip(attending, feed_forwards, strict=True)
+    ]
+    tied = card.flag(("tie_embedding", "tie_word_embeddings"), True)
+    return decoder(card, layers, norm, names=NAMES, tied=tied)
+
+
+def lfm2(card: ModelCard) -> DecoderSpec:
+    """LFM2."""
+    return _lfm2(card, [MlpSpec(width=_width(card), activation=Activation.SILU)] * num_layers(card))
+
+
+def lfm2_moe(card: ModelCard) -> DecoderSpec:
+    """LFM2 with experts in all but the first layers, chosen as DeepSeek V3's."""
+    dense = card.whole("num_dense_layers", 0, MAX_LAYERS, 2)
+    plain = MlpSpec(width=card.whole(WIDTH, 1, MAX_WIDTH, 7168), activation=Activation.SILU)
+    choice = routing(
+        *(card, Scoring.SIGMOID, 32, 4),
+        renormalise=card.flag("norm_topk_prob", True),
+        addend=1e-6,
+        scale=card.real("routed_scaling_factor", 1e-9, 1e9, 1.0),
+    )
+    experts = ExpertsSpec(
+        routing=choice,
+        width=card.whole("moe_intermediate_size", 1, MAX_WIDTH, 1792),
+        corrected=card.flag("use_expert_bias", True),
+    )
+    return _lfm2(card, [plain if layer < dense else experts for layer in range(num_layers(card))])
+
+
+FAMILIES = {
+    "Lfm2ForCausalLM": Family(lfm2, "LFM2"),
+    "Lfm2MoeForCausalLM": Family(lfm2_moe, "LFM2 with experts: 8B A1B"),
+}

@@ -1,0 +1,158 @@
+"""Models without attention: Mamba, FalconMamba and Mamba 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quintet.executor.model_config.card import Key, ModelCard
+from quintet.executor.model_config.families.shape import (
+    LAYER_EPS,
+    MAX_WIDTH,
+    decoder,
+    hidden_size,
+    num_layers,
+)
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.spec import DecoderSpec, LayerSpec, NormKind, Norms, NormSpec
+from quintet.executor.model_config.state_specs import Mamba2Spec, MambaSpec
+from quintet.wire.errors import ConfigError
+
+MAX_STATE_SIZE = 256
+MAX_TAPS = 16
+"""What kernels have room for: ``csrc/cpu/states.hpp``."""
+MOST_STEP = 3e38
+"""The largest bound of step widths: kernels have fp32."""
+REACH = 1 << 17
+"""Of models without positions: a state has no end, tables of tokens have."""
+
+NAMES = Names(
+    prefix="backbone.",
+    embedding="backbone.embeddings",
+    layer="backbone.layers.{layer}",
+    final_norm="backbone.norm_f",
+    mixer_norm="norm",
+    state_mixer="mixer",
+)
+
+
+def norm(card: ModelCard) -> NormSpec:
+    """Return the norm before each mixer, which cards call a layer norm."""
+    return NormSpec(kind=NormKind.RMS, eps=card.real(LAYER_EPS, 1e-12, 1.0, 1e-5))
+
+
+def state_size(card: ModelCard, key: Key, default: int) -> int:
+    """Return the numbers of the state behind each channel."""
+    return card.whole(key, 1, MAX_STATE_SIZE, default)
+
+
+def taps(card: ModelCard, key: Key, default: int = 4) -> int:
+    """Return how many inputs the convolution sees."""
+    return card.whole(key, 2, MAX_TAPS, default)
+
+
+def silu_only(card: ModelCard) -> None:
+    """Refuse another activation of the convolution and the gate."""
+    card.word("hidden_act", ("silu", "swish"), "silu")
+
+
+def expanded(card: ModelCard, key: Key = "expand") -> int:
+    """Return the numbers of all channels."""
+    channels = int(card.real(key, 0.1, 64.0, 2.0) * hidden_size(card))
+    if not 1 <= channels <= MAX_WIDTH:
+        raise card.wrong(key, f"such that there are at most {MAX_WIDTH} channels")
+    return channels
+
+
+def dt_rank(card: ModelCard, key: str) -> int:
+    """Return the width of what step widths are projected from: a sixteenth of the model's where the card says auto."""
+    usual = -(-hidden_size(card) // 16)
+    return usual if card.values.get(key) == "auto" else card.whole(key, 1, MAX_WIDTH, usual)
+
+
+def dt_limits(card: ModelCard) -> tuple[float, float]:
+    """Return what step widths are kept within. JSON has no infinity: cards write ``Infinity`` or an object."""
+    value = card.values.get("time_step_limit")
+    if value is None:
+        return 0.0, float("inf")
+    if isinstance(value, list) and len(value) == 2:
+        least, most = (float("inf") if isinstance(each, dict) else each for each in value)
+        if all(isinstance(each, int | float) for each in (least, most)) and 0 <= least <= min(
+            most, MOST_STEP
+        ):
+            return float(least), float(most) if most <= MOST_STEP else float("inf")
+    raise card.wrong("time_step_limit", f"two numbers, the smaller one first and at most {MOST_STEP:g}")
+
+
+def _layers(card: ModelCard, mixer: MambaSpec | Mamba2Spec, **switches: Any) -> DecoderSpec:
+    layer = LayerSpec(mixer=mixer, mlp=None, mixer_norms=Norms(before=norm(card)), mlp_norms=Norms())
+    usual: dict[str, Any] = {"names": NAMES, "reach": REACH}
+    return decoder(card, (layer,) * num_layers(card), norm(card), **(usual | switches))
+
+
+def _mamba(card: ModelCard, inner_norm: NormSpec | None) -> DecoderSpec:
+    silu_only(card)
+    mixer = MambaSpec(
+        channels=card.whole("intermediate_size", 1, MAX_WIDTH, expanded(card)),
+        state_size=state_size(card, "state_size", 16),
+        dt_rank=dt_rank(card, "time_step_rank"),
+        taps=taps(card, "conv_kernel"),
+        conv_bias=card.flag("use_conv_bias", True),
+        projection_bias=card.flag("use_bias", False),
+        inner_norm=inner_norm,
+    )
+    return _layers(card, mixer, tied=card.flag("tie_word_embeddings", True))
+
+
+def mamba(card: ModelCard) -> DecoderSpec:
+    """Mamba 1."""
+    return _mamba(card, None)
+
+
+def falcon_mamba(card: ModelCard) -> DecoderSpec:
+    """FalconMamba: step widths, inputs and outputs of the state are normed, without weights."""
+    eps = card.real("mixer_rms_eps", 1e-12, 1.0, 1e-6)
+    return _mamba(card, NormSpec(kind=NormKind.RMS, eps=eps, weighted=False))
+
+
+def mamba2(card: ModelCard) -> DecoderSpec:
+    """Mamba 2."""
+    silu_only(card)
+    biased = card.flag("use_bias", False)
+    mixer = heads(card, norm(card), card.whole("num_heads", 1, MAX_WIDTH, 128), "head_dim", expanded(card))
+    spec = Mamba2Spec(
+        **mixer,
+        groups=groups(card, "n_groups", 8, mixer["num_heads"]),
+        state_size=state_size(card, "state_size", 128),
+        taps=taps(card, "conv_kernel"),
+        conv_bias=card.flag("use_conv_bias", True),
+        projection_bias=biased,
+        output_bias=biased,
+    )
+    return _layers(card, spec)
+
+
+def groups(card: ModelCard, key: str, default: int, num_heads: int) -> int:
+    """Return the groups of heads that share inputs and outputs of the state."""
+    count = card.whole(key, 1, num_heads, min(default, num_heads))
+    if num_heads % count:
+        raise card.wrong(key, f"a divisor of the number of heads, {num_heads}")
+    return count
+
+
+def heads(card: ModelCard, norm: NormSpec | None, count: int, key: str, channels: int) -> dict[str, Any]:
+    """Return what Mamba 2 is made of by its heads: as many as make up all channels."""
+    dim = channels // count if card.values.get(key, "auto") == "auto" else card.whole(key, 1, MAX_WIDTH)
+    if dim * count != channels:
+        raise ConfigError(
+            f"{card.path}: {count} heads of {dim} channels ({key}) are not the {channels} channels there are; their"
+            " product must be that"
+        )
+    return {"num_heads": count, "head_dim": dim, "norm": norm, "dt_limits": dt_limits(card)}
+
+
+FAMILIES = {
+    "MambaForCausalLM": Family(mamba, "Mamba 1"),
+    "FalconMambaForCausalLM": Family(falcon_mamba, "Falcon Mamba 7B"),
+    "Mamba2ForCausalLM": Family(mamba2, "Mamba 2, Codestral Mamba"),
+}

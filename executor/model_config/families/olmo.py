@@ -1,0 +1,126 @@
+"""OLMo 1, 2 and 3, FlexOlmo; EXAONE 4, whose layer is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.families.moe import expert_width, routing
+from quintet.executor.model_config.families.shape import (
+    FULL,
+    SLIDING,
+    attention,
+    decoder,
+    every_full,
+    gated,
+    head_width,
+    layer_kinds,
+    nullable,
+    num_layers,
+    pre_norm,
+    rms,
+    window,
+)
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.rope import rope_spec
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    FeedForwardSpec,
+    LayerSpec,
+    NormKind,
+    Norms,
+    NormSpec,
+    QkNormOver,
+)
+
+
+def olmo(card: ModelCard) -> DecoderSpec:
+    """OLMo 1: norms without weights, queries, keys and values clipped."""
+    norm, biased = NormSpec(kind=NormKind.LAYER, eps=1e-5, weighted=False), card.flag("attention_bias", False)
+    clip = nullable(card, "clip_qkv", 1e-3, 1e6)
+    mixer = attention(card, positions=2048, qkv_bias=biased, output_bias=biased, clip_qkv=clip)
+    return decoder(card, (pre_norm(norm, mixer, gated(card)),) * num_layers(card), norm)
+
+
+def olmo2(card: ModelCard) -> DecoderSpec:
+    """OLMo 2: norms behind instead of before; queries and keys normed, all heads as one."""
+    norm = _norm(card)
+    return decoder(card, (_behind(card, _olmo2(card, positions=2048), norm),) * num_layers(card), norm)
+
+
+def olmo3(card: ModelCard) -> DecoderSpec:
+    """OLMo 3: three layers of four slide; the others may have a rotation of their own."""
+    dim, mixers = head_width(card), {}
+    for kind, width in ((FULL, None), (SLIDING, window(card, 4096))):
+        rope = rope_spec(card, dim, 2048, theta=500000.0, layer_type=kind, scaled=kind == FULL)
+        mixers[kind] = _olmo2(card, rope=rope, window=width)
+    kinds = layer_kinds(card, every_full(card, 4))
+    norm = _norm(card)
+    return decoder(card, tuple(_behind(card, mixers[kind], norm) for kind in kinds), norm)
+
+
+def flex_olmo(card: ModelCard) -> DecoderSpec:
+    """FlexOlmo: OLMo 2 with OLMoE's experts."""
+    mixer = _olmo2(card, positions=4096, theta=500000.0)
+    choice = routing(card, Scoring.SOFTMAX, 7, 5, renormalise=card.flag("norm_topk_prob", False))
+    experts = ExpertsSpec(routing=choice, width=expert_width(card, "intermediate_size"))
+    norm = _norm(card)
+    return decoder(card, (_behind(card, mixer, norm, experts),) * num_layers(card), norm)
+
+
+def exaone4(card: ModelCard) -> DecoderSpec:
+    """EXAONE 4: queries and keys normed head by head, norms behind."""
+    norm = rms(card, 1e-5)
+    return decoder(card, tuple(_behind(card, mixer, norm) for mixer in exaone_mixers(card)), norm)
+
+
+def exaone_mixers(card: ModelCard) -> list[AttentionSpec]:
+    """Return each layer's attention: where some layers slide, the others are not rotated."""
+    mixer, width = attention(card, positions=2048, qk_norm=rms(card, 1e-5)), window(card, 4096)
+    kinds = [FULL] * num_layers(card) if width is None else layer_kinds(card, _pattern(card))
+    sliding, full = replace(mixer, window=width), mixer if width is None else replace(mixer, rope=None)
+    return [sliding if kind == SLIDING else full for kind in kinds]
+
+
+def _pattern(card: ModelCard) -> list[str]:
+    """``sliding_window_pattern`` is the number of a group's layers, of which the last is full, or a letter for each of them."""
+    letters = card.values.get("sliding_window_pattern")
+    if isinstance(letters, str) and letters and set(letters) <= {"L", "G"}:
+        return [FULL if letters[i % len(letters)] == "G" else SLIDING for i in range(num_layers(card))]
+    return every_full(card, card.whole("sliding_window_pattern", 1, 1024, 4))
+
+
+def _olmo2(card: ModelCard, **switches: Any) -> AttentionSpec:
+    biased = card.flag("attention_bias", False)
+    return attention(
+        card,
+        qkv_bias=biased,
+        output_bias=biased,
+        qk_norm=_norm(card),
+        qk_norm_over=QkNormOver.WHOLE,
+        **switches,
+    )
+
+
+def _norm(card: ModelCard) -> NormSpec:
+    return rms(card, 1e-5, rounds_once=True)
+
+
+def _behind(
+    card: ModelCard, mixer: AttentionSpec, norm: NormSpec, mlp: FeedForwardSpec | None = None
+) -> LayerSpec:
+    norms = Norms(behind=norm)
+    return LayerSpec(mixer=mixer, mlp=mlp or gated(card), mixer_norms=norms, mlp_norms=norms)
+
+
+FAMILIES = {
+    "OlmoForCausalLM": Family(olmo, "OLMo 1"),
+    "Olmo2ForCausalLM": Family(olmo2, "OLMo 2"),
+    "Olmo3ForCausalLM": Family(olmo3, "OLMo 3"),
+    "FlexOlmoForCausalLM": Family(flex_olmo, "FlexOlmo 7x7B"),
+    "Exaone4ForCausalLM": Family(exaone4, "EXAONE 4"),
+}

@@ -1,0 +1,64 @@
+"""gpt-oss: sinks, every other layer a window, experts with biases and clamped gates, in microscaled 4 bits or as they are."""
+
+from __future__ import annotations
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
+from quintet.executor.model_config.families.moe import expert_width, routing
+from quintet.executor.model_config.families.shape import (
+    attention,
+    decoder,
+    hidden_size,
+    layer_types,
+    num_layers,
+    pre_norm,
+    rms,
+    window,
+    windowed,
+)
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.spec import DecoderSpec
+
+MXFP4_GROUP = 32
+"""Numbers that share a scale."""
+
+
+def gpt_oss(card: ModelCard) -> DecoderSpec:
+    """gpt-oss 20b and 120b. Half of the numbers of a checkpoint's experts are read twice: as gates and as ups."""
+    norm, biased = rms(card, 1e-5, rounds_once=True), card.flag("attention_bias", True)
+    mixer = attention(
+        *(card,),
+        positions=131072,
+        theta=150000.0,
+        kv_heads=8,
+        head_dim=64,
+        qkv_bias=biased,
+        output_bias=biased,
+        sinks=True,
+    )
+    expert, hidden = expert_width(card, "intermediate_size", 2880), hidden_size(card)
+    packed = card.section("quantization_config").values.get("quant_method") == "mxfp4"
+    for key, size in (("intermediate_size", expert), ("hidden_size", hidden)):
+        if packed and size % MXFP4_GROUP:
+            raise card.wrong(
+                key, f"one of the multiples of {MXFP4_GROUP}: so many numbers of MXFP4 share a scale"
+            )
+    experts = ExpertsSpec(
+        routing=routing(card, Scoring.SOFTMAX_OF_CHOSEN, 128, 4),
+        width=expert,
+        layout=ExpertsLayout.MXFP4 if packed else ExpertsLayout.ALTERNATING,
+        router_bias=True,
+        biased=True,
+        clamp=(card.real("swiglu_alpha", 1e-3, 1e3, 1.702), card.real("swiglu_limit", 1e-3, 1e6, 7.0)),
+    )
+    width, kinds = window(card, 128), ["sliding_attention", "full_attention"] * num_layers(card)
+    if card.has("layer_types"):
+        kinds = layer_types(card, ("sliding_attention", "full_attention"))
+    slides = [width if kind == "sliding_attention" else None for kind in kinds[: num_layers(card)]]
+    layers = windowed(pre_norm(norm, mixer, experts), slides)
+    return decoder(card, layers, norm, names=Names(router="mlp.router"))
+
+
+FAMILIES = {"GptOssForCausalLM": Family(gpt_oss, "gpt-oss 20b and 120b")}

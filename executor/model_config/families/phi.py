@@ -1,0 +1,95 @@
+"""Phi 1, 1.5 and 2; Phi 3, 3.5 and 4; Phi 3.5 MoE."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.families.moe import MIXTRAL_NAMES, expert_width, routing
+from quintet.executor.model_config.families.shape import (
+    attention,
+    decoder,
+    gated,
+    layer_norm,
+    num_layers,
+    plain,
+    pre_norm,
+    rms,
+    side_by_side,
+    window,
+)
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.names import Names
+from quintet.executor.model_config.routing import Scoring
+from quintet.executor.model_config.spec import DecoderSpec, MlpLayout, NormKind, NormSpec, QkvLayout
+
+
+def phi(card: ModelCard) -> DecoderSpec:
+    """Phi 1 and 2: attention and feed-forward side by side behind one norm, biases everywhere, half of a head rotated."""
+    norm, normed = layer_norm(card), card.flag("qk_layernorm", False)
+    mixer = attention(
+        card, positions=2048, share=0.5, qkv_bias=True, output_bias=True, qk_norm=norm if normed else None
+    )
+    layer = side_by_side(norm, mixer, plain(card, "gelu_new", biased=True))
+    names = Names(
+        final_norm="model.final_layernorm",
+        output="self_attn.dense",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+        up="mlp.fc1",
+        down="mlp.fc2",
+    )
+    return decoder(card, (layer,) * num_layers(card), norm, names=names, head_bias=True)
+
+
+def phi3(card: ModelCard) -> DecoderSpec:
+    """Phi 3 and 4: Llama with stacked tensors."""
+    norm = rms(card, 1e-5)
+    mixer = attention(card, positions=4096, window=window(card), layout=QkvLayout.STACKED)
+    layer = pre_norm(norm, mixer, gated(card, layout=MlpLayout.STACKED))
+    return decoder(card, (layer,) * num_layers(card), norm)
+
+
+def phi_moe(card: ModelCard) -> DecoderSpec:
+    """Phi 3.5 MoE: layer norms, biases on attention, two experts of sixteen, one chosen after the other."""
+    norm = NormSpec(kind=NormKind.LAYER, eps=rms(card, 1e-5).eps, biased=True)
+    biased = card.flag("attention_bias", False)
+    mixer = attention(
+        *(_with_factor(card),),
+        positions=131072,
+        theta=1e6,
+        kv_heads=8,
+        window=window(card),
+        qkv_bias=biased,
+        output_bias=biased,
+    )
+    choice = routing(
+        card, Scoring.SPARSE_MIXER, 16, 2, jitter=card.real("router_jitter_noise", 0.0, 10.0, 0.01)
+    )
+    experts = ExpertsSpec(routing=choice, width=expert_width(card, "intermediate_size"))
+    layers, biased = (pre_norm(norm, mixer, experts),) * num_layers(card), card.flag("lm_head_bias", False)
+    return decoder(card, layers, norm, names=MIXTRAL_NAMES, head_bias=biased)
+
+
+def _with_factor(card: ModelCard) -> ModelCard:
+    """Return the card with what it calls ``short_mscale`` and ``long_mscale`` by the usual name."""
+    for key in ("rope_parameters", "rope_scaling"):
+        parameters = card.section(key)
+        if parameters.has("short_mscale") or parameters.has("long_mscale"):
+            short, long = (parameters.real(f"{which}_mscale", 1e-6, 1e6) for which in ("short", "long"))
+            if short != long:
+                raise parameters.wrong(
+                    "long_mscale", f"that of short contexts, {short:g}: others are not known"
+                )
+            values = {**parameters.values, "attention_factor": short}
+            return replace(card, values={**card.values, key: values})
+    return card
+
+
+FAMILIES = {
+    "PhiMoEForCausalLM": Family(phi_moe, "Phi 3.5 MoE"),
+    "PhimoeForCausalLM": Family(phi_moe, "Phi 3.5 MoE"),
+    "PhiForCausalLM": Family(phi, "Phi 1, 1.5 and 2"),
+    "Phi3ForCausalLM": Family(phi3, "Phi 3, 3.5 and 4"),
+}

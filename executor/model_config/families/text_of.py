@@ -1,0 +1,73 @@
+"""Text models inside architectures that also see or hear: the card's ``text_config``; the other parts' weights are not read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from quintet.executor.model_config.card import ModelCard
+from quintet.executor.model_config.families import dense, gemma, llama, llama4, qwen_next
+from quintet.executor.model_config.family import Family
+from quintet.executor.model_config.spec import DecoderSpec
+
+
+def text_of(read: Callable[[ModelCard], DecoderSpec], inner: str = "") -> Callable[[ModelCard], DecoderSpec]:
+    """Return a reader of the ``text_config`` in the card of a larger model.
+
+    inner: what names of the text model below ``model`` begin with there, where they are not all behind ``language_model``.
+    """
+
+    def reader(card: ModelCard) -> DecoderSpec:
+        text = card.section("text_config")
+        tied = card if card.has("tie_word_embeddings") else text
+        values = dict(text.values) | {"tie_word_embeddings": tied.values.get("tie_word_embeddings")}
+        spec = read(ModelCard(values, text.path, text.inside))
+        ignored = (
+            *spec.names.ignored,
+            "*vision_tower.*",
+            "*vision_model.*",
+            "*multi_modal_projector.*",
+            "*visual.*",
+        )
+        names = replace(spec.names, prefix="language_model.", ignored=ignored)
+        if inner:
+            below = {
+                field: getattr(names, field).replace("model.", inner, 1)
+                for field in ("embedding", "layer", "final_norm")
+            }
+            names = replace(names, prefix=inner, **below)
+        return replace(spec, names=names)
+
+    return reader
+
+
+def qwen2_vl(card: ModelCard) -> DecoderSpec:
+    """Qwen2-VL and 2.5-VL: the text model's values may be beside the eyes'."""
+    text = card.section("text_config") if card.has("text_config") else card
+    spec = llama.qwen2(text)
+    return replace(spec, names=replace(spec.names, ignored=("*visual.*",)))
+
+
+def mistral3(card: ModelCard) -> DecoderSpec:
+    """Mistral Small 3.1 and later; Ministral 3."""
+    kind = card.word("model_type", ("mistral", "ministral3"), "mistral")
+    return dense.ministral3(card) if kind == "ministral3" else llama.mistral(card)
+
+
+FAMILIES = {
+    "Qwen3_5ForConditionalGeneration": Family(
+        text_of(qwen_next.qwen3_5, "model.language_model."), "Qwen 3.5, what it does with text"
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Family(
+        text_of(qwen_next.qwen3_5_moe, "model.language_model."), "Qwen 3.5 of experts, what it does with text"
+    ),
+    "Gemma3ForConditionalGeneration": Family(text_of(gemma.gemma3), "Gemma 3, what it does with text"),
+    "Qwen2VLForConditionalGeneration": Family(qwen2_vl, "Qwen2-VL, what it does with text"),
+    "Qwen2_5_VLForConditionalGeneration": Family(qwen2_vl, "Qwen2.5-VL, what it does with text"),
+    "Mistral3ForConditionalGeneration": Family(
+        text_of(mistral3), "Mistral Small 3, Ministral 3: what they do with text"
+    ),
+    "Llama4ForConditionalGeneration": Family(
+        text_of(llama4.llama4), "Llama 4 Scout and Maverick, what they do with text"
+    ),
+}

@@ -1,0 +1,128 @@
+"""Every architecture Quintet knows, by the name a card gives it.
+
+One table for everybody: `deploy` reads a card with it before anything is started, the executor builds the model from what the
+same function read. Imports no torch. A file of ``families/`` has the architectures of one lineage.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+
+from quintet.executor.model_config.families import (
+    cohere,
+    dense,
+    falcon,
+    gemma,
+    glm,
+    gpt,
+    hunyuan,
+    hybrid,
+    latent,
+    lfm,
+    llama,
+    llama4,
+    mamba,
+    moe,
+    mpt,
+    nemotron,
+    olmo,
+    openai,
+    opt,
+    phi,
+    qwen_next,
+    remote_code,
+    sigmoid_moe,
+    text_of,
+)
+from quintet.executor.model_config.family import Family
+
+FAMILIES: dict[str, Family] = {
+    **llama.FAMILIES,
+    **cohere.FAMILIES,
+    **mamba.FAMILIES,
+    **dense.FAMILIES,
+    **falcon.FAMILIES,
+    **gemma.FAMILIES,
+    **glm.FAMILIES,
+    **gpt.FAMILIES,
+    **latent.FAMILIES,
+    **llama4.FAMILIES,
+    **mpt.FAMILIES,
+    **nemotron.FAMILIES,
+    **hunyuan.FAMILIES,
+    **hybrid.FAMILIES,
+    **lfm.FAMILIES,
+    **olmo.FAMILIES,
+    **openai.FAMILIES,
+    **opt.FAMILIES,
+    **remote_code.FAMILIES,
+    **phi.FAMILIES,
+    **qwen_next.FAMILIES,
+    **moe.FAMILIES,
+    **sigmoid_moe.FAMILIES,
+    **text_of.FAMILIES,
+}
+"""By the card's architecture."""
+
+_VERSION = re.compile(r"[0-9]{1,3}(_[0-9]{1,2})?")
+_ENDINGS = ("LMHeadModel", "Model")
+
+
+_KINDS = {
+    "refinedweb": "RWForCausalLM",
+    "refinedwebmodel": "RWForCausalLM",
+    "hunyuanv1dense": "HunYuanDenseV1ForCausalLM",
+    "hunyuanv1moe": "HunYuanMoEV1ForCausalLM",
+    "baichuan": "BaichuanForCausalLM",
+    "chatglm": "ChatGLMModel",
+}
+"""Values of ``model_type`` that are not the architecture's name in other letters."""
+
+
+def architecture_of(model_type: str, *, is_part: bool) -> str:
+    """Return the architecture of a card that has a ``model_type`` alone; one of ours, or what transformers would call it.
+
+    is_part: whether the text model is a part of one that also sees or hears.
+    """
+    kind = re.sub(r"[-_ .]", "", model_type.lower()[:200])
+    if kind in _KINDS:
+        return _KINDS[kind]
+    ending = "ForConditionalGeneration" if is_part else "ForCausalLM"
+    names = sorted(FAMILIES, key=lambda name: not name.endswith(ending))
+    for wanted in (kind, kind.removesuffix("text")):
+        for name in names:
+            if _lineage(name).replace("_", "") == wanted:
+                return name
+    return "".join(part.capitalize() for part in re.split(r"[-_ .]", model_type)) + ending
+
+
+def nearest(architecture: str) -> str | None:
+    """Return the known architecture whose name is most like this one, what it is for left aside; None where none is.
+
+    Of those that differ in their version alone it is the one with the nearest.
+    """
+    names, lineage = {_lineage(name): name for name in reversed(FAMILIES)}, _lineage(architecture)
+    near = difflib.get_close_matches(lineage, names, n=1, cutoff=0.6)
+    if not near:
+        return None
+    versions = [each for each in names if _without_version(each) == _without_version(near[0])]
+    return names[min(versions, key=lambda each: abs(_version(each) - _version(lineage)))]
+
+
+def _lineage(architecture: str) -> str:
+    """Return the part of a name that says whose it is."""
+    name, _, _ = architecture[:200].partition("For")
+    for ending in _ENDINGS:
+        name = name.removesuffix(ending)
+    return name.lower().strip("_")
+
+
+def _version(lineage: str) -> float:
+    """Return the first number in a name, 3.5 of qwen3_5moe; the first version has none."""
+    found = _VERSION.search(lineage)
+    return float(found[0].replace("_", ".")) if found else 1.0
+
+
+def _without_version(lineage: str) -> str:
+    return _VERSION.sub("", lineage, count=1)

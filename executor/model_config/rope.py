@@ -1,0 +1,208 @@
+"""Rotary position embedding: what a model card says of it. The rotation itself is in `quintet.executor.models.layers.rope`.
+
+Imports no torch: how long a context is follows from it, which `deploy` must know.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from quintet.executor.model_config.card import Key, ModelCard
+
+KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "factors")
+"""What cards say. `RopeSpec` has one besides, ``stairs``, which is Qwen 1's own."""
+_ALIASES = {"su": "longrope", "mrope": "default"}
+"""What the first cards of a kind called it; positions in pictures, which are as elsewhere where there is only text."""
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length", "max_seq_len")
+"""How cards spell the longest context."""
+THETA = ("rope_theta", "rotary_emb_base")
+SHARE = ("partial_rotary_factor", "rotary_pct", "rope_pct", "rope_percent")
+MAX_POSITIONS = 1 << 24
+"""The longest context: tables of every slot have an entry for each position."""
+_MAX_FACTOR = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Settings of one model, defaults filled in; those of another kind are None."""
+
+    kind: str
+    theta: float
+    rotary_dim: int
+    """How many numbers of a head are rotated, from the first: even."""
+    max_positions: int
+    """The card's ``max_position_embeddings``."""
+    original_positions: int
+    """Context length of pretraining, for the kinds that extend it."""
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+    short_factor: tuple[float, ...] = ()
+    """[rotary_dim / 2]; ``long_factor`` likewise. Of the kind ``factors`` those of every length."""
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether a token's rotation depends on more than its position."""
+        return self.kind in {"dynamic", "longrope", "stairs"}
+
+    @property
+    def fixed_len(self) -> int | None:
+        """Sequences up to this length share one rotation of positions, longer ones have another; None: all have the same."""
+        if not self.depends_on_length:
+            return None
+        return (
+            min(self.original_positions, self.max_positions)
+            if self.kind == "dynamic"
+            else self.original_positions
+        )
+
+    @property
+    def reach(self) -> int:
+        """The longest context that positions are told apart in, the scaling included.
+
+        llama3 and longrope already count their stretch into ``max_position_embeddings``; the other kinds multiply it.
+        """
+        if self.kind in {"linear", "dynamic"}:
+            assert self.factor is not None
+            return int(self.max_positions * self.factor)
+        if self.kind == "yarn" and self.factor is not None:
+            return max(self.max_positions, int(self.original_positions * self.factor))
+        return self.max_positions
+
+
+def rope_spec(
+    card: ModelCard,
+    head_dim: int,
+    max_positions: int,
+    *,
+    theta: float = 10000.0,
+    share: float = 1.0,
+    rotary_dim: int | None = None,
+    layer_type: str | None = None,
+    theta_key: Key = THETA,
+    scaled: bool = True,
+) -> RopeSpec:
+    """Read ``rope_parameters`` (transformers 5) or ``rope_theta`` and ``rope_scaling`` (older cards).
+
+    ``max_positions``, ``theta``, ``share`` of a head's numbers that is rotated: of cards that do not say. ``rotary_dim``: of
+    families that count the rotated numbers instead. ``layer_type``: which of several rotations, where a card has one for each
+    kind of layer; of older cards ``theta_key`` and, unless ``scaled``, no stretching count for it. Raises `ConfigError` naming
+    the value, what was found and what is allowed.
+    """
+    max_positions = card.whole(POSITIONS, 1, MAX_POSITIONS, max_positions)
+    parameters = _parameters(card, layer_type, scaled)
+    kind = _kind(parameters)
+
+    def either(key: Key) -> ModelCard:
+        return parameters if parameters.has(key) else card
+
+    original = card if card.has("original_max_position_embeddings") else parameters
+    least, most = 1.0 + 1e-6, 1e15
+    least_original = 2 if kind == "longrope" else 1
+    spec = RopeSpec(
+        kind=kind,
+        theta=parameters.real(THETA, least, most)
+        if parameters.has(THETA)
+        else card.real(theta_key, least, most, theta),
+        rotary_dim=rotary_dim or _rotary_dim(either(SHARE), head_dim, share),
+        max_positions=max_positions,
+        original_positions=original.whole(
+            "original_max_position_embeddings", least_original, MAX_POSITIONS, max_positions
+        ),
+    )
+    spec = _with_scaling(spec, parameters)
+    if spec.reach > MAX_POSITIONS:
+        raise parameters.wrong(
+            "factor", f"such that the context, now {spec.reach}, is at most {MAX_POSITIONS}"
+        )
+    return spec
+
+
+def _parameters(card: ModelCard, layer_type: str | None, scaled: bool) -> ModelCard:
+    """Return the settings of the rotation, or of that of one kind of layer where each has its own."""
+    new = card.section("rope_parameters")
+    parameters = new if new.values else card.section("rope_scaling")
+    if layer_type is not None and isinstance(parameters.values.get(layer_type), dict):
+        return parameters.section(layer_type)
+    for key, value in parameters.values.items():
+        if isinstance(value, dict):
+            raise parameters.wrong(
+                key, "one setting for all layers: this family has no rotation for each kind of layer"
+            )
+    return parameters if scaled or new.values else ModelCard({}, card.path)
+
+
+def _with_scaling(spec: RopeSpec, parameters: ModelCard) -> RopeSpec:
+    """Return ``spec`` with the settings of its kind."""
+
+    def optional(key: str, least: float) -> float | None:
+        return parameters.real(key, least, _MAX_FACTOR) if parameters.has(key) else None
+
+    if spec.kind in {"linear", "dynamic"}:
+        if spec.kind == "dynamic" and spec.rotary_dim < 4:
+            raise parameters.wrong(
+                "rope_type",
+                f"another: dynamic needs 4 rotated numbers or more, and there are {spec.rotary_dim}",
+            )
+        return replace(spec, factor=parameters.real("factor", 1.0, _MAX_FACTOR))
+    if spec.kind == "llama3":
+        low = parameters.real("low_freq_factor", 1e-6, _MAX_FACTOR)
+        high = parameters.real("high_freq_factor", 1e-6, _MAX_FACTOR)
+        if high <= low:
+            raise parameters.wrong("high_freq_factor", f"above low_freq_factor, {low:g}")
+        factor = parameters.real("factor", 1.0, _MAX_FACTOR)
+        return replace(spec, factor=factor, low_freq_factor=low, high_freq_factor=high)
+    if spec.kind == "yarn":
+        fast = parameters.real("beta_fast", 1e-6, _MAX_FACTOR, 32.0)
+        slow = parameters.real("beta_slow", 1e-6, _MAX_FACTOR, 1.0)
+        if fast < slow:
+            raise parameters.wrong("beta_fast", f"at least beta_slow, {slow:g}")
+        return replace(
+            spec,
+            factor=optional("factor", 1.0),
+            beta_fast=fast,
+            beta_slow=slow,
+            truncate=parameters.flag("truncate", True),
+            attention_factor=optional("attention_factor", 1e-6),
+            mscale=parameters.real("mscale", 0.0, _MAX_FACTOR, 0.0),
+            mscale_all_dim=parameters.real("mscale_all_dim", 0.0, _MAX_FACTOR, 0.0),
+        )
+    pairs = spec.rotary_dim // 2
+    if spec.kind == "factors":
+        return replace(spec, short_factor=parameters.reals("factors", pairs, 1e-6, _MAX_FACTOR))
+    if spec.kind == "longrope":
+        return replace(
+            spec,
+            factor=optional("factor", 1.0),
+            attention_factor=optional("attention_factor", 1e-6),
+            short_factor=parameters.reals("short_factor", pairs, 1e-6, _MAX_FACTOR),
+            long_factor=parameters.reals("long_factor", pairs, 1e-6, _MAX_FACTOR),
+        )
+    return spec
+
+
+def _kind(parameters: ModelCard) -> str:
+    key = "rope_type" if parameters.has("rope_type") else "type"
+    kind = parameters.word(key, (*KINDS, *_ALIASES), "default")
+    if kind == "yarn" and parameters.has("short_factor"):
+        return "longrope"  # so said the first cards of Phi 3
+    return _ALIASES.get(kind, kind)
+
+
+def _rotary_dim(card: ModelCard, head_dim: int, share: float) -> int:
+    share = card.real(SHARE, 0.0, 1.0, share)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise card.wrong(
+            SHARE,
+            f"a share that rotates an even number of a head's {head_dim} numbers, at least 2; {share:g} rotates {rotary_dim}",
+        )
+    return rotary_dim

@@ -1,0 +1,95 @@
+"""The experts of one layer: declared while a model is built, filled by a loader, then used."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Protocol
+
+import torch
+
+from quintet.executor.backends.cpu.ops.experts import ExpertTables, Gate, experts, route
+from quintet.executor.backends.cpu.ops.host_experts import ALL_HERE, Homes, HostExperts
+from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape
+from quintet.executor.checkpoints.weights.plan import WeightPlan
+from quintet.executor.model_config.routing import Routing
+from quintet.executor.model_config.share import WHOLE, Share
+
+__all__ = ["Experts", "Gate"]
+
+
+class StackQuantization(Protocol):
+    """As much of a quantization as experts need."""
+
+    def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
+        """See `quintet.executor.checkpoints.quant.method.Quantization`."""
+
+
+class Experts:
+    """``sum over chosen e of weight_e * down_e(gate(gate_up_e(x)))``; which are chosen, `Routing` makes of scores."""
+
+    def __init__(
+        self,
+        quantization: StackQuantization,
+        plan: WeightPlan,
+        routing: Routing,
+        gate: Gate,
+        gate_up: StackShape,
+        down: StackShape,
+        correction: str | None = None,
+        correction_in_row: bool = False,
+        *,
+        share: Share = WHOLE,
+    ) -> None:
+        """correction: name of the tensor that is added to scores for choosing; None for none. In a row: of a matrix.
+
+        share: which experts are here, or some columns of all.
+        """
+        assert gate_up.columns == 2 * down.depth and gate_up.depth == down.columns, (gate_up, down)
+        self.routing = routing
+        self.gate = gate
+        self.is_partial = not share.is_all
+        """Whether other ranks have other experts, or other columns of each."""
+        self.kept = share.of_experts(routing.experts)
+        self.homes = Homes(share.rank, share.size, share.places) if share.by_experts else ALL_HERE
+        self.hidden = gate_up.depth
+        self.widest = max(gate_up.columns, gate_up.depth)
+        """Numbers of a chosen expert's row, at most."""
+        self.gate_up: StackMethod = quantization.stack(gate_up, plan)
+        self.down: StackMethod = quantization.stack(down, plan)
+        self.correction: torch.Tensor | None = None
+        """fp32 ``[experts]``, whatever the model's number format is: it decides between scores that are close."""
+        if correction is not None:
+            self.correction = torch.empty(routing.experts, dtype=torch.float32, device=plan.device)
+            shape = (1, routing.experts) if correction_in_row else (routing.experts,)
+            filled = self.correction.view(shape)
+            plan.expect(correction, shape, filled.copy_, num_bytes=4 * routing.experts)
+
+    @cached_property
+    def host(self) -> HostExperts | None:
+        """What the host kernels are told, once the weights are there; None where torch computes."""
+        if self.gate_up.packed is None or self.down.packed is None:
+            return None
+        return HostExperts(
+            self.routing,
+            self.gate,
+            self.gate_up.packed,
+            self.down.packed,
+            correction=self.correction,
+            gate_up_bias=self.gate_up.bias,
+            down_bias=self.down.bias,
+            inputs=(self.gate_up.inputs, self.down.inputs),
+            homes=self.homes,
+        )
+
+    @property
+    def tables(self) -> ExpertTables:
+        """What torch multiplies, where there are no packed weights."""
+        assert self.gate_up.table is not None and self.down.table is not None, "the weights are packed"
+        return ExpertTables(self.gate_up.table, self.down.table, self.gate_up.bias, self.down.bias)
+
+    def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return each token's sum. x: ``[tokens, hidden]``; scores: ``[tokens, experts]``. May wait for a device."""
+        if self.host is not None:
+            return self.host(x, scores)
+        ids, weights = route(scores, self.routing, self.correction)
+        return experts(x, ids, weights, self.tables, self.gate, self.routing.scaled_inputs)

@@ -1,0 +1,81 @@
+"""Layers whose tokens leave a state of fixed size behind: what they are made of, and where in a layer's state theirs lies.
+
+Parameters are float32 whatever the model's number format, as checkpoints' are: they are few, and decide how a state fades.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePart:
+    """Some numbers of a layer's state."""
+
+    index: int
+    """Which layer's state."""
+    offset: int
+    """Bytes before it in the state of a request."""
+    shape: tuple[int, ...]
+
+    def of(self, blocks: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the part of every block ``[num_blocks, *shape]``; blocks: uint8 ``[num_blocks, bytes]``."""
+        numbers = torch.Size(self.shape).numel() * dtype.itemsize
+        part = blocks[:, self.offset : self.offset + numbers].view(dtype)
+        return part.view(len(blocks), *self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CausalConv:
+    """See `quintet.executor.backends.cpu.ops.causal_conv`. Its state has the model's number format."""
+
+    state: StatePart
+    """``[taps - 1, channels]``"""
+    weight: torch.Tensor
+    """float32 ``[taps, channels]``"""
+    bias: torch.Tensor | None
+    """float32 ``[channels]``"""
+    silu: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SelectiveScan:
+    """See `quintet.executor.backends.cpu.ops.selective_scan`. Its state is float32."""
+
+    state: StatePart
+    """``[state_size, channels]``"""
+    a: torch.Tensor
+    """float32 ``[state_size, channels]``"""
+    dt_bias: torch.Tensor
+    """float32 ``[channels]``; ``skip`` too."""
+    skip: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadScan:
+    """See `quintet.executor.backends.cpu.ops.head_scan`. Its state is float32."""
+
+    state: StatePart
+    """``[heads, state_size, head_dim]``"""
+    groups: int
+    """Heads of a group share what is read and written of the state."""
+    a: torch.Tensor
+    """float32 ``[heads]``; ``dt_bias`` and ``skip`` too."""
+    dt_bias: torch.Tensor
+    skip: torch.Tensor
+    dt_limits: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DeltaRule:
+    """See `quintet.executor.backends.cpu.ops.delta_rule`. Its state is float32."""
+
+    state: StatePart
+    """``[heads, key_dim, head_dim]``"""
+    key_heads: int
+    """Each serves ``heads / key_heads`` heads of values."""
+    a: torch.Tensor
+    """float32 ``[heads]``; ``dt_bias`` too."""
+    dt_bias: torch.Tensor
