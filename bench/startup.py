@@ -23,10 +23,10 @@ from pathlib import Path
 from statistics import median
 
 from bench.peers.engines import processes
-from quintet.deploy.load_client.connection import Target
-from quintet.deploy.load_client.load import Load, run_load
-from quintet.deploy.load_client.workload import Item, RequestShape
 from quintet.deploy.supervisor.spawn import MODULES
+from quintet.deploy.tools.load_client.connection import Target
+from quintet.deploy.tools.load_client.load import Load, run_load
+from quintet.deploy.tools.load_client.workload import Item, RequestShape
 
 _READY = re.compile(r"Quintet is ready: (http://\S+)")
 _ROLE_READY = re.compile(r"^  ([a-z]+)(?: ×\d+)? +(\d+\.\d) s  (.*)$")
@@ -60,7 +60,7 @@ class Start:
 
 def start_once(model: str, flags: Sequence[str]) -> Start:
     """Start a server, ask for one token, weigh the processes, end the server."""
-    command = [sys.executable, "-m", "quintet.deploy.cli", "serve", model, "--port", "0"]
+    command = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", model, "--port", "0"]
     began_s = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--served-model-name", "startup", *flags],

@@ -27,8 +27,8 @@ import msgspec
 import numpy as np
 import torch
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.batch import Rows

@@ -2,7 +2,7 @@
 
 Owns the ring into which a process records, and the file it is written to (Chrome's trace format, which
 https://ui.perfetto.dev and chrome://tracing show). Knows nothing of what the spans mean to each other: that is
-``deploy/commands/trace.py``.
+``deploy/cli/trace.py``.
 """
 
 from __future__ import annotations

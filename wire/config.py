@@ -1,7 +1,7 @@
 """The resolved configuration: made once by the supervisor, written to a file, read by every process, never changed.
 
 Each process is handed only the section it needs. Nothing here parses flags or reads a model folder: that is
-``deploy/resolve``.
+``deploy/config``.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.process.frame_hmac import Seal
 from quintet.wire import messages as m
 from quintet.wire import step as s

@@ -26,7 +26,7 @@ import msgspec
 from bench.chaos.streams import WORDS
 from bench.overhead.run import Machine, machine
 from bench.overhead.server import Server, serve
-from quintet.deploy.load_client.load import Load, Outcome, Run, run_load
+from quintet.deploy.tools.load_client.load import Load, Outcome, Run, run_load
 
 SLOTS = 16
 INPUT_WORDS, OUTPUT_LEN = 24, 64

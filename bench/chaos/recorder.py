@@ -23,9 +23,9 @@ from statistics import median
 import msgspec
 
 from bench.overhead.server import Server, serve
-from quintet.deploy.commands.bench import measured, words_per_token
-from quintet.deploy.load_client.load import Load
-from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
+from quintet.deploy.cli.bench import measured, words_per_token
+from quintet.deploy.tools.load_client.load import Load
+from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, random_prompts
 from quintet.process import record
 from quintet.process.record import Recorder, open_recording
 from quintet.wire.ids import WorkerId

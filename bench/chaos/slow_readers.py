@@ -26,8 +26,8 @@ import psutil
 from bench.chaos.streams import WORDS
 from bench.overhead.run import Machine, machine
 from bench.overhead.server import Server, serve
-from quintet.deploy.load_client.load import Load, run_load
-from quintet.deploy.load_client.report import summarise
+from quintet.deploy.tools.load_client.load import Load, run_load
+from quintet.deploy.tools.load_client.report import summarise
 
 STREAMS, READERS, OUTPUT_LEN = 64, 8, 600
 FLAGS = ["--executor", "mock", "--step-ms", "10", "--max-num-seqs", "128"]

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import msgspec
 
 from bench.step import BLOCK_SIZE, Steps
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.torch.fallback.host_runner import HostRunner
 from quintet.executor.batch import Rows

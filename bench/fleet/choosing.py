@@ -21,7 +21,7 @@ import psutil
 from bench.fleet.play import Names, make_router
 from bench.fleet.traces import SHAPES, draw
 from bench.overhead.run import Machine, _commit, machine
-from quintet.deploy.router.asked import Asked
+from quintet.deploy.router.request_summary import Asked
 from quintet.deploy.router.servers import Held
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS
 from quintet.wire.config import Routing

@@ -19,7 +19,7 @@ from typing import Literal
 
 from bench.fleet.engine import Machine, SimulatedEngine, prompt_ids
 from bench.fleet.traces import Trace
-from quintet.deploy.router.asked import Asked
+from quintet.deploy.router.request_summary import Asked
 from quintet.deploy.router.servers import OTHERS_SHARE, Held, Servers
 from quintet.frontend.load_balancing.prefix_affinity import MAX_PIECES, PIECE_TOKENS
 from quintet.wire.config import Routing

@@ -21,9 +21,9 @@ from bench.gpu.shapes import BLOCK_SIZE, shape_for
 from bench.gpu.workload import Asked, Work, requests
 from bench.null_model import write_tokenizer
 from bench.overhead.server import Server, serve
-from quintet.deploy.load_client.load import Load, run_load
-from quintet.deploy.load_client.report import Spread, Summary, summarise
-from quintet.deploy.load_client.workload import Item, RequestShape, poisson_arrivals
+from quintet.deploy.tools.load_client.load import Load, run_load
+from quintet.deploy.tools.load_client.report import Spread, Summary, summarise
+from quintet.deploy.tools.load_client.workload import Item, RequestShape, poisson_arrivals
 
 SERVED_AS = "bench"
 SHARES = (0.5, 0.8, 1.0)

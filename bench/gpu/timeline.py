@@ -19,7 +19,7 @@ from bench.gpu.figures import Figure, Report, add_report_argument
 from bench.gpu.serving import server_flags, settle, write_model
 from bench.overhead.server import Server, serve
 from bench.timeline.__main__ import SERVED_AS, decoding, drive
-from quintet.deploy.step_account import account, bars_of, read_folder
+from quintet.deploy.tools.step_account import account, bars_of, read_folder
 from quintet.process.trace import merge
 
 OUTPUT_LEN = 200

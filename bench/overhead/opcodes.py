@@ -25,9 +25,9 @@ from bench.overhead.counting import sitecustomize
 from bench.overhead.pairs import THIS, commit_of
 from bench.overhead.run import INPUT_LEN
 from bench.overhead.server import Server, serve
-from quintet.deploy.commands.bench import measured, words_per_token
-from quintet.deploy.load_client.load import Load
-from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
+from quintet.deploy.cli.bench import measured, words_per_token
+from quintet.deploy.tools.load_client.load import Load
+from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, random_prompts
 
 ROLES = ("frontend", "tokenizer", "core", "executor", "detokenizer")
 FLAGS = ("--served-model-name", "null", "--executor", "mock", "--step-ms", "10")

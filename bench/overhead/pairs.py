@@ -23,9 +23,9 @@ import msgspec
 from bench.null_model import make_null_model
 from bench.overhead.run import INPUT_LEN, OUTPUT_LEN, POINTS, Machine, Point, machine
 from bench.overhead.server import Server, serve
-from quintet.deploy.commands.bench import measured, words_per_token
-from quintet.deploy.load_client.load import Load
-from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
+from quintet.deploy.cli.bench import measured, words_per_token
+from quintet.deploy.tools.load_client.load import Load
+from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, random_prompts
 
 THIS = Path(__file__).parents[2]
 

@@ -30,10 +30,10 @@ import psutil
 
 from bench.null_model import make_null_model
 from bench.overhead.server import Server, serve
-from quintet.deploy.commands.bench import measured, words_per_token
-from quintet.deploy.load_client.load import Load
-from quintet.deploy.load_client.report import Summary
-from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
+from quintet.deploy.cli.bench import measured, words_per_token
+from quintet.deploy.tools.load_client.load import Load
+from quintet.deploy.tools.load_client.report import Summary
+from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, random_prompts
 
 INPUT_LEN, OUTPUT_LEN = 32, 128
 PACKAGES = ("quintet", "torch", "transformers", "pyzmq", "msgspec", "uvloop", "starlette", "uvicorn")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from quintet.deploy.load_client.connection import Target
-from quintet.deploy.load_client.load import ask
+from quintet.deploy.tools.load_client.connection import Target
+from quintet.deploy.tools.load_client.load import ask
 
 _READY = re.compile(r"Quintet is ready: (http://\S+)")
 _ROLE = re.compile(r"quintet-([a-z]+)")
@@ -73,7 +73,7 @@ def serve(
         [
             sys.executable,
             "-m",
-            "quintet.deploy.cli",
+            "quintet.deploy.cli.main",
             "serve",
             *([] if model is None else [str(model)]),
             "--port",

@@ -77,7 +77,7 @@ def _install_llamacpp(home: Home) -> None:
     for name in SHAPES:
         plain = home.folder / "gguf" / f"{name}-bf16.gguf"
         if not plain.exists():
-            quintet = [sys.executable, "-m", "quintet.deploy.cli", "quantize"]
+            quintet = [sys.executable, "-m", "quintet.deploy.cli.main", "quantize"]
             _run([*quintet, str(home.model(name)), str(plain), "--format", "bf16"], {})
         _run(
             [str(home.python(llamacpp.ENVIRONMENT)), "-m", "bench.peers.gguf_files", str(plain)],

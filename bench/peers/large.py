@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.null_model import SPECIALS, write_tokenizer
-from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
+from quintet.deploy.config.gguf.vocabulary import vocabulary_of
 from quintet.executor.checkpoints.gguf.writing.card import Config
 from quintet.executor.checkpoints.gguf.writing.metadata import metadata_of
 from quintet.executor.checkpoints.gguf.writing.model import add_value

@@ -22,10 +22,10 @@ import msgspec
 from bench.overhead.run import Machine, _commit, machine
 from bench.overhead.server import Server, serve
 from bench.timeline.figure import draw
-from quintet.deploy.commands.bench import measured, words_per_token
-from quintet.deploy.load_client.load import Load
-from quintet.deploy.load_client.workload import PromptSpec, RequestShape, random_prompts
-from quintet.deploy.step_account import Bar, Step, StepAccount, account, bars_of, read_folder, steps_of
+from quintet.deploy.cli.bench import measured, words_per_token
+from quintet.deploy.tools.load_client.load import Load
+from quintet.deploy.tools.load_client.workload import PromptSpec, RequestShape, random_prompts
+from quintet.deploy.tools.step_account import Bar, Step, StepAccount, account, bars_of, read_folder, steps_of
 from quintet.process.trace import merge
 
 SERVED_AS = "traced"

@@ -1,6 +1,6 @@
 """Draws some steps as SVG: a lane per process, and below them the seam between two steps, magnified.
 
-Knows bars and steps (`quintet.deploy.step_account`); knows nothing of servers or files.
+Knows bars and steps (`quintet.deploy.tools.step_account`); knows nothing of servers or files.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from quintet.deploy.step_account import WAITING, Bar, Step
+from quintet.deploy.tools.step_account import WAITING, Bar, Step
 
 MS = 1e6
 WIDTH, GUTTER, MARGIN = 1200, 118, 14

@@ -1,4 +1,4 @@
 """The pieces of the Python API: engine processes of one's own, what goes in, what comes out.
 
-`quintet.deploy.offline` puts them together as ``LLM`` and ``AsyncLLM``.
+`quintet.deploy.python_api.offline` puts them together as ``LLM`` and ``AsyncLLM``.
 """

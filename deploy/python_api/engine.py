@@ -22,10 +22,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flag_table import make_options
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.rules import derive_max_num_seqs
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flag_table import make_options
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
 from quintet.frontend.inbox_handlers import ACCOUNT_S, Dispatch, ForRequests
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR

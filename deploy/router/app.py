@@ -9,10 +9,10 @@ from urllib.parse import quote
 import msgspec
 from starlette.types import Receive, Scope, Send
 
-from quintet.deploy.router.asked import Asked, read
-from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.passing import Passing, Patience
+from quintet.deploy.router.metrics import Figures
+from quintet.deploy.router.proxy import Passing, Patience
+from quintet.deploy.router.request_summary import Asked, read
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import RELAY, Outgoing
 from quintet.frontend.api.anthropic import errors as anthropic_errors

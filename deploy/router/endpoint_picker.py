@@ -41,7 +41,7 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 
-from quintet.deploy.router.picking import Head, Picker, Visit
+from quintet.deploy.router.server_choice import Head, Picker, Visit
 from quintet.deploy.router.upstream import RELAY
 from quintet.frontend.http.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median_low
 
-from quintet.deploy.load_client.connection import Target
-from quintet.deploy.router.asked import Asked
-from quintet.deploy.router.lines import Lines
-from quintet.deploy.router.shortlist import Load, Shortlist
+from quintet.deploy.router.candidate_index import Load, Shortlist
+from quintet.deploy.router.connection_pool import Lines
+from quintet.deploy.router.request_summary import Asked
+from quintet.deploy.tools.load_client.connection import Target
 from quintet.frontend.load_balancing.engine_load import USUAL_OVER
 from quintet.frontend.load_balancing.engine_speed import Pace, Usual
 from quintet.frontend.load_balancing.load_balancer import RUNNING_TOKENS, Candidate, Choice, choose, has_room

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintet.deploy.load_client.connection import HttpAnswer
-from quintet.deploy.router.figures import Reading, read_figures
-from quintet.deploy.router.names import Names, parsed
+from quintet.deploy.router.dns_servers import Names, parsed
+from quintet.deploy.router.metrics import Reading, read_figures
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
+from quintet.deploy.tools.load_client.connection import HttpAnswer
 from quintet.wire.errors import ConfigError
 
 _log = logging.getLogger("quintet")

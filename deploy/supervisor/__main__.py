@@ -13,8 +13,8 @@ from pathlib import Path
 
 import setproctitle
 
-from quintet.deploy.supervisor.boot_story import Failure, ReportedStory
-from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
+from quintet.deploy.supervisor.prefork import Nursery, roles_to_fork
+from quintet.deploy.supervisor.startup_log import Failure, ReportedStory
 from quintet.deploy.supervisor.store_lock import alone
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 from quintet.process.log import configure_logging

@@ -8,8 +8,8 @@ exit status 78 (configuration)                 always fatal
 
 from __future__ import annotations
 
-from quintet.deploy.supervisor.boot_story import Failure, Story
-from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
+from quintet.deploy.supervisor.startup_log import Failure, Story
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role
 from quintet.wire.supervision import SeatState

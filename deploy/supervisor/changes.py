@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
 from quintet.wire.ids import Role
 from quintet.wire.supervision import Drain, SeatState, Stop
 

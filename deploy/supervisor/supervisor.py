@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.admin_server import Desk
 from quintet.deploy.supervisor.boot import Boot
-from quintet.deploy.supervisor.boot_story import Failure, Story, base_url, child_failure
 from quintet.deploy.supervisor.changes import Changes
-from quintet.deploy.supervisor.desk import Desk
-from quintet.deploy.supervisor.doorbell import Doorbell
-from quintet.deploy.supervisor.lookers import Lookers
-from quintet.deploy.supervisor.nursery import Nursery
+from quintet.deploy.supervisor.event_loop import Doorbell
+from quintet.deploy.supervisor.metrics_refresh import Lookers
+from quintet.deploy.supervisor.prefork import Nursery
+from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
-from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
 from quintet.deploy.supervisor.service_manager import ServiceManager
-from quintet.deploy.supervisor.spares import SPARE_ROLES, Spares
 from quintet.deploy.supervisor.spawn import MODULES, Spawner
+from quintet.deploy.supervisor.standby import SPARE_ROLES, Spares
+from quintet.deploy.supervisor.startup_log import Failure, Story, base_url, child_failure
 from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.process.sockets import Bus, Inbox, Peers, address_of

@@ -18,7 +18,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role
 from quintet.wire.supervision import SeatState

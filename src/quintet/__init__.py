@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from quintet.deploy.offline import (
+    from quintet.deploy.python_api.offline import (
         LLM,
         AsyncLLM,
         BeamSearchOutput,
@@ -34,13 +34,13 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "quintet.deploy.offline",
-    "AsyncLLM": "quintet.deploy.offline",
-    "BeamSearchOutput": "quintet.deploy.offline",
-    "BeamSearchParams": "quintet.deploy.offline",
-    "CompletionOutput": "quintet.deploy.offline",
-    "LLMEngine": "quintet.deploy.offline",
-    "RequestOutput": "quintet.deploy.offline",
+    "LLM": "quintet.deploy.python_api.offline",
+    "AsyncLLM": "quintet.deploy.python_api.offline",
+    "BeamSearchOutput": "quintet.deploy.python_api.offline",
+    "BeamSearchParams": "quintet.deploy.python_api.offline",
+    "CompletionOutput": "quintet.deploy.python_api.offline",
+    "LLMEngine": "quintet.deploy.python_api.offline",
+    "RequestOutput": "quintet.deploy.python_api.offline",
     "SamplingParams": "quintet.wire.params",
     "StructuredOutputsParams": "quintet.wire.structured",
 }

@@ -2,6 +2,6 @@
 
 import sys
 
-from quintet.deploy.cli import main
+from quintet.deploy.cli.main import main
 
 sys.exit(main())

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from quintet import AsyncLLM, SamplingParams
-from quintet.deploy.offline import EngineError, RequestOutput
 from quintet.deploy.python_api import engine
+from quintet.deploy.python_api.offline import EngineError, RequestOutput
 from quintet.wire.errors import RequestError
 from quintet.wire.params import OutputKind
 

@@ -22,8 +22,8 @@ import torch
 import quintet
 from quintet import LLM, BeamSearchParams, SamplingParams, StructuredOutputsParams
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.offline import EngineError
 from quintet.deploy.python_api.inputs import PromptInput
+from quintet.deploy.python_api.offline import EngineError
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from tests.deploy.supervised import is_readable
 

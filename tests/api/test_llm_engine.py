@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from quintet import LLMEngine, RequestOutput, SamplingParams
-from quintet.deploy.offline import EngineError
+from quintet.deploy.python_api.offline import EngineError
 from quintet.wire.errors import RequestError
 from quintet.wire.params import OutputKind
 

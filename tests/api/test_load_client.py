@@ -8,11 +8,11 @@ from array import array
 import msgspec
 import pytest
 
-from quintet.deploy.load_client.connection import BadUrl, Connection, Target
-from quintet.deploy.load_client.load import Load, Outcome, Run, ask, run_load
-from quintet.deploy.load_client.report import summarise, table
-from quintet.deploy.load_client.tally import StreamTally
-from quintet.deploy.load_client.workload import (
+from quintet.deploy.tools.load_client.connection import BadUrl, Connection, Target
+from quintet.deploy.tools.load_client.load import Load, Outcome, Run, ask, run_load
+from quintet.deploy.tools.load_client.report import summarise, table
+from quintet.deploy.tools.load_client.tally import StreamTally
+from quintet.deploy.tools.load_client.workload import (
     BadWorkload,
     Item,
     PromptSpec,

@@ -53,7 +53,7 @@ def server() -> Iterator[ToyServer]:
 
 def quintet(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "quintet.deploy.cli", *words],
+        [sys.executable, "-m", "quintet.deploy.cli.main", *words],
         input=stdin, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
 
@@ -127,7 +127,7 @@ class Terminal:
         # Tests that a shell runs in the background ignore Ctrl-C, and so would whatever they start.
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "quintet.deploy.cli", *words], stdin=child, stdout=child, stderr=child,
+            [sys.executable, "-m", "quintet.deploy.cli.main", *words], stdin=child, stdout=child, stderr=child,
             start_new_session=True,
         )  # fmt: skip
         signal.signal(signal.SIGINT, before)

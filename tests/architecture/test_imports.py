@@ -58,12 +58,12 @@ def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
 
 INNER = {
     "core/kv": {"core.kv", "wire.codec", "wire.kv_disk", "wire.kv_spec", "wire.kv_store"},
-    "deploy/fastchat": {
+    "deploy/integrations/fastchat": {
         f"deploy.{room}" for room in ("fastchat", "load_client", "router.lines", "supervisor.listener")
     }
     | {"frontend", "process.log", "wire"},
-    "deploy/load_client": {"deploy.load_client"},
-    "deploy/resolve": {"deploy.resolve", "deploy.embedded", "process", "wire"}
+    "deploy/tools/load_client": {"deploy.load_client"},
+    "deploy/config": {"deploy.resolve", "deploy.embedded", "process", "wire"}
     | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
     | {"executor.quant.formats", "executor.gguf.card", "executor.gguf.header", "executor.gguf.parts"}
     | {"executor.platforms.cores", "executor.store.connector", "tokenizer_proc.chat_template"},
@@ -129,7 +129,7 @@ def test_torch_is_imported_under_executor_alone() -> None:
 
 def test_a_configuration_is_resolved_without_torch() -> None:
     """Although with functions of the executor's: it would take a second."""
-    code = "import sys, quintet.deploy.resolve.build; print('torch' in sys.modules)"
+    code = "import sys, quintet.deploy.config.build; print('torch' in sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert loaded.stdout.strip() == "False"
 

@@ -75,7 +75,16 @@ def flags_of(folder: Path, address: str, stages: int = 2, size: int = 1) -> list
 @contextlib.contextmanager
 def group(flags: list[str], prefix: list[str] | None = None) -> Iterator[Group]:
     """Start both. prefix: of the other host's command."""
-    command = [sys.executable, "-m", "quintet.deploy.cli", "serve", *flags, "--node-rank", "1", "--headless"]
+    command = [
+        sys.executable,
+        "-m",
+        "quintet.deploy.cli.main",
+        "serve",
+        *flags,
+        "--node-rank",
+        "1",
+        "--headless",
+    ]
     other = subprocess.Popen((prefix or []) + command)
     try:
         with serve(*little_memory("model", 8), *COMMON, *flags) as server:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from quintet.deploy.config.config_file import read_config_file
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.resolve.config_file import read_config_file
 from quintet.wire.errors import RequestError
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "hopsworks"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quintet.deploy.offline import LLM
+from quintet.deploy.python_api.offline import LLM
 from quintet.wire.params import SamplingParams
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "triton" / "quintet"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from quintet.deploy.resolve import vllm_flags as flags
+from quintet.deploy.config import vllm_flags as flags
 
 PAGE = Path(__file__).parents[2] / "docs" / "vllm-flags.md"
 _HEAD = """# Flags of vLLM

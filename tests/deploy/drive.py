@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from quintet.deploy.supervisor.boot_story import Failure, PrintedStory, ReportedStory
 from quintet.deploy.supervisor.listener import bind_listener
-from quintet.deploy.supervisor.nursery import Nursery, roles_to_fork
+from quintet.deploy.supervisor.prefork import Nursery, roles_to_fork
+from quintet.deploy.supervisor.process_slots import SeatRecord
 from quintet.deploy.supervisor.restarts import RestartPolicy
-from quintet.deploy.supervisor.seats import SeatRecord
 from quintet.deploy.supervisor.service_manager import ServiceManager
+from quintet.deploy.supervisor.startup_log import Failure, PrintedStory, ReportedStory
 from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
 from quintet.process.log import configure_logging
 from quintet.process.runtime import CONFIG_FILE

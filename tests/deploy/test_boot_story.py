@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from quintet.deploy.supervisor.boot_story import PrintedStory
+from quintet.deploy.supervisor.startup_log import PrintedStory
 from tests.deploy.supervised import make_config
 
 

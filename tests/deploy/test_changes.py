@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quintet.deploy.commands.admin import ask, find_server
+from quintet.deploy.cli.admin import ask, find_server
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.commands import CommandError, Restart, Scale, Status, duration, parse
-from quintet.deploy.supervisor.room import check_room
+from quintet.deploy.supervisor.memory_check import check_room
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role

@@ -11,10 +11,10 @@ from huggingface_hub.utils import filter_repo_objects
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.chat_templates import read_chat_templates
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.source import locate_model
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.chat_templates import read_chat_templates
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.source import locate_model
 from quintet.tokenizer_proc.chat_template import ChatTemplates, load_templates
 from quintet.wire.errors import ConfigError, RequestError
 from quintet.wire.messages import ChatPrompt

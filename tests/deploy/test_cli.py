@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy import cli
-from quintet.deploy.commands import collect_env
+from quintet.deploy.cli import collect_env
+from quintet.deploy.cli.main import COMMANDS, main
 from quintet.deploy.supervisor import run_dirs
 from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
 from quintet.process.sockets import make_run_dir
@@ -23,19 +23,19 @@ from .model_folder import write_model, write_weights
 def test_help_teaches_every_command_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:
     program = "import sys; from quintet.deploy import cli; cli.main([]); print([m for m in sys.modules if 'commands.' in m])"
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert all(name in answer.stdout for name in cli.COMMANDS)
+    assert all(name in answer.stdout for name in COMMANDS)
     assert answer.stdout.splitlines()[-1] == "[]"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
+        main(["--version"])
     assert capsys.readouterr().out.startswith("quintet 0.")
 
 
 def test_serve_help_shows_groups_and_examples(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        cli.main(["serve", "--help"])
+        main(["serve", "--help"])
     text = capsys.readouterr().out
     for words in ("KV memory:", "scheduling:", "examples:", "--no-enable-prefix-caching", "SIGTERM"):
         assert words in text
@@ -56,7 +56,7 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
         "--port",
         "1234",
     ]
-    assert cli.main([*words, "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["num_parameters"] == 5000
     assert plan["weight_bytes"] == 10_000
@@ -65,7 +65,7 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert plan["max_full_length_requests"] == 8
     assert plan["processes"] == {"frontend": 2, "tokenizer": 1, "core": 1, "executor": 1, "detokenizer": 1}
     assert plan["address"] == "127.0.0.1:1234"
-    assert cli.main(words) == 0
+    assert main(words) == 0
     text = capsys.readouterr().out
     assert "5,000 parameters, 9.8 KiB on disk" in text
     assert "layers            2: RMS before; rotated; attention; gated silu" in text
@@ -76,7 +76,7 @@ def test_plan_says_what_each_format_of_kv_buys(tmp_path: Path, capsys: pytest.Ca
     folder = write_model(tmp_path)
     write_weights(folder / "model.safetensors", {"a": [100, 50]})
     words = ["plan", str(folder), "--device", "cpu", "--kv-cache-memory", "1MiB", "--kv-cache-dtype", "int8"]
-    assert cli.main([*words, "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     formats = json.loads(capsys.readouterr().out)["kv_formats"]
     heads, mib = 2 * 2 * 2, 1 << 20  # heads of 16 numbers
     assert formats == [
@@ -93,7 +93,7 @@ def test_plan_says_what_each_format_of_kv_buys(tmp_path: Path, capsys: pytest.Ca
             ("fp8", "fp8", 16),
         )
     ]
-    assert cli.main(words) == 0
+    assert main(words) == 0
     assert "KV as int4" in capsys.readouterr().out
 
 
@@ -111,14 +111,14 @@ def test_plan_says_what_a_request_takes_of_each_group(
     write_weights(folder / "model.safetensors", {"w": [100, 50]})
     words = ["plan", str(folder), "--device", "cpu", "--kv-cache-memory", "1MiB"]
     words += ["--max-num-batched-tokens", "256"]
-    assert cli.main([*words, "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["kv_groups"] == [
         {"kind": "full", "window": 0, "num_groups": 1, "num_layers": 1, "blocks_per_request": 32},
         {"kind": "sliding", "window": 64, "num_groups": 2, "num_layers": 2, "blocks_per_request": 42},
     ]
     assert plan["max_full_length_requests"] == plan["num_blocks"] // 74
-    assert cli.main(words) == 0
+    assert main(words) == 0
     assert "the last 64 tokens are seen by 2 layers in 2 groups: at most 42 blocks" in capsys.readouterr().out
 
 
@@ -129,13 +129,13 @@ def test_requests_at_once_follow_a_small_step_budget_unless_set(
     file.write_text("max-num-batched-tokens: 64\n")
     model = [str(write_model(tmp_path / "model")), "--executor", "mock"]
     for words in (["--max-num-batched-tokens", "64"], ["--config", str(file)]):
-        assert cli.main(["plan", *model, *words, "--json"]) == 0
+        assert main(["plan", *model, *words, "--json"]) == 0
         plan = json.loads(capsys.readouterr().out)
         assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (64, 64)
         assert plan["notes"] == [
             "max_num_seqs is 64, not 256: --max-num-batched-tokens is 64, and each request needs one a step"
         ]
-    assert cli.main(["plan", *model, "--max-num-batched-tokens", "64", "--max-num-seqs", "256"]) == 78
+    assert main(["plan", *model, "--max-num-batched-tokens", "64", "--max-num-seqs", "256"]) == 78
     assert "lower --max-num-seqs to 64" in capsys.readouterr().err
 
 
@@ -146,16 +146,14 @@ def test_python_m_quintet_is_the_command() -> None:
 
 
 def test_a_mistake_is_one_line_and_exit_status_78(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        cli.main(["plan", str(write_model(tmp_path)), "--executor", "mock", "--max-model-len", "9999"]) == 78
-    )
+    assert main(["plan", str(write_model(tmp_path)), "--executor", "mock", "--max-model-len", "9999"]) == 78
     said = capsys.readouterr().err
     assert said.startswith("quintet: --max-model-len is 9999")
     assert said.count("\n") == 1
 
 
 def serve(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "quintet.deploy.cli", "serve", "--executor", "mock", *words]
+    command = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--executor", "mock", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -177,7 +175,7 @@ def test_a_config_file_with_a_wrong_key_ends_in_one_line(tmp_path: Path) -> None
 
 
 def test_collect_env_describes_the_installation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["collect-env", "--json"]) == 0
+    assert main(["collect-env", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["quintet"].startswith("0.")
     assert found.keys() == collect_env.describe().keys()
@@ -209,5 +207,5 @@ def test_words_that_are_not_understood(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        cli.main(words)
+        main(words)
     assert said in capsys.readouterr().err

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
 from quintet.deploy.supervisor.spawn import ChildProcess
 from quintet.frontend.metrics import Page, collect
 from quintet.wire.config import ProcessesConfig

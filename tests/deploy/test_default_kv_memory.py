@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from quintet.deploy.resolve.memory import default_kv_memory
+from quintet.deploy.config.memory import default_kv_memory
 from quintet.wire.kv_spec import KvSpec
 
 

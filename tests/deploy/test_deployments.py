@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import yaml
 
-from quintet.deploy.cli import CommandParser
-from quintet.deploy.commands import route
-from quintet.deploy.commands.serve import add_option_arguments, options_of
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.hosts import hosts_config
+from quintet.deploy.cli import route
+from quintet.deploy.cli.main import CommandParser
+from quintet.deploy.cli.serve import add_option_arguments, options_of
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.hosts import hosts_config
 from quintet.frontend.app import ROUTES
 from quintet.frontend.http.auth import is_open
 from tests.deploy.queries import DASHBOARD

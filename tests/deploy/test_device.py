@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.resolve.device import hides_all_gpus, sees_a_gpu, torch_is_cuda_build
+from quintet.deploy.config.device import hides_all_gpus, sees_a_gpu, torch_is_cuda_build
 
 
 def machine(root: Path, *files: str) -> Path:

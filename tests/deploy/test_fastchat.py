@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.fastchat.app import App
-from quintet.deploy.fastchat.asked import Params, completion_of
-from quintet.deploy.fastchat.conversation import BEGIN, END, TEMPLATE, messages_of
-from quintet.deploy.fastchat.peer import Peer
-from quintet.deploy.fastchat.registration import Registration
-from quintet.deploy.fastchat.told import Data
-from quintet.deploy.fastchat.worker import main
-from quintet.deploy.load_client.connection import Target
+from quintet.deploy.integrations.fastchat.app import App
+from quintet.deploy.integrations.fastchat.conversation import BEGIN, END, TEMPLATE, messages_of
+from quintet.deploy.integrations.fastchat.peer import Peer
+from quintet.deploy.integrations.fastchat.registration import Registration
+from quintet.deploy.integrations.fastchat.request import Params, completion_of
+from quintet.deploy.integrations.fastchat.response import Data
+from quintet.deploy.integrations.fastchat.worker import main
+from quintet.deploy.tools.load_client.connection import Target
 from quintet.frontend.http.bodies import Bodies
 from quintet.wire.errors import EXIT_CONFIG
 from tests.deploy.test_router import Upstream, head, run

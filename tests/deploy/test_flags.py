@@ -8,10 +8,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quintet.deploy.commands import serve
-from quintet.deploy.resolve.config_file import merged_options, read_config_file
-from quintet.deploy.resolve.flag_table import flag_table, make_options
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.cli import serve
+from quintet.deploy.config.config_file import merged_options, read_config_file
+from quintet.deploy.config.flag_table import flag_table, make_options
+from quintet.deploy.config.flags import Options
 from quintet.wire.errors import ConfigError
 
 

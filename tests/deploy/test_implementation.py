@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.commands.plan import make_plan, plan_lines
-from quintet.deploy.resolve.build import Resolution, resolve
-from quintet.deploy.resolve.card import read_facts
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.cli.plan import make_plan, plan_lines
+from quintet.deploy.config.build import Resolution, resolve
+from quintet.deploy.config.card import read_facts
+from quintet.deploy.config.flags import Options
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model, write_weights

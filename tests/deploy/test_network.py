@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.deploy.resolve import network
-from quintet.deploy.resolve.flag_table import make_options
-from quintet.deploy.resolve.sections import frontend_config
+from quintet.deploy.config import network
+from quintet.deploy.config.flag_table import make_options
+from quintet.deploy.config.sections import frontend_config
 from quintet.wire.errors import ConfigError
 
 

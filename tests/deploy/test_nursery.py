@@ -38,7 +38,7 @@ def test_forked_children_take_the_seats(server: World) -> None:
     wait_gone(list(pids.values()))
 
 
-@pytest.mark.parametrize("program", ["quintet.deploy.commands.serve", "quintet.deploy.supervisor.__main__"])
+@pytest.mark.parametrize("program", ["quintet.deploy.cli.serve", "quintet.deploy.supervisor.__main__"])
 def test_what_the_programs_import_before_they_fork_has_no_threads(program: str) -> None:
     code = f"import os, {program}; print(len(os.listdir('/proc/self/task')))"
     printed = subprocess.run(
@@ -117,7 +117,7 @@ PROGRAM = """
 import errno, os, signal, sys, threading
 from pathlib import Path
 import psutil
-from quintet.deploy.supervisor.nursery import Nursery
+from quintet.deploy.supervisor.prefork import Nursery
 from quintet.wire.ids import Role, WorkerId
 
 nursery = Nursery(Path("."), None, dict.fromkeys(Role, "waits"))

@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model

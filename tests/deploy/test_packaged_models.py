@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.resolve import packaged_models
-from quintet.deploy.resolve.packaged_models import PACKAGED_MODELS, locate_packaged
-from quintet.deploy.resolve.source import locate_model
+from quintet.deploy.config import packaged_models
+from quintet.deploy.config.packaged_models import PACKAGED_MODELS, locate_packaged
+from quintet.deploy.config.source import locate_model
 from quintet.wire.errors import ConfigError
 
 CONTENT = b"GGUF and so on"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.deploy.resolve.parsers import choose_parsers
+from quintet.deploy.config.parsers import choose_parsers
 from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS
 from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import ConfigError

@@ -10,19 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quintet.deploy import cli
+from quintet.deploy.cli.main import main
+from quintet.deploy.config.card import read_facts
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.quantize import target
-from quintet.deploy.quantize.settings import WINDOW
-from quintet.deploy.quantize.windows import window_of, windows_of_text
-from quintet.deploy.resolve.card import read_facts
+from quintet.deploy.tools.quantize import target
+from quintet.deploy.tools.quantize.settings import WINDOW
+from quintet.deploy.tools.quantize.windows import window_of, windows_of_text
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES, Model, type_of
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
 def quantize(*words: str | Path) -> int:
-    return cli.main(["quantize", *map(str, words)])
+    return main(["quantize", *map(str, words)])
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str | Path) -> str:

@@ -30,7 +30,13 @@ def child(folder: Path, **flags: object) -> Iterator[tuple[subprocess.Popen[byte
     }  # fmt: skip
     (folder / "server.yaml").write_text(yaml.safe_dump(host | flags))
     (held, lifeline), (words, written) = os.pipe(), os.pipe()
-    command = [sys.executable, "-m", "quintet.deploy.ray.child", "--config", str(folder / "server.yaml")]
+    command = [
+        sys.executable,
+        "-m",
+        "quintet.deploy.integrations.ray.child",
+        "--config",
+        str(folder / "server.yaml"),
+    ]
     process = subprocess.Popen(
         [*command, "--parent-fd", str(held), "--words-fd", str(written)], pass_fds=[held, written]
     )

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.ray.placed import PlacedHosts, flags_of_others, placed_hosts
-from quintet.deploy.ray.room import Node, processors_of
-from quintet.deploy.ray.talk import Order
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.hosts import of_first
-from quintet.deploy.supervisor.boot_story import Failure
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.hosts import of_first
+from quintet.deploy.integrations.ray.messages import Order
+from quintet.deploy.integrations.ray.placement import PlacedHosts, flags_of_others, placed_hosts
+from quintet.deploy.integrations.ray.resources import Node, processors_of
+from quintet.deploy.supervisor.startup_log import Failure
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 from tests.processes.server import wait_until
 

@@ -11,19 +11,19 @@ from typing import Any
 import psutil
 import pytest
 
-from quintet.deploy.resolve import build, rules
-from quintet.deploy.resolve.build import Resolution, resolve
-from quintet.deploy.resolve.card import read_facts
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.memory import (
+from quintet.deploy.config import build, rules
+from quintet.deploy.config.build import Resolution, resolve
+from quintet.deploy.config.card import read_facts
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.memory import (
     ATTENTION_SCRATCH_BYTES,
     available_ram_bytes,
     format_size,
     parse_size,
 )
-from quintet.deploy.resolve.source import locate_model
-from quintet.deploy.resolve.tokenizer_files import tokenizer_folder
-from quintet.deploy.resolve.weights import WeightFacts, read_weight_facts
+from quintet.deploy.config.source import locate_model
+from quintet.deploy.config.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.weights import WeightFacts, read_weight_facts
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import full_layers

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.wire.config import EngineConfig, EplbConfig
 from quintet.wire.errors import ConfigError
 from tests.deploy.model_folder import write_model

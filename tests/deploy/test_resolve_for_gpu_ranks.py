@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy import cli
-from quintet.deploy.resolve import gpu_ranks
-from quintet.deploy.resolve.device import num_gpus
+from quintet.deploy.cli.main import main
+from quintet.deploy.config import gpu_ranks
+from quintet.deploy.config.device import num_gpus
 from quintet.executor.backends.cuda.ops.peers import SIZES
 
 from .model_folder import write_model
@@ -34,11 +34,11 @@ def test_a_rank_has_its_heads_and_memory_of_its_gpu(tmp_path: Path) -> None:
 
 def test_plan_says_what_each_gpu_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cuda", "--load-format", "dummy"]
-    assert cli.main([*words, "--tensor-parallel-size", "2"]) == 0
+    assert main([*words, "--tensor-parallel-size", "2"]) == 0
     printed = capsys.readouterr().out
     assert "2 of 4 heads with 1 of 2 KV heads" in printed
     assert "executor ×1 of 2 ranks" in printed
-    assert cli.main([*words, "--tensor-parallel-size", "2", "--json"]) == 0
+    assert main([*words, "--tensor-parallel-size", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["num_ranks"] == 2
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.deploy import cli
-from quintet.deploy.resolve import build
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.quantization import check_weights_fit
+from quintet.deploy.cli.main import main
+from quintet.deploy.config import build
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.quantization import check_weights_fit
 from quintet.executor.model_config.share import most_outputs
 from quintet.wire.errors import ConfigError
 
@@ -43,13 +43,13 @@ def test_a_rank_has_its_heads_and_its_part_of_the_memory(tmp_path: Path) -> None
 
 def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy"]
-    assert cli.main([*words, "--tensor-parallel-size", "4"]) == 0
+    assert main([*words, "--tensor-parallel-size", "4"]) == 0
     printed = capsys.readouterr().out
     has = "1 of 4 heads with 1 of 2 KV heads; 32 of 128 columns of feed-forwards; 25 of 100 logits"
     assert f"each rank has     {has}\n" in printed
     assert "for each of 4 ranks" in printed
     assert "executor ×1 of 4 ranks" in printed
-    assert cli.main([*words, "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["num_ranks"], plan["share"], plan["shared_bytes"]) == (1, None, 0)
 
@@ -76,7 +76,7 @@ def test_plan_says_what_attention_takes_in_all_processes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], line: str
 ) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy", *flags]
-    assert cli.main(words) == 0
+    assert main(words) == 0
     assert f"attention scratch {line}\n" in capsys.readouterr().out
 
 
@@ -120,9 +120,9 @@ def test_ranks_that_cannot_keep_kv_together_are_refused(
 def test_plan_says_who_keeps_kv_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy"]
     flags = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]
-    assert cli.main([*words, *flags]) == 0
+    assert main([*words, *flags]) == 0
     assert "for each 2 of 4 ranks together" in capsys.readouterr().out
-    assert cli.main([*words, *flags, "--json"]) == 0
+    assert main([*words, *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kv_ranks"] == 2
 
 
@@ -266,7 +266,7 @@ def test_layouts_whose_bits_would_differ_are_refused(
 def test_plan_says_which_experts_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=6, num_experts_per_tok=2)
     words = ["plan", str(tmp_path), "--device", "cpu", "--load-format", "dummy", "--enable-expert-parallel"]
-    assert cli.main([*words, "--tensor-parallel-size", "2"]) == 0
+    assert main([*words, "--tensor-parallel-size", "2"]) == 0
     assert "1 of 2 KV heads; 3 of 6 experts; " in capsys.readouterr().out
 
 
@@ -285,7 +285,7 @@ def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
         "--pipeline-parallel-size",
         "3",
     ]
-    assert cli.main(words) == 0
+    assert main(words) == 0
     printed = capsys.readouterr().out
     assert "stages have       layers 0 to 1, 2 to 3, 4 to 4\n" in printed
     assert "executor ×1 of 3 stages" in printed

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.commands.plan import make_plan, plan_lines
-from quintet.deploy.resolve import build
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.hosts import hosts_config
+from quintet.deploy.cli.plan import make_plan, plan_lines
+from quintet.deploy.config import build
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.hosts import hosts_config
 from quintet.deploy.supervisor.commands import CommandError
-from quintet.deploy.supervisor.room import check_room
+from quintet.deploy.supervisor.memory_check import check_room
 from quintet.executor.distributed.hosts.topology import hearer_of, links_between, ranks_of, teller_of
 from quintet.wire.config import ExecutorConfig, HostsConfig
 from quintet.wire.errors import ConfigError

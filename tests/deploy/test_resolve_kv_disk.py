@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.kv_plan import disk_plan
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.kv_disk import free_bytes
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.kv_disk import free_bytes
 from quintet.deploy.supervisor.store_lock import alone
+from quintet.deploy.tools.kv_plan import disk_plan
 from quintet.process import own_files
 from quintet.wire.config import EngineConfig, KvDiskConfig, KvEventsConfig
 from quintet.wire.errors import ConfigError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.resolve.card import read_facts
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.rules import kv_spec
+from quintet.deploy.config.card import read_facts
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.rules import kv_spec
 from quintet.wire.errors import ConfigError
 
 from .model_folder import write_model

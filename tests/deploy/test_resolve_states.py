@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from quintet.deploy.resolve.card import read_facts
-from quintet.deploy.resolve.flags import Options
-from quintet.deploy.resolve.rules import kv_spec
+from quintet.deploy.config.card import read_facts
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.rules import kv_spec
 
 from .model_folder import write_model
 

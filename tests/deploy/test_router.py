@@ -17,17 +17,17 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.commands.route import _check, add_parser
-from quintet.deploy.load_client.connection import Connection, Target
+from quintet.deploy.cli.route import _check, add_parser
 from quintet.deploy.router.app import OPEN_PATHS, App, Door
+from quintet.deploy.router.attempts import Hedging
+from quintet.deploy.router.connection_pool import Lines
 from quintet.deploy.router.events import Events
-from quintet.deploy.router.figures import Figures
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.lines import Lines
-from quintet.deploy.router.passing import Patience
-from quintet.deploy.router.sending import Hedging
+from quintet.deploy.router.metrics import Figures
+from quintet.deploy.router.proxy import Patience
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
+from quintet.deploy.tools.load_client.connection import Connection, Target
 from quintet.frontend.http.auth import Keys
 from quintet.frontend.http.bodies import Bodies
 from quintet.wire.errors import ConfigError, RequestError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.router.figures import read_figures
+from quintet.deploy.router.metrics import read_figures
 
 from .test_router import Answer, C, M, Upstream, World, head, run, says, world
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.commands.route import add_parser, for_pages
-from quintet.deploy.router.asked import Asked
+from quintet.deploy.cli.route import add_parser, for_pages
 from quintet.deploy.router.limits import Limits
+from quintet.deploy.router.request_summary import Asked
 from quintet.deploy.router.servers import Servers
 from quintet.wire.errors import RequestError
 from tests.deploy.test_router import C, Upstream, event, head, run, says, whole, world

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from quintet.deploy.router.asked import read
-from quintet.deploy.router.figures import Figures, read_figures
+from quintet.deploy.router.metrics import Figures, read_figures
+from quintet.deploy.router.request_summary import read
 from quintet.deploy.router.servers import Servers
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.router.sending import Hedging
+from quintet.deploy.router.attempts import Hedging
 from tests.deploy.test_router import (
     DONE,
     STREAM,

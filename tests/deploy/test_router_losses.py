@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quintet.deploy.router.events import MAX_EVENT_BYTES, Events
-from quintet.deploy.router.passing import Patience
+from quintet.deploy.router.proxy import Patience
 from quintet.frontend.resume.token_relay import told_comments
 from tests.deploy.test_router import (
     BUSY,

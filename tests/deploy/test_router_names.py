@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from quintet.deploy.router.names import Names
+from quintet.deploy.router.dns_servers import Names
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.wire.errors import ConfigError

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from quintet.deploy.commands.route import _check, add_parser
+from quintet.deploy.cli.route import _check, add_parser
 from quintet.deploy.router.app import OPEN_PATHS, Door
-from quintet.deploy.router.figures import Figures
+from quintet.deploy.router.dns_servers import Names
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.names import Names
-from quintet.deploy.router.picking import Head, Picker, by_address
+from quintet.deploy.router.metrics import Figures
+from quintet.deploy.router.server_choice import Head, Picker, by_address
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.frontend.http.auth import Keys

@@ -9,10 +9,10 @@ from zlib import crc32
 
 import pytest
 
-from quintet.deploy.router.asked import Asked
-from quintet.deploy.router.figures import read_figures
+from quintet.deploy.router.candidate_index import FEW
+from quintet.deploy.router.metrics import read_figures
+from quintet.deploy.router.request_summary import Asked
 from quintet.deploy.router.servers import MAX_ALL_NAMES, Held, Server, Servers
-from quintet.deploy.router.shortlist import FEW
 from quintet.frontend.load_balancing.load_balancer import DISPLACED, RUNNING_TOKENS
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS, Holders
 from quintet.wire.config import Routing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.deploy.step_account import Bar, Part, Step, account, steps_of
+from quintet.deploy.tools.step_account import Bar, Part, Step, account, steps_of
 from quintet.wire.errors import ConfigError
 
 MS = 1_000_000

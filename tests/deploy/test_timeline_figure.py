@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from bench.timeline.__main__ import decoding, typical
 from bench.timeline.figure import draw
 
-from quintet.deploy.step_account import Bar, Step
+from quintet.deploy.tools.step_account import Bar, Step
 
 MS = 1_000_000
 SVG = "{http://www.w3.org/2000/svg}"

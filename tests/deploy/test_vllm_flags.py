@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.commands import serve
-from quintet.deploy.resolve import vllm_flags as flags
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.config_file import merged_options
-from quintet.deploy.resolve.flag_table import flag_table, make_options
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.cli import serve
+from quintet.deploy.config import vllm_flags as flags
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.config_file import merged_options
+from quintet.deploy.config.flag_table import flag_table, make_options
+from quintet.deploy.config.flags import Options
 from quintet.wire.errors import ConfigError
 from tests.deploy.documented_flags import PAGE, page, rows
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quintet.deploy.supervisor.boot_story import (
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener
+from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
+from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
+from quintet.deploy.supervisor.startup_log import (
     base_url,
     can_chat,
     chat_line,
     child_failure,
     curl_line,
 )
-from quintet.deploy.supervisor.listener import PortInUse, bind_listener
-from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
-from quintet.deploy.supervisor.seats import SeatRecord, SeatTable
 from quintet.deploy.supervisor.watch import Watch, waited_for_processor_ns
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig, ProcessesConfig

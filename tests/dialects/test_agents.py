@@ -11,7 +11,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from quintet.deploy.router import asked
+from quintet.deploy.router import request_summary
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import ChatPrompt, Submit
@@ -394,7 +394,7 @@ def test_the_billing_header_is_no_part_of_the_prompt(shared: Any, as_text: bool)
     first, second = (prompt_of(shared, M, body(each)) for each in ("01c", "ff2"))
     assert first == second
     assert json.loads(first.messages)[0]["content"].startswith("You help.")
-    names = [asked.read(json.dumps(body(each)).encode(), "").names for each in ("01c", "ff2")]
+    names = [request_summary.read(json.dumps(body(each)).encode(), "").names for each in ("01c", "ff2")]
     assert names[0] == names[1] != []
 
 

@@ -78,7 +78,7 @@ def test_no_figures_are_better_than_some(serve: Callable[..., Any], monkeypatch:
     assert "supervisor process did not answer within 0.05 s" in reply.json["error"]["message"]
 
 
-DOCKERFILE = Path(__file__).parents[2] / "deploy/docker/Dockerfile"
+DOCKERFILE = Path(__file__).parents[2] / "deploy/integrations/docker/Dockerfile"
 HEALING = {"executor": SeatState.STARTING, "core": SeatState.STALLED}
 
 

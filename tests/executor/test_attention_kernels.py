@@ -22,7 +22,7 @@ import torch
 from tests.executor.instruction_sets import MATRIX_UNITS, REPEATING, isa
 from tests.executor.paged_requests import PLAIN, Features, Requests, Row, Shape, noise, reference
 
-from quintet.deploy.resolve.memory import ATTENTION_SCRATCH_BYTES
+from quintet.deploy.config.memory import ATTENTION_SCRATCH_BYTES
 from quintet.executor.backends.cpu.ops.host_attention import PagedKv, attend, kv_block_bytes, write_kv
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.backends.cpu.ops.rope_kv_write import rope, temperatures

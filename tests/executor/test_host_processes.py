@@ -17,8 +17,8 @@ from tests.deploy.model_folder import write_model
 from tests.processes.test_apart import free_port
 
 from quintet.deploy import embedded
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.distributed.hosts.member import OwnPlace
 from quintet.executor.worker import make_torch_worker
 from quintet.process.runtime import error_file

@@ -14,7 +14,7 @@ import pytest
 from tests.executor.conftest import Drawer, plan_of
 from tests.executor.test_process import ME, config_of
 
-from quintet.deploy.replay.roles import replay
+from quintet.deploy.tools.replay.roles import replay
 from quintet.executor import main
 from quintet.executor.interface import StepWorker
 from quintet.executor.main import Executor

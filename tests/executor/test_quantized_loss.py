@@ -11,8 +11,8 @@ from bench.quantization import END_OF_TEXT
 from tokenizers import Tokenizer
 
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.quantize.loss import read
-from quintet.deploy.quantize.settings import WINDOW
+from quintet.deploy.tools.quantize.loss import read
+from quintet.deploy.tools.quantize.settings import WINDOW
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 
 HELD_OUT = "fnmatch.py"

@@ -17,7 +17,7 @@ from tests.models.equal import alone, furthest, load
 from tests.models.random_checkpoints import Logits, Row, of_transformers, side_by_side
 from tests.models.test_equal import made
 
-from quintet.deploy import cli
+from quintet.deploy.cli.main import main
 from quintet.executor.checkpoints.quantize_tool.compressed import plan_of, write_compressed
 from quintet.executor.checkpoints.quantize_tool.gptq import gptq
 from quintet.executor.checkpoints.quantize_tool.layers import layers_of
@@ -185,8 +185,8 @@ def test_a_calibrated_model_is_nearer_to_what_it_was(folder: Path, tmp_path: Pat
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text()[:9000])
     words = ["quantize", str(folder)]
-    assert cli.main([*words, str(tmp_path / "nearest"), "--format", "int4"]) == 0
-    assert cli.main([*words, str(tmp_path / "gptq"), "--format", "gptq", "--calibration", str(text)]) == 0
+    assert main([*words, str(tmp_path / "nearest"), "--format", "int4"]) == 0
+    assert main([*words, str(tmp_path / "gptq"), "--format", "gptq", "--calibration", str(text)]) == 0
     prompts = [[0, *range(40 + 7 * i, 90 + 7 * i)] for i in range(6)]
     plain = logits_of(load_file(folder / "model.safetensors"), folder, prompts)
     off = {
@@ -219,8 +219,8 @@ def test_awq_is_nearer_and_says_what_its_words_stand_for(folder: Path, tmp_path:
     text = tmp_path / "text.py"
     text.write_text(Path(json.__file__).read_text()[:9000])
     words = ["quantize", str(folder)]
-    assert cli.main([*words, str(tmp_path / "nearest"), "--format", "int4"]) == 0
-    assert cli.main([*words, str(tmp_path / "awq"), "--format", "awq", "--calibration", str(text)]) == 0
+    assert main([*words, str(tmp_path / "nearest"), "--format", "int4"]) == 0
+    assert main([*words, str(tmp_path / "awq"), "--format", "awq", "--calibration", str(text)]) == 0
     prompts = [[0, *range(40 + 7 * i, 90 + 7 * i)] for i in range(6)]
     plain = logits_of(load_file(folder / "model.safetensors"), folder, prompts)
     tensors = unpacked(tmp_path / "awq")
@@ -314,6 +314,6 @@ def test_what_no_such_folder_can_hold_is_refused(tmp_path: Path, capsys: pytest.
         (["--format", "gptq", "--calibration", str(tmp_path / "text")], "has experts"),
         (["--format", "awq"], "--calibration FILE is needed by --format awq"),
     ):
-        assert cli.main([*words, *more]) == EXIT_CONFIG
+        assert main([*words, *more]) == EXIT_CONFIG
         assert told in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -13,8 +13,8 @@ import numpy as np
 import psutil
 import pytest
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.worker import make_torch_worker
 from quintet.process.runtime import error_file
 from quintet.wire.codec import pack_i32

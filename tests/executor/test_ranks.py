@@ -11,8 +11,8 @@ import pytest
 import torch
 from tests.deploy.model_folder import write_model
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import CStep, Step

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from quintet.deploy import cli
+from quintet.deploy.cli.main import main
 from tests.gguf.test_tokens import said_by_llama_cpp
 from tests.gguf.vocabularies import LLAMA_CPP
 from tests.models.equal import alone, load
@@ -182,7 +182,7 @@ def test_a_product_is_rounded_once(kind: str, scales: type, written: torch.dtype
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    assert cli.main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "converted")]) == 0
+    assert main(["convert", str(tmp_path / "model.gguf"), str(tmp_path / "converted")]) == 0
     found = load_file(tmp_path / "converted" / "model.safetensors")
     assert {found[name].dtype for name in wanted} == {written}
     assert all(torch.equal(found[name], each) for name, each in wanted.items())

@@ -12,7 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from quintet.deploy import cli
+from quintet.deploy.cli.main import main
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.wire.errors import EXIT_CONFIG
 from tests.gguf.files import write_model
@@ -40,7 +40,7 @@ def furthest_first(folder: Path, expected: Sequence[Expectation]) -> float:
 def converted(file: Path) -> Path:
     out = file.parent / ("a folder beneath which no socket could have a name " * 2).strip() / "converted"
     out.parent.mkdir()
-    assert cli.main(["convert", str(file), str(out)]) == 0
+    assert main(["convert", str(file), str(out)]) == 0
     return out
 
 
@@ -95,7 +95,7 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.Cap
     capsys.readouterr()
 
     def refused(*words: str | Path) -> str:
-        assert cli.main(["convert", *map(str, words)]) == EXIT_CONFIG
+        assert main(["convert", *map(str, words)]) == EXIT_CONFIG
         (line,) = capsys.readouterr().err.strip().splitlines()
         return line
 

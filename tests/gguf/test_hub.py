@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import filter_repo_objects
 
-from quintet.deploy.cli import main
-from quintet.deploy.resolve.source import locate_model
+from quintet.deploy.cli.main import main
+from quintet.deploy.config.source import locate_model
 from tests.gguf.files import write_model
 from tests.models.random_checkpoints import of_transformers, write_checkpoint
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from quintet.deploy import cli
+from quintet.deploy.cli.main import main
 from tests.gguf.vocabularies import VOCABULARIES
 from tests.models.random_checkpoints import of_transformers
 from tests.processes.server import Server, serve
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     }
     (folder / "tokenizer.json").write_text(json.dumps(said))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
-    assert cli.main(["quantize", str(folder), str(folder / "model.gguf"), "--format", "q8_0"]) == 0
+    assert main(["quantize", str(folder), str(folder / "model.gguf"), "--format", "q8_0"]) == 0
     for path in folder.iterdir():
         if path.suffix != ".gguf":
             path.unlink()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
+from quintet.deploy.config.gguf.tokenizer import tokenizer_of_gguf
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from tests.gguf.vocabularies import (
     EXPECTED,

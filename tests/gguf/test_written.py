@@ -15,8 +15,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
-from quintet.deploy.resolve.gguf.tokenizer import tokenizer_of_gguf
-from quintet.deploy.resolve.gguf.vocabulary import vocabulary_of
+from quintet.deploy.config.gguf.tokenizer import tokenizer_of_gguf
+from quintet.deploy.config.gguf.vocabulary import vocabulary_of
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.writing.model import add_value, plan_of, write_gguf
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES, Model, type_of

@@ -22,8 +22,8 @@ from tests.models.random_checkpoints import NUM_TOKENS, Expectation
 from tests.models.test_engine import House, changed, without_prefix_cache
 from tests.models.test_same_bits import Witness
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor import worker as worker_module
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.worker import Worker, make_torch_worker

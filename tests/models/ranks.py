@@ -12,8 +12,8 @@ from typing import Any
 
 from tests.models.equal import BLOCK_SIZE, MAX_MODEL_LEN, NUM_BLOCKS, RUN_DIR, Dtype, Loaded, with_blocks
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.follower_loop import be_a_stage, follow

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from tests.models.conftest import SmallCore
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.model_config.card import card_of
 from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec

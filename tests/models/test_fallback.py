@@ -15,7 +15,7 @@ from tests.models.random_checkpoints import LENGTHS, expectations, of_transforme
 from tests.models.rows import fallback
 from tests.models.test_equal import check_once, check_tokens
 
-from quintet.deploy import cli
+from quintet.deploy.cli.main import main
 from quintet.executor.backends.torch.fallback.masks import UnknownSight, sight_of
 from quintet.executor.models.layers.attention import Sight
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
@@ -94,10 +94,10 @@ def test_plan_says_who_computes_and_whether_it_can(
 ) -> None:
     flags = ["--device", "cpu", "--model-impl", "transformers"]
     write(tmp_path / "good", "ApertusConfig")
-    assert cli.main(["plan", str(tmp_path / "good"), *flags]) == 0
+    assert main(["plan", str(tmp_path / "good"), *flags]) == 0
     assert "transformers' layers over Quintet's KV memory" in capsys.readouterr().out
     write(tmp_path / "bad", "DogeConfig")
-    assert cli.main(["plan", str(tmp_path / "bad"), *flags]) == EXIT_CONFIG
+    assert main(["plan", str(tmp_path / "bad"), *flags]) == EXIT_CONFIG
     assert "computes with its attention's mask itself" in capsys.readouterr().err
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tests.models.equal import WAYS, Loaded, alone, in_every_way, load, logits_of, one_torch_thread
 from tests.models.quantized import SETTINGS, write
 
-from quintet.deploy.cli import main
+from quintet.deploy.cli.main import main
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.formats.registry import FORMATS as FORMATS_BY_METHOD

@@ -17,8 +17,8 @@ from tests.models.ranks import in_ranks
 from tests.models.test_equal import made
 from transformers.models.llama import modeling_llama
 
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.quant.formats.kv_cache import wish_of
 from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales

@@ -35,8 +35,8 @@ GIVES_BACK = {"MALLOC_TRIM_THRESHOLD_": str(1 << 20)}
 LOAD = """
 import sys
 from pathlib import Path
-from quintet.deploy.resolve.build import resolve
-from quintet.deploy.resolve.flags import Options
+from quintet.deploy.config.build import resolve
+from quintet.deploy.config.flags import Options
 from quintet.executor.loading import load_model
 from quintet.executor.backends.platforms.platform import open_platform
 options = Options(model=sys.argv[1], dtype="bfloat16", device="cpu", max_model_len=64, kv_cache_memory="16MiB")

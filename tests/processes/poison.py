@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from quintet.deploy import cli
+from quintet.deploy.cli import main as cli
 from quintet.deploy.supervisor import supervisor
 from quintet.executor import main
 from quintet.executor.expert_metrics import ExpertCounts

@@ -107,7 +107,9 @@ def wait_until(happened: Callable[[], bool], what: str, timeout_s: float = 30.0)
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, wait_ready: bool = True, program: str = "quintet.deploy.cli") -> Iterator[Server]:
+def serve(
+    *arguments: str, wait_ready: bool = True, program: str = "quintet.deploy.cli.main"
+) -> Iterator[Server]:
     """Run ``quintet serve`` with ``arguments`` on a free port; kill whatever is left at the end."""
     process = subprocess.Popen(
         [sys.executable, "-m", program, "serve", "--port", "0", *arguments],
@@ -156,7 +158,7 @@ def serve(*arguments: str, wait_ready: bool = True, program: str = "quintet.depl
 def route(*flags: str) -> Iterator[Server]:
     """Run ``quintet route`` on a free port."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "quintet.deploy.cli", "route", "--port", "0", *flags],
+        [sys.executable, "-m", "quintet.deploy.cli.main", "route", "--port", "0", *flags],
         stderr=subprocess.PIPE,
         text=True,
     )

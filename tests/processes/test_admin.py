@@ -19,7 +19,7 @@ NUM_TOKENS = 150
 
 def admin(server: Server, *words: str) -> subprocess.CompletedProcess[str]:
     port = server.url.rsplit(":", 1)[1]
-    command = [sys.executable, "-m", "quintet.deploy.cli", "admin", "--port", port, *words]
+    command = [sys.executable, "-m", "quintet.deploy.cli.main", "admin", "--port", port, *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -131,7 +131,7 @@ def test_status_shows_everyone(server: Server) -> None:
 
 
 def test_a_port_where_nobody_listens_is_one_line(server: Server) -> None:
-    command = [sys.executable, "-m", "quintet.deploy.cli", "admin", "--port", "1", "status"]
+    command = [sys.executable, "-m", "quintet.deploy.cli.main", "admin", "--port", "1", "status"]
     answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert answer.returncode == 78
     assert answer.stderr.count("\n") == 1

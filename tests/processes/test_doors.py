@@ -118,7 +118,7 @@ def test_a_unix_socket_instead_of_a_port(tmp_path: Path) -> None:
             if connection.status == psutil.CONN_LISTEN
         ]
         second = subprocess.run(
-            [sys.executable, "-m", "quintet.deploy.cli", "serve", "--executor", "mock", "--uds", str(path)],
+            [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--executor", "mock", "--uds", str(path)],
             check=False, capture_output=True, text=True, timeout=60,
         )  # fmt: skip
         assert second.returncode == 1 and "is in use by another program" in second.stderr

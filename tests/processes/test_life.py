@@ -129,7 +129,7 @@ def test_a_failed_boot_says_why_and_leaves_nothing(tmp_path: Path) -> None:
     weights = broken / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
     run = subprocess.run(
-        [sys.executable, "-m", "quintet.deploy.cli", "serve", str(broken), "--port", "0"],
+        [sys.executable, "-m", "quintet.deploy.cli.main", "serve", str(broken), "--port", "0"],
         capture_output=True,
         text=True,
         timeout=120,
@@ -145,7 +145,7 @@ def test_a_failed_boot_says_why_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_taken_port_is_one_clear_line(lasting: Server) -> None:
     port = lasting.url.rsplit(":", 1)[1]
     run = subprocess.run(
-        [sys.executable, "-m", "quintet.deploy.cli", "serve", *MOCK, "--port", port],
+        [sys.executable, "-m", "quintet.deploy.cli.main", "serve", *MOCK, "--port", port],
         capture_output=True,
         text=True,
         timeout=60,

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.deploy.cli import main
-from quintet.deploy.replay.compare import decoded
-from quintet.deploy.replay.roles import replay
+from quintet.deploy.cli.main import main
+from quintet.deploy.tools.replay.compare import decoded
+from quintet.deploy.tools.replay.roles import replay
 from quintet.process import record
 from quintet.process.record import Recorder, Recording, RecordingError, open_recording
 from quintet.wire.codec import encode
@@ -75,7 +75,7 @@ def test_every_process_does_the_same_again(
         assert " 0 frames out" not in said
     assert main(["replay", str(folder), "frontend-0.1"]) == 2
     assert "cannot be played to" in capsys.readouterr().err
-    again = [sys.executable, "-m", "quintet.deploy.cli", "serve", "--port", "0", "--record", str(folder)]
+    again = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--port", "0", "--record", str(folder)]
     assert subprocess.run(again, capture_output=True, check=False).returncode == 78
     if executor == "mock":
         _begin_in_the_middle(folder, tmp_path / "wrapped", monkeypatch)

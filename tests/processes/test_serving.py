@@ -194,7 +194,7 @@ def test_the_command_line_talks_to_it(server: Server) -> None:
         [
             sys.executable,
             "-m",
-            "quintet.deploy.cli",
+            "quintet.deploy.cli.main",
             "complete",
             "--url",
             server.url,

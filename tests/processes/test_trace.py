@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from quintet.deploy.step_account import account, bars_of, read_folder, steps_of
+from quintet.deploy.tools.step_account import account, bars_of, read_folder, steps_of
 from quintet.process.trace import WRITE_NOW, merge
 from tests.processes.server import serve, wait_until
 
@@ -55,7 +55,7 @@ def test_a_traced_server_accounts_for_its_steps(tmp_path: Path) -> None:
     assert all(one.end_ns <= next_one.begin_ns for one, next_one in itertools.pairwise(executor))
 
     shown = subprocess.run(
-        [sys.executable, "-m", "quintet.deploy.cli", "trace", str(folder)],
+        [sys.executable, "-m", "quintet.deploy.cli.main", "trace", str(folder)],
         capture_output=True, text=True, check=True,
     ).stdout  # fmt: skip
     assert (folder / "merged.json").is_file()
@@ -90,7 +90,7 @@ def test_an_executor_of_two_processes_says_how_much_each_computed_and_waited(
 
 def test_a_folder_without_traces_is_answered_with_what_to_do(tmp_path: Path) -> None:
     answer = subprocess.run(
-        [sys.executable, "-m", "quintet.deploy.cli", "trace", str(tmp_path)],
+        [sys.executable, "-m", "quintet.deploy.cli.main", "trace", str(tmp_path)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert answer.returncode == 78

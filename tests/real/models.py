@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
-from quintet.deploy.resolve.caches import user_cache
+from quintet.deploy.config.caches import user_cache
 
 CHUNK_BYTES = 1 << 20
 

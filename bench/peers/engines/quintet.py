@@ -60,7 +60,7 @@ class Quintet:
             return start_driver(Path(sys.executable), "bench.peers.drivers.quintet", arguments, {}, log)
         port = free_port()
         command = [
-            *(sys.executable, "-m", "quintet.deploy.cli", "serve", str(model)),
+            *(sys.executable, "-m", "quintet.deploy.cli.main", "serve", str(model)),
             *("--served-model-name", MODEL_NAME, "--port", str(port)),
             *("--data-parallel-size", str(setup.engines), "--threads", str(home.threads // setup.engines)),
             *("--max-model-len", str(home.max_len), "--kv-cache-memory", str(home.kv_bytes)),

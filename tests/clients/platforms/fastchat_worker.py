@@ -72,7 +72,7 @@ def running(*words: str) -> Iterator[subprocess.Popen[bytes]]:
 def worker(server: str, controller: str) -> Iterator[str]:
     port = free_port()
     flags = ("--server", server, "--controller-address", controller, "--port", str(port), "--heartbeat", "1")
-    with running("quintet.deploy.fastchat.worker", *flags):
+    with running("quintet.deploy.integrations.fastchat.worker", *flags):
         yield f"http://localhost:{port}"
 
 

@@ -15,7 +15,7 @@ import httpx
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.errors import InvalidInput, ModelNotReady
 
-from quintet.deploy.kserve.predictor import TextGeneration
+from quintet.deploy.integrations.kserve.predictor import TextGeneration
 from quintet.deploy.python_api.engine import EngineError
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
@@ -146,7 +146,7 @@ def main(server: str, model: str) -> None:
     asyncio.run(check_server(server, model))
     port, grpc_port = free_port(), free_port()
     command = [
-        sys.executable, "-m", "quintet.deploy.kserve.predictor", "--model_name", "toy",
+        sys.executable, "-m", "quintet.deploy.integrations.kserve.predictor", "--model_name", "toy",
         "--http_port", str(port), "--grpc_port", str(grpc_port),
     ]  # fmt: skip
     process = subprocess.Popen(command)

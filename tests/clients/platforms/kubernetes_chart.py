@@ -365,7 +365,7 @@ def main() -> None:
     releases = RELEASES[-1:] if sys.argv[1:] == ["--newest"] else RELEASES
     sys.argv[1:] = ["--check"]
     assert render.main() == 0, (
-        "run deploy/helm/render.py: the manifests of deploy/kubernetes are not the chart's"
+        "run deploy/integrations/helm/render.py: the manifests of deploy/integrations/kubernetes are not the chart's"
     )
     kinds = set()
     for name, values in VARIANTS.items():

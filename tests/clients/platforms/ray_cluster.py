@@ -25,8 +25,8 @@ import ray
 from ray import serve
 from ray.cluster_utils import Cluster
 
-from quintet.deploy.ray.batch import Completions
-from quintet.deploy.ray.serving import application
+from quintet.deploy.integrations.ray.batch import Completions
+from quintet.deploy.integrations.ray.serving import application
 from quintet.wire.errors import ConfigError
 
 SAMPLING = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}

@@ -93,7 +93,7 @@ class Server:
         self.lines: list[str] = []
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "quintet.deploy.cli", "serve", "--port", "0", "--nnodes", "2"),
+                *(sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--port", "0", "--nnodes", "2"),
                 *(*layout, "--distributed-executor-backend", "ray"),
                 *("--kv-cache-memory", "8MiB", "--master-port", str(free_port()), *flags),
             ],

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gguf
 import torch
 
-import gguf
 from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted, paired
 

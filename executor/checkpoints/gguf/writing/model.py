@@ -14,9 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
 
-import gguf
 from quintet.executor.checkpoints.gguf.encode import encode
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.gguf.writing.card import Config, either, kv_heads_of, usual

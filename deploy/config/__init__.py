@@ -1,0 +1,1 @@
+"""From flags and a model folder to one frozen `EngineConfig`: see `quintet.deploy.config.build.resolve`."""

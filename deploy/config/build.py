@@ -1,0 +1,318 @@
+"""Put the flags, the model card and the machine together into one frozen `EngineConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from quintet.deploy import embedded
+from quintet.deploy.config import network, ranks, rules
+from quintet.deploy.config.card import ModelFacts, Overrides, read_facts
+from quintet.deploy.config.chat_templates import read_chat_templates
+from quintet.deploy.config.device import default_device
+from quintet.deploy.config.endings import end_token_ids
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.implementation import check_transformers_flags, note_of
+from quintet.deploy.config.kv_disk import kv_disk_config
+from quintet.deploy.config.kv_events import kv_events_config
+from quintet.deploy.config.kv_export import num_parts
+from quintet.deploy.config.kv_peers import kv_peers_config
+from quintet.deploy.config.kv_store import kv_store_config
+from quintet.deploy.config.memory import (
+    ATTENTION_SCRATCH_BYTES,
+    available_ram_bytes,
+    default_kv_memory,
+    format_size,
+    parse_size,
+)
+from quintet.deploy.config.parsers import choose_parsers
+from quintet.deploy.config.quantization import (
+    check_activations,
+    check_packed_cache,
+    check_weights_fit,
+    choose_quantization,
+    weight_bytes_of,
+)
+from quintet.deploy.config.sections import (
+    Device,
+    Kind,
+    crowding,
+    executor_config,
+    folder_of,
+    frontend_config,
+    processes_config,
+    scheduler_config,
+)
+from quintet.deploy.config.source import locate_model
+from quintet.deploy.config.tokenizer_files import tokenizer_folder
+from quintet.deploy.config.weights import WeightFacts, read_weight_facts
+from quintet.executor.backends.platforms.cores import usable_cores
+from quintet.executor.checkpoints.quant.formats.registry import check_contents
+from quintet.executor.checkpoints.quant.formats.scheme import Format
+from quintet.process.record import SUFFIX
+from quintet.wire.config import (
+    DTYPE_BYTES,
+    CacheConfig,
+    Dtype,
+    EngineConfig,
+    KvFormat,
+    ModelConfig,
+)
+from quintet.wire.errors import ConfigError
+from quintet.wire.kv_spec import KvSpec
+from quintet.wire.model_files import card_path, is_gguf
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """The configuration, and what was found out on the way."""
+
+    config: EngineConfig
+    weights: WeightFacts | None
+    """None when the executor reads none: mock or dummy."""
+    num_parameters: int | None
+    """As the weights have them, else as the card says; None where only the executor knows."""
+    stored: Format | None
+    """The format that the checkpoint is quantized in; None where it is not."""
+    kv_formats: dict[KvFormat, KvSpec]
+    """What KV would take in each format that it could have."""
+    notes: list[str] = field(default_factory=list)
+    """What was derived against expectation: one line each, for the boot story."""
+
+
+def resolve(options: Options, run_dir: Path, http: bool = True, external_frontends: int = 0) -> Resolution:
+    """Resolve everything once. ``http=False`` leaves the HTTP frontends out: the Python API brings its own.
+
+    May fetch the model from the hub. Raises `ConfigError` of one line with the way out.
+    """
+    rules.check_ranges(options)
+    rules.check_mock_only_flags(options)
+    rules.check_run_dir_length(run_dir)
+    notes: list[str] = []
+    kind: Kind = "mock" if options.executor == "mock" else "torch"
+    device: Device = _device(options, kind)
+    reads_weights = kind == "torch" and options.load_format == "auto"
+    rules.check_gpu_only_flags(options, device)
+    check_packed_cache(options, device)
+    ranks.check_flags(options, device)
+    folder = locate_model(
+        options.model, reads_weights, with_code=options.trust_remote_code, revision=options.revision
+    )
+    overrides = Overrides(options.hf_overrides, options.override_generation_config)
+    facts = read_facts(
+        folder, options.generation_config, options.model_impl, overrides, with_weights=reads_weights
+    )
+    notes.extend(facts.notes)
+    facts = ranks.of_one_rank(options, facts, device)
+    sum_leaves = ranks.sum_leaves(options, facts)
+    quantization = choose_quantization(options, device, facts)
+    if kind == "torch" and facts.implementation == "transformers":
+        check_transformers_flags(options)
+        notes.extend(filter(None, (note_of(options.model_impl, facts.architecture),)))
+    check_activations(options, device, quantization)
+    weights = read_weight_facts(folder) if reads_weights else None
+    if facts.stored is not None and weights is not None:
+        check_contents(facts.stored, weights.contents, str(folder / "config.json"))
+    dtype = facts.dtype if options.dtype == "auto" else options.dtype
+    rules.check_prompt_embeds(options, facts)
+    rules.check_expert_widths(facts, device, DTYPE_BYTES[dtype])
+    kv = rules.kv_spec(options, device, facts, DTYPE_BYTES[dtype])
+    ranks.check_attention(options, facts, device, kv.block_size)
+    ranks.check_gpu_rows(options, facts, device, DTYPE_BYTES[dtype])
+    if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
+        notes.append(
+            f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
+        )
+    if options.kv_cache_dtype == "auto" and facts.kv_wish is not None:
+        notes.append(facts.kv_wish.note(device))
+    counted = weights.num_parameters if weights and facts.stored is None else None
+    num_parameters = facts.num_parameters if counted is None else counted
+    num_ranks = options.tensor_parallel_size
+    copied, item_bytes = ranks.num_copied_parameters(options, facts), DTYPE_BYTES[dtype]
+    weight_bytes = weight_bytes_of(
+        num_parameters or 0, item_bytes, quantization, facts.stored, weights, copied
+    )
+    weight_bytes //= num_ranks
+    stages, hosts = options.pipeline_parallel_size, options.nnodes
+    if kind == "torch" and device == "cpu":
+        ranks_here = num_ranks * stages // hosts
+        notes.extend(filter(None, (crowding(options.data_parallel_size, ranks_here, usable_cores()),)))
+    room_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
+    if kind == "torch" and device == "cpu":
+        check_weights_fit(weight_bytes // hosts, room_bytes, options.data_parallel_size, num_ranks)
+    shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype])
+    # stages divide what ranks share among hosts; ranks of one stage have all of it on each
+    shared_here = shared_bytes // (hosts if stages > 1 else 1)
+    held_bytes = weight_bytes // hosts + shared_here // num_ranks
+    cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, held_bytes, notes)
+    warning = network.check(options) if http else None
+    if warning is not None:
+        notes.append(warning)
+    model, more_notes = _model_config(options, facts, dtype, kv, fitted)
+    notes.extend(more_notes)
+    config = EngineConfig(
+        run_dir=str(run_dir),
+        model=model,
+        cache=cache,
+        scheduler=scheduler_config(options, kind, device, fitted, notes),
+        executor=executor_config(
+            *(options, kind, device, quantization, weight_bytes // stages if reads_weights else 0),
+            *(shared_bytes, sum_leaves),
+        ),
+        frontend=frontend_config(options),
+        processes=processes_config(options, http, external_frontends),
+        log_level=options.log_level,
+        trace=folder_of(options.trace),
+        record=_recording_folder(options.record),
+        record_bytes=options.record_mb << 20,
+    )
+    kv_formats = rules.kv_formats(options, device, facts, DTYPE_BYTES[dtype])
+    return Resolution(config, weights, num_parameters, facts.stored, kv_formats, notes)
+
+
+def _cache_config(
+    options: Options,
+    kind: Kind,
+    device: Device,
+    facts: ModelFacts,
+    kv: KvSpec,
+    room_bytes: int,
+    held_bytes: int,
+    notes: list[str],
+) -> tuple[CacheConfig, int]:
+    """Return the section of keys and values, and the longest sequence that fits into their memory.
+
+    room_bytes: what a rank may take altogether; held_bytes: of it for other things. notes: hears what is otherwise than asked.
+    """
+    max_model_len = rules.derive_max_model_len(
+        options.max_model_len, facts.max_model_len, card_path(facts.path)
+    )
+    step_tokens = rules.most_step_tokens(options, device, max_model_len)
+    memory_bytes = _kv_memory(options, device, kind, room_bytes - held_bytes, kv, max_model_len, step_tokens)
+    fitted = max_model_len
+    if memory_bytes:
+        fitted = rules.fit_max_model_len(
+            kv,
+            memory_bytes,
+            max_model_len,
+            step_tokens,
+            options.max_model_len is not None,
+            options.kv_cache_memory is not None,
+        )
+    if fitted < max_model_len:
+        notes.append(
+            f"max_model_len is {fitted}, not the model's {max_model_len}: KV memory is {format_size(memory_bytes)}"
+        )
+    can_share_prefixes = rules.rotates_alike(facts.fixed_rope_len, fitted)
+    if options.enable_prefix_caching and not can_share_prefixes:
+        notes.append(
+            f"prefix caching is off: this model rotates positions otherwise in sequences of more than "
+            f"{facts.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {facts.fixed_rope_len} allows it"
+        )
+    shares_beginnings = options.enable_prefix_caching and can_share_prefixes
+    cache = CacheConfig(
+        memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
+        enable_prefix_caching=shares_beginnings,
+        dtype=rules.kv_format(options, device, facts),
+        gpu_memory_utilization=options.gpu_memory_utilization,
+        swap_bytes=rules.derive_swap_bytes(
+            options.swap_space, device, kind, room_bytes * options.tensor_parallel_size
+        )
+        * options.decode_context_parallel_size
+        // options.tensor_parallel_size,
+        num_parts=num_parts(options),
+        events=kv_events_config(options, kv, shares_beginnings=shares_beginnings),
+        peers=kv_peers_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
+        disk=kv_disk_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
+        store=kv_store_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
+    )
+    return cache, fitted
+
+
+def _model_config(
+    options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int
+) -> tuple[ModelConfig, list[str]]:
+    """Return the section of the model, and lines for the log."""
+    tokenizer = facts.path
+    if options.tokenizer is not None:
+        tokenizer = locate_model(
+            options.tokenizer,
+            with_weights=False,
+            flag="--tokenizer",
+            revision=options.tokenizer_revision,
+        )
+    if is_gguf(tokenizer):
+        tokenizer = tokenizer_folder(tokenizer)
+    templates = read_chat_templates(tokenizer, options.chat_template)
+    parsers, note = choose_parsers(options.reasoning_parser, options.tool_call_parser, templates)
+    folder = tokenizer_folder(tokenizer)
+    endings = end_token_ids(facts.eos_token_ids, folder, templates)
+    facts, notes = rules.fit_facts(dataclasses.replace(facts, eos_token_ids=endings), max_model_len)
+    notes += filter(None, (note,))
+    model = ModelConfig(
+        path=str(facts.path),
+        tokenizer_path=str(folder),
+        served_names=options.served_model_name or [options.model or embedded.NAME],
+        architecture=facts.architecture,
+        card=facts.card,
+        implementation=facts.implementation,
+        trust_remote_code=options.trust_remote_code,
+        dtype=dtype,
+        vocab_size=facts.vocab_size,
+        embedding_width=facts.embedding_width,
+        max_model_len=max_model_len,
+        eos_token_ids=facts.eos_token_ids,
+        kv=kv,
+        generation_defaults=facts.generation_defaults,
+        chat_templates=templates,
+        chat_template_content_format=options.chat_template_content_format,
+        parsers=parsers,
+    )
+    return model, notes
+
+
+def _kv_memory(
+    options: Options,
+    device: str,
+    kind: str,
+    room_bytes: int,
+    kv: KvSpec,
+    max_model_len: int,
+    step_tokens: int,
+) -> int:
+    """Return the bytes that the KV of a rank, or of those that keep it together, may take. The mock holds none.
+
+    As asked, or a share of what all else leaves of their room.
+    Of a rank of all stages together: of several hosts, which are taken to have as much memory as this one, so many times that.
+
+    0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
+    """
+    together = options.decode_context_parallel_size
+    if options.kv_cache_memory is not None:
+        asked_bytes = parse_size(options.kv_cache_memory, "--kv-cache-memory")
+        return asked_bytes * together // options.tensor_parallel_size
+    if kind == "mock":
+        return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
+    if device == "cuda":
+        return 0
+    scratch_bytes = ATTENTION_SCRATCH_BYTES * options.pipeline_parallel_size // options.nnodes
+    left_bytes = room_bytes - scratch_bytes
+    if options.kv_cache_memory_share is not None:
+        of_host = int(left_bytes * options.kv_cache_memory_share)
+    else:
+        of_host = default_kv_memory(kv, left_bytes, max_model_len, step_tokens)
+    return max(1, of_host * options.nnodes * together)
+
+
+def _recording_folder(path: str | None) -> str | None:
+    folder = folder_of(path)
+    if folder is not None and any(Path(folder).glob(f"*/*{SUFFIX}")):
+        raise ConfigError(f"--record {path}: has a recording already; remove it or name another folder")
+    return folder
+
+
+def _device(options: Options, kind: str) -> Device:
+    if kind == "mock":
+        return "cpu"
+    return default_device() if options.device == "auto" else options.device

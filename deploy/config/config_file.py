@@ -1,0 +1,45 @@
+"""The optional YAML file of flags: ``quintet serve --config server.yaml``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quintet.deploy.config.flag_table import make_options
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.rules import derive_max_num_seqs
+from quintet.deploy.config.vllm_flags import translated
+from quintet.wire.errors import ConfigError
+
+
+def read_config_file(path: Path) -> dict[str, object]:
+    """Read a YAML mapping of flag names to values, checked name by name and type by type.
+
+    Names are those of the flags, with dashes or underscores. Raises `ConfigError` that names the file and the key.
+    """
+    import yaml  # few have such a file
+
+    try:
+        loaded: object = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {error.strerror or error}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise ConfigError(f"--config {path} is not valid YAML: {where}") from None
+    if loaded is None:
+        return {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(
+            f"--config {path} must be a mapping like `port: 8000`, not a {type(loaded).__name__}"
+        )
+    make_options(loaded, str(path))
+    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+
+
+def merged_options(
+    config_file: Path | None, flags: dict[str, object], source: str = "the command line"
+) -> tuple[Options, list[str]]:
+    """Return the options of a file overridden by flags, and notes on those that were derived."""
+    in_file = {} if config_file is None else read_config_file(config_file)
+    told, notes = translated({**in_file, **flags}, source)
+    settings, more_notes = derive_max_num_seqs(told)
+    return make_options(settings, source), [*notes, *more_notes]

@@ -1,0 +1,69 @@
+"""Whether copies of experts follow what is asked of them (``--enable-eplb``), spelled as vLLM's users spell it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quintet.deploy.config.flags import Options
+from quintet.executor.model_config.experts import ExpertsSpec
+from quintet.executor.model_config.share import Share
+from quintet.executor.model_config.spec import DecoderSpec
+from quintet.wire.config import EplbConfig
+from quintet.wire.errors import ConfigError
+
+FLAG, DETAILS, NUMBER = "--enable-eplb", "--eplb-config", "num_redundant_experts"
+
+
+class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+    window_size: int = EplbConfig.__struct_defaults__[0]
+    step_interval: int = EplbConfig.__struct_defaults__[1]
+    num_redundant_experts: int = 0
+    use_async: bool = True
+    """Taken and not needed: experts are always copied piece by piece, between steps."""
+
+
+def eplb_config(options: Options) -> EplbConfig | None:
+    """Return the section; None where no expert is copied."""
+    if not options.enable_eplb:
+        if options.eplb_config is not None:
+            raise ConfigError(
+                f"{DETAILS} says how experts are copied, and {FLAG} is not given: add it or drop this"
+            )
+        return None
+    if not options.enable_expert_parallel:
+        raise ConfigError(
+            f"{FLAG} copies whole experts, and ranks have whole ones with --enable-expert-parallel: add it or drop {FLAG}"
+        )
+    ranks = options.tensor_parallel_size
+    example = f'{{"{NUMBER}": {ranks}}}'
+    try:
+        asked = msgspec.json.decode(options.eplb_config or "{}", type=_Asked)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{DETAILS} {options.eplb_config}: {error}; write JSON such as {example}") from None
+    for name, number in (("window_size", asked.window_size), ("step_interval", asked.step_interval)):
+        if not 0 < number < 1 << 31:
+            raise ConfigError(f"{DETAILS}: {name} is {number}; give a positive number of steps")
+    copies = asked.num_redundant_experts
+    if copies <= 0 or copies % ranks:
+        raise ConfigError(
+            f"{FLAG}: {NUMBER} is {copies}; copies lie in places of their own, as many on each of {ranks} ranks: give a multiple"
+            f" of {ranks}, such as {DETAILS} '{example}'"
+        )
+    return EplbConfig(asked.window_size, asked.step_interval, copies)
+
+
+def check_copies(eplb: EplbConfig, spec: DecoderSpec, share: Share) -> None:
+    """Reject more places than there are experts to copy into them."""
+    fewest = min(each.mlp.routing.experts for each in spec.layers if isinstance(each.mlp, ExpertsSpec))
+    most = (fewest - -(-fewest // share.size)) * share.size
+    if eplb.num_redundant_experts > most:
+        raise ConfigError(
+            f"{DETAILS}: {NUMBER} is {eplb.num_redundant_experts}; {share.size} ranks of {fewest} experts have a use for"
+            f" {most} at most"
+        )
+
+
+def num_copied(eplb: EplbConfig, spec: DecoderSpec) -> int:
+    """Return how many numbers all copies have that all ranks have room for."""
+    widths = (each.mlp.width for each in spec.layers if isinstance(each.mlp, ExpertsSpec))
+    return eplb.num_redundant_experts * 3 * spec.hidden_size * sum(widths)

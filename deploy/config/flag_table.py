@@ -1,0 +1,183 @@
+"""The table of flags read off `Options`, and its two uses: arguments of a parser, and settings checked by name and type."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import re
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from quintet.deploy.config.flags import GROUP_TITLES, Flag, Options
+from quintet.deploy.config.vllm_flags import SHORT, translated
+from quintet.wire.errors import ConfigError
+
+Groups = tuple[str, ...]
+_NUMBER = re.compile(r"-?\d{1,15}")
+"""A whole number that was given as text: under another server's name of the flag."""
+
+USED_FIRST = (
+    *("host", "port", "api_key", "served_model_name", "max_model_len", "max_num_seqs"),
+    *("kv_cache_memory", "dtype", "quantization", "tensor_parallel_size"),
+)
+"""The ten flags that most people need first."""
+
+
+@dataclass(frozen=True, slots=True)
+class FlagSpec:
+    """One row of the table, read off `Options`."""
+
+    key: str
+    """As in Python and YAML: ``max_model_len``."""
+    kind: type[int] | type[float] | type[str] | type[bool]
+    """What one word of the command line becomes. Sizes stay text here; `memory.parse_size` reads them."""
+    choices: tuple[str, ...] | None
+    repeated: bool
+    default: object
+    flag: Flag
+
+    @property
+    def option(self) -> str:
+        """The command-line spelling: ``--max-model-len``."""
+        return "--" + self.key.replace("_", "-")
+
+
+@functools.cache
+def flag_table() -> list[FlagSpec]:
+    """Return every flag, in the order of `Options`."""
+    hints = typing.get_type_hints(Options, include_extras=True)
+    return [_spec(field, hints[field.name]) for field in msgspec.structs.fields(Options)]
+
+
+def _spec(field: msgspec.structs.FieldInfo, hint: object) -> FlagSpec:
+    annotated, flag = typing.get_args(hint)
+    default = [] if field.default is msgspec.NODEFAULT else field.default
+    origin = typing.get_origin(annotated)
+    if flag.read is not None:
+        return FlagSpec(field.name, str, None, False, default, flag)
+    if origin is Literal:
+        return FlagSpec(field.name, str, typing.get_args(annotated), False, default, flag)
+    if origin is list:
+        return FlagSpec(field.name, str, None, True, default, flag)
+    members = typing.get_args(annotated) if origin is types.UnionType else (annotated,)
+    kinds = [member for member in members if member is not type(None)]
+    return FlagSpec(field.name, str if str in kinds else kinds[0], None, False, default, flag)
+
+
+def add_flags(parser: argparse.ArgumentParser, groups: Groups = tuple(GROUP_TITLES)) -> None:
+    """Declare the flags on a parser, group by group; absent flags leave no trace in the namespace.
+
+    ``model`` is a positional argument of the commands, not a flag. A command with all groups shows `USED_FIRST` before them.
+    """
+    table = {spec.key: spec for spec in flag_table()}
+    short = {key: word for word, key in SHORT.items()}
+    del table["model"]
+
+    def add(section: argparse._ArgumentGroup, spec: FlagSpec) -> None:
+        _add_flag(section, spec, [short[spec.key]] if spec.key in short else [])
+
+    if groups == tuple(GROUP_TITLES):
+        section = parser.add_argument_group("most used")
+        for key in USED_FIRST:
+            add(section, table.pop(key))
+    for group in groups:
+        section = parser.add_argument_group(GROUP_TITLES[group])
+        for spec in table.values():
+            if spec.flag.group == group:
+                add(section, spec)
+
+
+def _add_flag(section: argparse._ArgumentGroup, spec: FlagSpec, short: list[str]) -> None:
+    text = f"{spec.flag.help} (default: {_default_text(spec)})".replace("%", "%%")
+    if spec.kind is bool:
+        section.add_argument(
+            *short, spec.option, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+        )
+    elif spec.repeated:
+        several: dict[str, Any] = (
+            {"action": "extend", "nargs": "+"} if spec.flag.takes_several else {"action": "append"}
+        )
+        section.add_argument(
+            spec.option, metavar=spec.flag.metavar, default=argparse.SUPPRESS, help=text, **several
+        )
+    elif spec.choices:
+        section.add_argument(
+            *short, spec.option, choices=spec.choices, type=_choice_reader(spec.choices, spec.flag.aliases),
+            default=argparse.SUPPRESS, help=text,
+        )  # fmt: skip
+    else:
+        section.add_argument(
+            *short,
+            spec.option,
+            type=spec.kind,
+            metavar=spec.flag.metavar or ("N" if spec.kind is int else spec.key.rpartition("_")[2].upper()),
+            default=argparse.SUPPRESS,
+            help=text,
+        )
+
+
+def _choice_reader(choices: tuple[str, ...], aliases: Mapping[str, str]) -> typing.Callable[[str], str]:
+    """Accept a choice in any case, so that ``--log-level info`` works, and by other names."""
+    by_lower = {**aliases, **{choice.lower(): choice for choice in choices}}
+    return lambda word: by_lower.get(word.lower(), word)
+
+
+def _default_text(spec: FlagSpec) -> str:
+    if spec.flag.default_text is not None:
+        return spec.flag.default_text
+    if spec.kind is bool:
+        return "on" if spec.default else "off"
+    return str(spec.default)
+
+
+def make_options(settings: Mapping[str, object], source: str) -> Options:
+    """Check names and types of settings and return them as `Options`.
+
+    ``source`` says in error messages where the settings stand (a file's name, ``LLM(...)``, ``the command line``).
+    Keys are accepted with dashes or underscores; an unknown one is answered with the nearest valid key.
+    """
+    known = {spec.key: spec for spec in flag_table()}
+    values: dict[str, object] = {}
+    for raw_key, value in translated(settings, source)[0].items():
+        key = str(raw_key).replace("-", "_")
+        if key not in known:
+            raise ConfigError(f"{source}: unknown key {str(raw_key)!r}{_nearest(key, list(known))}")
+        values[key] = _value(known[key], value)
+    try:
+        return msgspec.convert(values, Options)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {_reworded(str(error), values)}") from None
+
+
+def _value(spec: FlagSpec, value: object) -> object:
+    """Return what was given as the field has it. Raises `ConfigError`."""
+    if spec.flag.read is not None:
+        return spec.flag.read(value, spec.option)
+    if isinstance(value, str) and spec.repeated:
+        return [value]
+    if isinstance(value, str) and spec.kind in (int, float) and _NUMBER.fullmatch(value):
+        return spec.kind(value)
+    return spec.flag.aliases.get(value, value) if isinstance(value, str) else value
+
+
+def _nearest(key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else "; `quintet serve --help` lists the valid ones"
+
+
+def _reworded(words: str, values: Mapping[str, object]) -> str:
+    """Turn msgspec's ``Expected `int`, got `str` - at `$.port` `` into the key, its value and what is allowed."""
+    what, _, where = words.partition(" - at `$.")
+    key = where.rstrip("`").split("[")[0]
+    if key not in values:
+        return words
+    sent = values[key]
+    allowed = next((spec.choices for spec in flag_table() if spec.key == key), None)
+    expected = f"one of {', '.join(allowed)}" if allowed else what.removeprefix("Expected ").split(", got")[0]
+    return f"{key} is {sent!r}, which is not {expected.replace('`', '')}"

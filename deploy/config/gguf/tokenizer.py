@@ -1,0 +1,312 @@
+"""From a GGUF file's vocabulary to the files of a tokenizer's folder: ``tokenizer.json`` and what stands beside it.
+
+Everything that reads a tokenizer reads such a folder, so it is made once and kept where converted tokenizers are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from quintet.deploy.config.gguf import pre_tokenizers
+from quintet.deploy.config.gguf.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
+from quintet.executor.checkpoints.gguf.header import Strings
+from quintet.executor.checkpoints.gguf.parts import Parts
+from quintet.wire.errors import ConfigError
+
+MAX_TOKENS = 1 << 21
+_MOST_LOOKED_AT, _MOST_MERGED, _ALWAYS_ALLOWED = 64, 8, 1 << 18
+"""Of a SentencePiece vocabulary: so many times its characters in splits that are looked at, in those that are merges, and
+characters that are allowed to any. Real ones have about two merges a token; tokens that are beginnings of each other would have
+as many as they have characters, and time and memory would go far beyond the file.
+"""
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
+"""Kinds of tokens: ``tokenizer.ggml.token_type``."""
+_SPACE = "▁"
+_KEY = "tokenizer.ggml."
+_SPECIAL = ("bos", "eos", "unknown", "padding")
+_NAMES = {"unknown": "unk", "padding": "pad"}
+_TEMPLATE = "tokenizer.chat_template"
+
+
+def tokenizer_of_gguf(parts: Parts, cache: Path) -> Path:
+    """Return a folder with the tokenizer of a file, made in ``cache`` unless it is there. Raises `ConfigError`."""
+    header = parts.headers[0]
+    made_by = b"".join(Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__))
+    named = f"{header.path.resolve()}:{header.size}:{header.modified_ns}".encode()
+    target = cache / hashlib.sha256(made_by + named).hexdigest()[:16]
+    if (target / "tokenizer.json").is_file():
+        return target
+    files = _Vocabulary(parts).files()
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(dir=cache, prefix=".making-"))
+        for name, content in files.items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+        try:
+            os.rename(folder, target)
+        except OSError:
+            shutil.rmtree(folder)  # another start was faster
+            if not (target / "tokenizer.json").is_file():
+                raise
+    except OSError as error:
+        raise ConfigError(
+            f"{cache}: the tokenizer of {header.path.name} cannot be kept here: {error}"
+        ) from None
+    return target
+
+
+def tokens_of(parts: Parts) -> list[str]:
+    """Return the vocabulary as the file has it. Raises `ConfigError`."""
+    return _texts(parts, "tokens")
+
+
+def _texts(parts: Parts, key: str) -> list[str]:
+    value = parts.metadata.get(_KEY + key)
+    if not isinstance(value, Strings) or value.count > MAX_TOKENS:
+        raise ConfigError(
+            f"{parts.path}: {_KEY}{key} is {_shown(value)}; it must be a list of at most {MAX_TOKENS} texts"
+        )
+    try:
+        return value.texts()
+    except UnicodeDecodeError:
+        raise ConfigError(f"{parts.path}: {_KEY}{key} has a text that is not UTF-8") from None
+
+
+def _shown(value: object) -> str:
+    return "missing" if value is None else f"{value!r:.40}"
+
+
+class _Added(msgspec.Struct, gc=False):
+    """A token that is found in a text before it is cut up."""
+
+    id: int
+    content: str
+    special: bool
+    single_word: bool = False
+    lstrip: bool = False
+    rstrip: bool = False
+    normalized: bool = False
+
+
+class _Vocabulary:
+    """One file's tokenizer."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._metadata = parts, parts.metadata
+        kind = self._metadata.get(f"{_KEY}model")
+        if kind not in ("gpt2", "llama"):
+            raise ConfigError(
+                f"{parts.path}: {_KEY}model is {_shown(kind)}; gpt2 (byte pairs) and llama (SentencePiece) are read: name a"
+                " folder with the model's tokenizer.json with --tokenizer"
+            )
+        self._is_spm = kind == "llama"
+        texts = tokens_of(parts)
+        self._tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(texts)]
+        self._ids = {token: index for index, token in enumerate(self._tokens)}
+        if len(self._ids) < len(self._tokens):
+            double = next(token for index, token in enumerate(self._tokens) if self._ids[token] != index)
+            raise ConfigError(f"{parts.path}: {_KEY}tokens has {double!r:.60} twice")
+        self._kinds = self._numbers("token_type", _NORMAL)
+
+    def files(self) -> dict[str, bytes]:
+        """Return the folder's files by name."""
+        config, templates = self._config(), self._templates()
+        files = {
+            "tokenizer.json": msgspec.json.encode(self._described()),
+            "tokenizer_config.json": json.dumps(config, indent=1).encode(),
+        }
+        for name, text in templates.items():
+            path = "chat_template.jinja" if name == "default" else f"additional_chat_templates/{name}.jinja"
+            files[path] = text.encode()
+        return files
+
+    def _described(self) -> dict[str, Any]:
+        described = self._sentencepiece() if self._is_spm else self._byte_pairs()
+        return {
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": self._added(),
+            "post_processor": self._post_processor(),
+            **described,
+        }
+
+    def _byte_pairs(self) -> dict[str, Any]:
+        pre = self._pre_tokenizer()
+        cuts = [_split(cut) for cut in pre.cuts]
+        level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        return {
+            "normalizer": None,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*cuts, level]},
+            "decoder": level,
+            "model": _model(self._ids, self._merges(), ignore_merges=pre.whole_words),
+        }
+
+    def _sentencepiece(self) -> dict[str, Any]:
+        prefixed = self._flag("add_space_prefix", True)
+        replaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+        prepended = [{"type": "Prepend", "prepend": _SPACE}] if prefixed else []
+        decoders = [
+            {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            *([{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefixed else []),
+        ]
+        unknown = next(
+            (t for t, kind in zip(self._tokens, self._kinds, strict=True) if kind == _UNKNOWN), None
+        )
+        return {
+            "normalizer": {"type": "Sequence", "normalizers": [*prepended, replaced]},
+            "pre_tokenizer": None,
+            "decoder": {"type": "Sequence", "decoders": decoders},
+            "model": _model(
+                self._ids, self._merges_by_score(), unk_token=unknown, byte_fallback=True, fuse_unk=True
+            ),
+        }
+
+    def _pre_tokenizer(self) -> PreTokenizer:
+        name = self._metadata.get(f"{_KEY}pre", "default")
+        if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+            raise ConfigError(
+                f"{self._parts.path}: {_KEY}pre is {name!r:.60}, which is not read; these are: {', '.join(PRE_TOKENIZERS)}."
+                " Name a folder with the model's tokenizer.json with --tokenizer"
+            )
+        return PRE_TOKENIZERS[name]
+
+    def _merges(self) -> list[tuple[str, str]]:
+        """Return the file's merges, the first the most wanted, but for those whose parts or result are no tokens."""
+        pairs, ids = [], self._ids
+        for merge in _texts(self._parts, "merges"):
+            between = merge.find(" ", 1)
+            left, right = merge[:between], merge[between + 1 :]
+            if between > 0 and left in ids and right in ids and left + right in ids:
+                pairs.append((left, right))
+        return pairs
+
+    def _merges_by_score(self) -> list[tuple[str, str]]:
+        """Return every way to make a token of two others, those of the tokens with the highest scores first."""
+        scores, ids, tokens = self._numbers("scores", 0.0), self._ids, self._tokens
+        order = np.argsort(-np.asarray(scores, np.float64), kind="stable")
+        there = {len(token) for token in tokens}
+        lengths = sorted(there)
+        num_characters = sum(map(len, tokens))
+        room = [_ALWAYS_ALLOWED + most * num_characters for most in (_MOST_LOOKED_AT, _MOST_MERGED)]
+        pairs: list[tuple[str, str]] = []
+        for index in order.tolist():
+            token, length = tokens[index], len(tokens[index])
+            if self._kinds[index] in (_UNKNOWN, _CONTROL, _BYTE):
+                continue
+            for cut in lengths[: bisect.bisect_left(lengths, length)]:
+                if length - cut not in there:
+                    continue
+                left = ids.get(token[:cut])
+                right = None if left is None else ids.get(token[cut:])
+                room[0] -= length
+                if left is not None and right is not None:
+                    room[1] -= length
+                    pairs.append((tokens[left], tokens[right]))
+                if min(room) < 0:
+                    raise ConfigError(
+                        f"{self._parts.path}: {_KEY}tokens has tokens of up to {lengths[-1]} characters that are made of each"
+                        " other in more ways than a SentencePiece vocabulary has"
+                    )
+        return pairs
+
+    def _added(self) -> list[_Added]:
+        return [
+            _Added(index, token, kind != _USER_DEFINED)
+            for index, (token, kind) in enumerate(zip(self._tokens, self._kinds, strict=True))
+            if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        ]
+
+    def _post_processor(self) -> dict[str, Any] | None:
+        begins = True if self._is_spm else self._pre_tokenizer().begins
+        first = self._special("bos") if self._flag("add_bos_token", begins) else None
+        last = self._special("eos") if self._flag("add_eos_token", False) else None
+        if first is None and last is None:
+            return None
+        around = [
+            [] if each is None else [{"SpecialToken": {"id": each, "type_id": 0}}] for each in (first, last)
+        ]
+        return {
+            "type": "TemplateProcessing",
+            "single": [*around[0], {"Sequence": {"id": "A", "type_id": 0}}, *around[1]],
+            "pair": [
+                *around[0],
+                {"Sequence": {"id": "A", "type_id": 0}},
+                {"Sequence": {"id": "B", "type_id": 1}},
+                *around[1],
+            ],
+            "special_tokens": {
+                each: {"id": each, "ids": [self._ids[each]], "tokens": [each]}
+                for each in (first, last)
+                if each
+            },
+        }
+
+    def _config(self) -> dict[str, Any]:
+        special = {f"{_NAMES.get(name, name)}_token": self._special(name) for name in _SPECIAL}
+        config = {key: token for key, token in special.items() if token is not None}
+        return {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+
+    def _special(self, name: str) -> str | None:
+        index = self._metadata.get(f"{_KEY}{name}_token_id")
+        return self._tokens[index] if type(index) is int and 0 <= index < len(self._tokens) else None
+
+    def _templates(self) -> dict[str, str]:
+        """Return the chat templates by name."""
+        found: dict[str, str] = {}
+        for key, text in self._metadata.items():
+            name = "default" if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
+            if (name == "default" or name != key) and isinstance(text, str):
+                if not name.replace("_", "").replace("-", "").isalnum() or len(name) > 64:
+                    raise ConfigError(f"{self._parts.path}: {key!r:.90} is no name of a chat template")
+                found[name] = text
+        return found
+
+    def _flag(self, key: str, default: bool) -> bool:
+        value = self._metadata.get(_KEY + key, default)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self._parts.path}: {_KEY}{key} is {value!r:.40}; it must be true or false")
+        return value
+
+    def _numbers(self, key: str, default: float) -> list[Any]:
+        """Return a number for each token."""
+        value, count = self._metadata.get(_KEY + key), len(self._tokens)
+        if value is None:
+            return [default] * count
+        if not isinstance(value, np.ndarray) or len(value) < count:
+            raise ConfigError(
+                f"{self._parts.path}: {_KEY}{key} is {value!r:.40}; it must have {count} numbers"
+            )
+        return list(value[:count].tolist())
+
+
+def _split(cut: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": cut}, "behavior": "Isolated", "invert": False}
+
+
+def _model(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **switches: Any) -> dict[str, Any]:
+    usual: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+    }
+    return {**usual, **switches, "vocab": ids, "merges": merges}

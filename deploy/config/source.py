@@ -1,0 +1,105 @@
+"""Where a model's files come from: a local folder, the hub, a package of the package index, or this package itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from quintet.deploy.config.packaged_models import PACKAGED_MODELS, locate_packaged
+from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf, part_paths
+
+_CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
+_WEIGHT_FILES = ["*.safetensors"]
+_PICKLED_FILES = ["pytorch_model*.bin"]
+"""Fetched where there are no others."""
+_CODE_FILES = ["*.py"]
+_UNWANTED_FILES = ["*/*", "consolidated*"]
+"""Subfolders, and a second copy of the weights that some repositories hold under other names."""
+_NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+"""What is wanted of subfolders after all."""
+
+
+def locate_model(
+    name: str | None,
+    with_weights: bool,
+    flag: str = "MODEL",
+    with_code: bool = False,
+    revision: str | None = None,
+) -> Path:
+    """Return the local folder of a model, or its GGUF file, fetching it from the hub when ``name`` is a hub name.
+
+    ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
+    Quintet; a name of `PACKAGED_MODELS` is a file that another package carries. revision: a branch, tag or commit of a hub
+    name. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
+    """
+    if name is None:
+        from quintet.deploy.embedded import default_model_path
+
+        return Path(default_model_path())
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if folder.exists():
+        if is_gguf(folder):
+            return part_paths(folder.resolve())[0]
+        raise ConfigError(
+            f"{flag} {name!r} is a file; give the folder that holds config.json, or a .gguf file"
+        )
+    if name in PACKAGED_MODELS:
+        return locate_packaged(name, flag)
+    repository, _, file = name.partition(":")
+    if repository.count("/") == 1 and not name.startswith(("/", ".", "~")) and is_gguf(Path(file)):
+        parts = [part.as_posix() for part in part_paths(Path(file))]
+        return (
+            _fetch(repository, parts if with_weights else parts[:1], flag, revision, unwanted=()) / parts[0]
+        )
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"{flag} {name!r}: there is no such {'file' if is_gguf(folder) else 'folder'}")
+    patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
+    return _fetch(name, patterns, flag, revision)
+
+
+def _fetch(
+    name: str,
+    patterns: list[str],
+    flag: str,
+    revision: str | None = None,
+    unwanted: Sequence[str] = tuple(_UNWANTED_FILES),
+) -> Path:
+    """Download a hub repository, or find it in the cache."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        snapshot_download(name, revision=revision, allow_patterns=_NAMED_TEMPLATES)
+        folder = Path(
+            snapshot_download(
+                name, revision=revision, allow_patterns=patterns, ignore_patterns=list(unwanted)
+            )
+        )
+        if "*.safetensors" in patterns and not any(folder.glob("*.safetensors")):
+            snapshot_download(
+                name, revision=revision, allow_patterns=_PICKLED_FILES, ignore_patterns=_UNWANTED_FILES
+            )
+        return folder
+    except LocalEntryNotFoundError:
+        reason = (
+            "HF_HUB_OFFLINE is set and it was not fetched before"
+            if constants.HF_HUB_OFFLINE
+            else "the hub cannot be reached and it was not fetched before"
+        )
+    except HFValidationError:
+        reason = "it is not a valid hub name either"
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else "no answer"
+        reason = f"the hub answered {status}" + (
+            "; does the name exist, and is HF_TOKEN allowed to read it?" if status in (401, 403, 404) else ""
+        )
+    except OSError as error:
+        reason = f"fetching it from the hub failed: {error}"
+    message = f"{flag} {name!r}: there is no such folder in {os.getcwd()}, and {reason}"
+    if "/" not in name and not is_gguf(Path(name)):
+        message += f"; a name without a slash is a folder or one of: {', '.join(PACKAGED_MODELS)}"
+    raise ConfigError(message)

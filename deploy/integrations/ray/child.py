@@ -1,0 +1,49 @@
+"""``python -m quintet.deploy.integrations.ray.child``: `quintet serve` for an actor, which ends when the actor does,
+however it does.
+
+The actor holds the write end of the pipe behind ``--parent-fd``. The folder of ``--config`` was made for this process, which
+removes it at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from quintet.deploy.cli.serve import serve
+from quintet.deploy.config.config_file import merged_options
+from quintet.deploy.supervisor import run_dirs
+from quintet.wire.errors import EXIT_CONFIG, ConfigError
+
+
+def main() -> int:
+    """Serve, on a Unix socket unless it is a host that answers nobody."""
+    parser = argparse.ArgumentParser(
+        prog="python -m quintet.deploy.integrations.ray.child", description=__doc__
+    )
+    parser.add_argument(
+        "--config", type=Path, required=True, help="YAML file of flags, in a folder of its own"
+    )
+    parser.add_argument("--uds", help="socket to listen on")
+    parser.add_argument("--parent-fd", type=int, required=True, help="read end; its end of file means: stop")
+    parser.add_argument("--words-fd", type=int, help="where the words of a refusal are written")
+    arguments = parser.parse_args()
+    claim = run_dirs.claim(arguments.config.parent)  # so that it is swept if this is killed
+    try:
+        options, notes = merged_options(arguments.config, {"uds": arguments.uds} if arguments.uds else {})
+        return serve(options, notes, arguments.parent_fd)
+    except ConfigError as error:
+        print(f"quintet: {error}", file=sys.stderr)
+        if arguments.words_fd is not None:
+            os.write(arguments.words_fd, str(error).encode())
+        return EXIT_CONFIG
+    finally:
+        shutil.rmtree(arguments.config.parent, ignore_errors=True)
+        os.close(claim)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""From flags and a model folder to one frozen `EngineConfig`: see `quintet.deploy.resolve.build.resolve`."""

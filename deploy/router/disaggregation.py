@@ -1,0 +1,127 @@
+"""A request whose prompt one server computes and whose answer another: what the two are sent (docs/apart.md).
+
+Whether that is worth it, and who, is `Servers.choose_for_prompt`'s to say. Whatever fails here, the request is sent as it came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import msgspec
+
+from quintet.deploy.router.attempts import Sending
+from quintet.deploy.router.connection_pool import Unreachable
+from quintet.deploy.router.metrics import Figures
+from quintet.deploy.router.request_summary import Asked
+from quintet.deploy.router.servers import Held, Servers
+from quintet.deploy.router.upstream import Outgoing
+from quintet.deploy.tools.load_client.connection import HttpAnswer
+from quintet.wire.codec import UNREADABLE
+
+PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+"""Where servers take the params of a transfer."""
+PROMPT_S = 60.0
+"""Who has not computed a prompt in so long is not waited for."""
+PARAMS = "kv_transfer_params"
+_TOO_MUCH = frozenset({PARAMS, "use_beam_search", "prompt_logprobs", "echo", "truncate_prompt_tokens"})
+"""With one of these the prompt's blocks are no help, or the client has its own way with them."""
+_OF_THE_ANSWER = frozenset(
+    [
+        "stream",
+        "stream_options",
+        "stream_interval",
+        "n",
+        "best_of",
+        "min_tokens",
+        "logprobs",
+        "top_logprobs",
+        "max_completion_tokens",
+    ]
+)
+"""What the one token of who computes the prompt has nothing of."""
+_OFF = (b"null", b"false", b"{}")
+_log = logging.getLogger("quintet")
+Fields = dict[str, msgspec.Raw]
+_fields_decoder = msgspec.json.Decoder(Fields)
+
+
+class _Computed(msgspec.Struct):
+    """What matters of the answer of who computes the prompt."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+async def computed_apart(
+    servers: Servers,
+    figures: Figures,
+    outgoing: Outgoing,
+    asked: Asked,
+    held: Held,
+    enter: Callable[[Sending | None], None],
+    lose: Callable[[], None],
+) -> Outgoing:
+    """Have another server compute the prompt, where that is worth it; return what the server is sent that answers.
+
+    ``enter`` hears where the request is meanwhile, ``lose`` that this server was lost with it.
+    """
+    chosen = servers.choose_for_prompt(asked, held) if outgoing.path in PATHS else None
+    if chosen is None:
+        return outgoing
+    fields = _fields_of(outgoing.body)
+    if fields is None:
+        chosen.leave()
+        return outgoing
+    sending, params = Sending(chosen), b""
+    try:
+        enter(sending)
+        async with asyncio.timeout(PROMPT_S):
+            flow = await sending.send(replace(outgoing, body=_first(fields), extra=()))
+            params = _params_of(await flow.whole)
+        figures.answered(chosen.server, flow.status)
+    except Unreachable as error:
+        chosen.server.note(str(error))
+    except TimeoutError:
+        _log.warning("%s: no prompt of %s in %g s", chosen.server.url, outgoing.request_id, PROMPT_S)
+    except ConnectionError as error:
+        _log.info("%s: %s; it had the prompt of %s", chosen.server.url, error, outgoing.request_id)
+        lose()
+    finally:
+        enter(None)
+        sending.let_go()
+    figures.apart(is_computed=bool(params))
+    if not params:
+        return outgoing
+    return replace(outgoing, body=msgspec.json.encode(fields | {PARAMS: msgspec.Raw(params)}))
+
+
+def _fields_of(body: bytes) -> Fields | None:
+    """Return the fields of a request whose prompt can be computed apart; None of any other."""
+    try:
+        fields = _fields_decoder.decode(body)
+    except UNREADABLE:
+        return None
+    if any(bytes(fields.get(name, _OFF[0])) not in _OFF for name in _TOO_MUCH):
+        return None
+    prompt = bytes(fields.get("prompt", b""))
+    has_several = prompt.startswith(b"[") and not prompt[1:].lstrip()[:1].isdigit()
+    return None if has_several else fields
+
+
+def _first(fields: Fields) -> bytes:
+    """Return what the server is sent that computes the prompt."""
+    kept: dict[str, object] = {name: raw for name, raw in fields.items() if name not in _OF_THE_ANSWER}
+    return msgspec.json.encode({**kept, "max_tokens": 1, "stream": False, PARAMS: {"do_remote_decode": True}})
+
+
+def _params_of(answer: HttpAnswer) -> bytes:
+    """Return what the server is to be sent that answers; nothing where none was computed."""
+    if answer.status != 200:
+        return b""
+    try:
+        params = bytes(msgspec.json.decode(answer.body, type=_Computed).kv_transfer_params)
+    except UNREADABLE:
+        return b""
+    return b"" if params == b"null" else params

@@ -1,0 +1,56 @@
+"""Frontends that show everybody's figures: nobody is told what is a second old, and nobody waits for who is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+
+from quintet.deploy.supervisor.process_slots import SeatTable
+from quintet.wire.ids import Role, WorkerId
+from quintet.wire.supervision import MetricsQuery, TellFigures
+
+PATIENCE_S = 0.05
+
+
+@dataclass(slots=True)
+class _Looker:
+    query: MetricsQuery
+    awaited: set[WorkerId]
+    until: float
+
+
+class Lookers:
+    """Who waits for the newest figures, and for whose."""
+
+    def __init__(self, seats: SeatTable, send: Callable[[Role, int, msgspec.Struct], bool]) -> None:
+        self._seats = seats
+        self._send = send
+        self._waiting: list[_Looker] = []
+
+    def ask(self, query: MetricsQuery, now: float) -> None:
+        """Have everybody tell their figures. The executor is not waited for: it may compute for seconds."""
+        awaited: set[WorkerId] = set()
+        for seat in self._seats.own():
+            if seat.process is not None and seat.ready_at is not None and seat.worker != query.asker:
+                self._send(seat.role, seat.index, TellFigures())
+                if seat.role is not Role.EXECUTOR:
+                    awaited.add(seat.worker)
+        self._waiting.append(_Looker(query, awaited, now + PATIENCE_S))
+
+    def heard(self, worker: WorkerId) -> None:
+        """Note a heartbeat."""
+        for looker in self._waiting:
+            looker.awaited.discard(worker)
+
+    def take(self, now: float) -> list[MetricsQuery]:
+        """Return, once, the questions that can be answered, or have waited long enough."""
+        due = [looker.query for looker in self._waiting if not looker.awaited or looker.until <= now]
+        if due:
+            self._waiting = [each for each in self._waiting if each.awaited and each.until > now]
+        return due
+
+    def patience_s(self, now: float) -> float | None:
+        """Return how long the first of them still waits; None while nobody does."""
+        return max(0.0, min(looker.until for looker in self._waiting) - now) if self._waiting else None

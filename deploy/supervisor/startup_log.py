@@ -1,0 +1,201 @@
+"""What an operator reads while the server boots: under twenty lines, or one cause of failure."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from quintet.deploy import embedded
+from quintet.deploy.supervisor.process_slots import SeatRecord
+from quintet.process.runtime import error_file
+from quintet.wire.config import EngineConfig
+from quintet.wire.errors import EXIT_CONFIG
+from quintet.wire.ids import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why the server could not boot, or gave up."""
+
+    role: str
+    cause: str
+    hint: str
+    exit_code: int
+
+    def __str__(self) -> str:
+        hint = f"\n  hint: {self.hint}" if self.hint else ""
+        return f"{self.role}: {self.cause}{hint}"
+
+
+class Story(Protocol):
+    """Whoever wants to hear how the boot goes."""
+
+    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+        """All processes of one role are ready."""
+
+    def all_ready(self) -> None:
+        """The server can answer."""
+
+    def failed(self, failure: Failure) -> None:
+        """The server exits with ``failure.exit_code``."""
+
+
+class PrintedStory:
+    """Tells the story on a terminal."""
+
+    def __init__(self, config: EngineConfig, opening: Sequence[str], out: TextIO | None = None) -> None:
+        self._config = config
+        self._out = sys.stdout if out is None else out
+        self._began = time.monotonic()
+        for line in opening:
+            self._say(line)
+
+    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+        """Say how long the role took, and the facts that its first process told."""
+        slowest = max((seat.ready_at or seat.spawned_at) - seat.spawned_at for seat in seats)
+        name = seats[0].role + (f" ×{len(seats)}" if len(seats) > 1 else "")
+        facts = ", ".join(f"{name}: {value}" for name, value in seats[0].facts.items())
+        self._say(f"  {name:<14} {slowest:5.1f} s  {facts}".rstrip())
+
+    def all_ready(self) -> None:
+        """Say where to knock, with a line to paste."""
+        seconds = time.monotonic() - self._began
+        url = base_url(self._config)
+        self._say(f"All processes ready after {seconds:.1f} s. Try:")
+        if can_chat(self._config) and not self._config.frontend.uds:
+            self._say(f"  {chat_line(self._config)}")
+        self._say(f"  {curl_line(self._config)}")
+        self._say(f"Quintet is ready: {url}")
+
+    def failed(self, failure: Failure) -> None:
+        """Say why, on stderr."""
+        self._out.flush()
+        print(f"quintet: {failure}", file=sys.stderr, flush=True)
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody reads the story any more; the server goes on
+            self._out.write(
+                line + "\n"
+            )  # once: the children write to the same terminal, and may come in between
+            self._out.flush()
+
+
+class ReportedStory:
+    """Tells a program the ending alone: one JSON line to a descriptor, ``{"ready": true}`` or ``{"error": "…"}``."""
+
+    def __init__(self, report_fd: int | None) -> None:
+        self._report_fd = report_fd
+
+    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+        """Stay silent."""
+
+    def all_ready(self) -> None:
+        """Report success."""
+        self._report({"ready": True})
+
+    def failed(self, failure: Failure) -> None:
+        """Report the cause; to stderr when nobody listens any more."""
+        if not self._report({"error": str(failure), "exit_code": failure.exit_code}):
+            print(f"quintet: {failure}", file=sys.stderr, flush=True)
+
+    def _report(self, words: dict[str, object]) -> bool:
+        """Write the one line. Return False when it had been written before, or cannot be."""
+        if self._report_fd is None:
+            return False
+        descriptor, self._report_fd = self._report_fd, None
+        try:
+            with os.fdopen(descriptor, "w") as pipe:
+                pipe.write(json.dumps(words) + "\n")
+        except BrokenPipeError:
+            return False
+        return True
+
+
+def base_url(config: EngineConfig) -> str:
+    """Return the URL a client on this host can use."""
+    if config.frontend.uds:
+        return f"unix:{config.frontend.uds}"
+    host = config.frontend.host
+    host = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
+    scheme = "https" if config.frontend.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.frontend.port}"
+
+
+def can_chat(config: EngineConfig) -> bool:
+    """Return whether the model holds a conversation: it has a chat template, and is not the toy."""
+    is_toy = Path(config.model.path) == embedded.default_model_path()
+    return "default" in config.model.chat_templates and not is_toy
+
+
+def chat_line(config: EngineConfig) -> str:
+    """Return a command that opens a conversation in the terminal."""
+    url = base_url(config)
+    program = (
+        "quintet" if shutil.which("quintet") else shlex.quote(str(Path(sys.executable).with_name("quintet")))
+    )
+    line = f"{program} chat" + ("" if url == "http://127.0.0.1:8000" else f" --url {url}")
+    return line + (" --api-key $YOUR_API_KEY" if config.frontend.api_keys else "")
+
+
+def curl_line(config: EngineConfig) -> str:
+    """Return a command that streams an answer from the server."""
+    body: dict[str, object] = {"model": config.model.served_names[0]}
+    if can_chat(config):
+        route = "/v1/chat/completions"
+        body["messages"] = [{"role": "user", "content": "Hello! Who are you?"}]
+        body["temperature"] = 0.7
+    else:
+        route = "/v1/completions"
+        body |= {"prompt": "def fibonacci(n):", "temperature": 0}
+    body |= {"max_tokens": 64, "stream": True}
+    key = ' -H "Authorization: Bearer $YOUR_API_KEY"' if config.frontend.api_keys else ""
+    url, how = base_url(config), ""
+    if config.frontend.uds:
+        how = f"--unix-socket {shlex.quote(config.frontend.uds)} "
+        url = "https://localhost" if config.frontend.ssl_certfile else "http://localhost"
+    elif "[" in url:
+        how = "-g "
+    if config.frontend.ssl_certfile:
+        how += f"--cacert {shlex.quote(config.frontend.ssl_certfile)} "
+    return (
+        f"curl -N {how}{url}{route} -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(json.dumps(body))}"
+    )
+
+
+def child_failure(run_dir: Path, seat: SeatRecord, exit_status: int) -> Failure:
+    """Explain a child's end with its own first exception, if it left one."""
+    words_file = error_file(run_dir, seat.worker)
+    words = words_file.read_text().strip() if words_file.exists() else ""
+    cause = words or f"the process {_ending(exit_status)} before it could say why"
+    hint = "" if exit_status == EXIT_CONFIG else _hint(seat.role, exit_status, words)
+    return Failure(f"{seat.role} {seat.index}", cause, hint, EXIT_CONFIG if exit_status == EXIT_CONFIG else 1)
+
+
+def _ending(exit_status: int) -> str:
+    if exit_status >= 0:
+        return f"exited with status {exit_status}"
+    try:
+        return f"was killed by {signal.Signals(-exit_status).name}"
+    except ValueError:
+        return f"was killed by signal {-exit_status}"
+
+
+def _hint(role: Role, exit_status: int, words: str) -> str:
+    if exit_status == -signal.SIGKILL or "MemoryError" in words or "out of memory" in words:
+        return "probably out of memory: try a smaller --kv-cache-memory, --max-model-len or --max-num-seqs"
+    if words.startswith(("ModuleNotFoundError", "ImportError")):
+        return "the installation is incomplete: run `make install`, then `quintet collect-env`"
+    if role is Role.EXECUTOR:
+        return "the traceback is above; `quintet serve --executor mock` tells whether the rest of the server works"
+    return "the traceback is above; --log-level DEBUG says more"

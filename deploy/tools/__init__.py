@@ -1,0 +1,1 @@
+"""Tools beside the server: quantization, load generation, replay, accounting of steps and memory."""

@@ -1,0 +1,91 @@
+"""What `quintet plan` says of KV that leaves an engine: to the disk, to a store, to other servers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from quintet.deploy.config.kv_disk import free_bytes
+from quintet.deploy.config.memory import format_size
+from quintet.wire.config import EngineConfig, KvPeersConfig, KvStoreConfig
+
+Rows = list[tuple[str, str]]
+
+
+class KvDiskPlan(msgspec.Struct, frozen=True):
+    """What ``--kv-disk`` keeps, for each engine."""
+
+    folder: str
+    size_bytes: int
+    num_blocks: int
+    staging_bytes: int
+    """Host memory that blocks are read into, at most."""
+    free_bytes: int
+    """What the disk has left."""
+
+
+def disk_plan(config: EngineConfig) -> KvDiskPlan | None:
+    """Return what is kept on disk; None where nothing is."""
+    disk = config.cache.disk
+    if disk is None:
+        return None
+    num_blocks = config.model.kv.num_blocks(disk.size_bytes)
+    free = free_bytes(Path(disk.folder))
+    parts = config.cache.num_parts
+    return KvDiskPlan(disk.folder, disk.size_bytes * parts, num_blocks, disk.staging_bytes * parts, free)
+
+
+def store_plan(config: EngineConfig) -> KvStoreConfig | None:
+    """Return what servers share, with the memory of all ranks together."""
+    store, parts = config.cache.store, config.cache.num_parts
+    if store is None:
+        return None
+    return msgspec.structs.replace(store, staging_bytes=store.staging_bytes * parts)
+
+
+def peers_plan(config: EngineConfig) -> KvPeersConfig | None:
+    """Return what goes from server to server, likewise."""
+    peers, parts = config.cache.peers, config.cache.num_parts
+    if peers is None:
+        return None
+    staging_bytes, offered_bytes = peers.staging_bytes * parts, peers.offered_bytes * parts
+    return msgspec.structs.replace(peers, staging_bytes=staging_bytes, offered_bytes=offered_bytes)
+
+
+def rows_of(
+    disk: KvDiskPlan | None, store: KvStoreConfig | None, peers: KvPeersConfig | None, block_size: int
+) -> Rows:
+    """Return it for human eyes."""
+    return _disk_rows(disk, block_size) + _store_rows(store) + _peers_rows(peers)
+
+
+def _disk_rows(disk: KvDiskPlan | None, block_size: int) -> Rows:
+    if disk is None:
+        return []
+    words = (
+        f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {block_size} tokens, for each"
+        f" engine; {format_size(disk.free_bytes)} are free there; {format_size(disk.staging_bytes)} of memory to read into"
+    )
+    return [("KV on disk", words)]
+
+
+def _store_rows(store: KvStoreConfig | None) -> Rows:
+    if store is None:
+        return []
+    bound = f"{format_size(store.size_bytes)} of all servers" if store.size_bytes else "bounded by its owner"
+    memory = format_size(store.staging_bytes + store.waiting_bytes)
+    return [("KV shared", f"{store.url}, {bound}; {memory} of memory for each engine")]
+
+
+def _peers_rows(peers: KvPeersConfig | None) -> Rows:
+    if peers is None:
+        return []
+    words: list[str] = [peers.role]
+    if peers.listen:
+        words.append(
+            f"offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory for each engine"
+        )
+    if peers.allowed:
+        words.append(f"fetched from {', '.join(peers.allowed)} into {format_size(peers.staging_bytes)}")
+    return [("KV of others", "; ".join(words))]

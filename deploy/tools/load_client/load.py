@@ -1,0 +1,166 @@
+"""Runs a load: sends the requests at a fixed concurrency or at given arrival times, and keeps what became of each."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import uvloop
+
+from quintet.deploy.tools.load_client.connection import HttpAnswer, Pool, Target
+from quintet.deploy.tools.load_client.tally import Chunk, StreamTally
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One run."""
+
+    target: Target
+    path: str
+    bodies: Sequence[bytes]
+    concurrency: int | None = None
+    """Requests in flight at most; None for no limit."""
+    arrivals_s: Sequence[float] | None = None
+    """When each request is due, from the start; None sends as fast as ``concurrency`` allows."""
+    timeout_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times are `time.perf_counter` seconds."""
+
+    due_s: float
+    start_s: float
+    end_s: float
+    tally: StreamTally
+    failure: str | None = None
+    """The kind of failure, for counting; None when the stream came whole."""
+    message: str = ""
+
+
+@dataclass(slots=True, repr=False)
+class Run:
+    """A finished load. Without a repr: asyncio.Runner makes one of its task's result, in passing."""
+
+    start_s: float
+    end_s: float
+    outcomes: list[Outcome] = field(default_factory=list)
+
+
+def run_load(load: Load, on_outcome: Callable[[Outcome], None] | None = None) -> Run:
+    """Send every request of ``load`` and wait for the last; ``on_outcome`` hears of each as it ends.
+
+    Failures are outcomes, not exceptions. Ctrl-C breaks off what is in flight and returns what has ended.
+    """
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_drive(load, on_outcome))
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def ask(target: Target, method: str, path: str, body: bytes = b"", timeout_s: float = 30.0) -> HttpAnswer:
+    """Make one plain request. Raises `ConnectionError`, `OSError` or `TimeoutError`."""
+
+    async def go() -> HttpAnswer:
+        pool = Pool(target, connect_timeout_s=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await pool.exchange(target.request(method, path, body))
+        finally:
+            await pool.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(go())
+
+
+def error_words(body: bytes) -> str:
+    """Return the message of an error body, or its beginning when it has none of the known shapes."""
+    try:
+        chunk = msgspec.json.decode(body, type=Chunk)
+    except msgspec.MsgspecError:
+        chunk = Chunk()
+    if isinstance(chunk.error, str):
+        return chunk.error
+    if chunk.error is not None and chunk.error.message:
+        return chunk.error.message
+    return body[:200].decode(errors="replace").strip()
+
+
+async def _drive(load: Load, on_outcome: Callable[[Outcome], None] | None) -> Run:
+    pool = Pool(load.target)
+    run = Run(time.perf_counter(), 0.0)
+    upcoming = iter(range(len(load.bodies)))
+
+    async def one(index: int, due_s: float) -> None:
+        outcome = await _request(load, pool, load.bodies[index], due_s)
+        run.outcomes.append(outcome)
+        if on_outcome is not None:
+            on_outcome(outcome)
+
+    async def worker() -> None:
+        for index in upcoming:
+            await one(index, time.perf_counter())
+
+    async def at_arrivals(arrivals_s: Sequence[float]) -> None:
+        seats = asyncio.Semaphore(load.concurrency or len(load.bodies) or 1)
+
+        async def seated(index: int, due_s: float) -> None:
+            async with seats:
+                await one(index, due_s)
+
+        async with asyncio.TaskGroup() as group:
+            for index in upcoming:
+                due_s = run.start_s + arrivals_s[index]
+                await asyncio.sleep(due_s - time.perf_counter())
+                group.create_task(seated(index, due_s))
+
+    try:
+        if load.arrivals_s is not None:
+            await at_arrivals(load.arrivals_s)
+        else:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(load.concurrency or 1, len(load.bodies))):
+                    group.create_task(worker())
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None:
+            task.uncancel()
+    finally:
+        run.end_s = time.perf_counter()
+        await pool.close()
+    return run
+
+
+async def _request(load: Load, pool: Pool, body: bytes, due_s: float) -> Outcome:
+    tally = StreamTally()
+    request = load.target.request("POST", load.path, body)
+    start_s = time.perf_counter()
+    failure: str | None = None
+    message = ""
+    try:
+        async with asyncio.timeout(load.timeout_s):
+            answer = await pool.exchange(request, tally)
+    except TimeoutError:
+        failure, message = "timeout", f"no complete answer within {load.timeout_s:g} s"
+    except ConnectionRefusedError as error:
+        failure, message = "refused", str(error)
+    except OSError as error:
+        failure, message = "broken connection", str(error)
+    end_s = time.perf_counter()
+    tally.finish(end_s)
+    if failure is None:
+        if answer.status != 200:
+            failure, message = f"HTTP {answer.status}", error_words(answer.body)
+        elif tally.error is not None:
+            failure, message = "error in the stream", tally.error
+        elif not tally.done:
+            failure, message = "stream without [DONE]", error_words(answer.body)
+    return Outcome(due_s, start_s, end_s, tally, failure, message)

@@ -1,0 +1,168 @@
+"""From outcomes to figures: percentiles, rates, failures by kind; as a table for people and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from quintet.deploy.tools.load_client.load import Outcome, Run
+
+_PERCENTILES = (50, 90, 99)
+
+
+class Spread(msgspec.Struct):
+    """The distribution of a time, in milliseconds."""
+
+    count: int
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    max: float
+
+
+class Failures(msgspec.Struct):
+    """Requests that failed in one way."""
+
+    kind: str
+    count: int
+    example: str
+
+
+class Summary(msgspec.Struct):
+    """The figures of one run."""
+
+    num_requests: int
+    num_completed: int
+    duration_s: float
+    requests_per_s: float
+    output_tokens: int
+    """By the server's usage; by events where it sent none."""
+    output_tokens_per_s: float
+    output_events: int
+    """Frames with text that arrived."""
+    output_events_per_s: float
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    has_usage: bool
+    ttft_ms: Spread | None
+    """Sent until the first frame with text."""
+    inter_token_ms: Spread | None
+    """Between events of a stream, events of one socket read counting as simultaneous."""
+    time_per_output_token_ms: Spread | None
+    """Per request: first text until the end, over its tokens but the first."""
+    end_to_end_ms: Spread | None
+    late_ms: Spread | None
+    """How long after its due time a request was sent."""
+    failures: list[Failures]
+
+
+def spread(values_s: Sequence[float] | NDArray[np.float64]) -> Spread | None:
+    """Summarise times given in seconds; None when there are none."""
+    values_ms = np.asarray(values_s, dtype=np.float64) * 1e3
+    if values_ms.size == 0:
+        return None
+    p50, p90, p99 = (round(float(v), 4) for v in np.percentile(values_ms, _PERCENTILES))
+    return Spread(
+        int(values_ms.size),
+        round(float(values_ms.mean()), 4),
+        p50,
+        p90,
+        p99,
+        round(float(values_ms.max()), 4),
+    )
+
+
+def summarise(run: Run) -> Summary:
+    """Compute the figures of a run."""
+    good = [o for o in run.outcomes if o.failure is None]
+    duration_s = max(run.end_s - run.start_s, 1e-9)
+    tokens = sum(_output_tokens(o) for o in good)
+    events = sum(o.tally.num_events for o in good)
+    usages = [o.tally.usage for o in good if o.tally.usage is not None]
+    cached = [
+        u.prompt_tokens_details.cached_tokens or 0 for u in usages if u.prompt_tokens_details is not None
+    ]
+    return Summary(
+        num_requests=len(run.outcomes),
+        num_completed=len(good),
+        duration_s=round(duration_s, 4),
+        requests_per_s=round(len(good) / duration_s, 3),
+        output_tokens=tokens,
+        output_tokens_per_s=round(tokens / duration_s, 2),
+        output_events=events,
+        output_events_per_s=round(events / duration_s, 2),
+        prompt_tokens=sum(u.prompt_tokens for u in usages),
+        cached_prompt_tokens=sum(cached),
+        has_usage=bool(good) and len(usages) == len(good),
+        ttft_ms=spread([o.tally.first_s - o.start_s for o in good if o.tally.first_s is not None]),
+        inter_token_ms=spread(_gaps(good)),
+        time_per_output_token_ms=spread(
+            [
+                (o.tally.last_s - o.tally.first_s) / (_output_tokens(o) - 1)
+                for o in good
+                if o.tally.first_s is not None and _output_tokens(o) > 1
+            ]
+        ),
+        end_to_end_ms=spread([o.end_s - o.start_s for o in good]),
+        late_ms=spread([o.start_s - o.due_s for o in run.outcomes]),
+        failures=_failures(run.outcomes),
+    )
+
+
+def table(summary: Summary) -> str:
+    """Lay the figures out for reading."""
+    s = summary
+    lines = [
+        f"requests     {s.num_completed} of {s.num_requests} completed in {s.duration_s:.2f} s, {s.requests_per_s:.2f} /s",
+        f"output       {s.output_tokens} tokens{'' if s.has_usage else ' (counted as events: no usage sent)'}, "
+        f"{s.output_tokens_per_s:,.1f} tokens/s; {s.output_events} events, {s.output_events_per_s:,.1f} /s",
+    ]
+    if s.has_usage:
+        lines.append(f"prompt       {s.prompt_tokens} tokens, {s.cached_prompt_tokens} from the prefix cache")
+    lines += ["", f"{'milliseconds':<22}{'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"]
+    for name, row in (
+        ("time to first token", s.ttft_ms),
+        ("between events", s.inter_token_ms),
+        ("per output token", s.time_per_output_token_ms),
+        ("end to end", s.end_to_end_ms),
+    ):
+        if row is not None:
+            lines.append(
+                f"{name:<22}{row.mean:>10.3f}{row.p50:>10.3f}{row.p90:>10.3f}{row.p99:>10.3f}{row.max:>10.3f}"
+            )
+    if s.late_ms is not None and s.late_ms.p99 > 5:
+        lines.append(
+            f"{'sent late by':<22}{s.late_ms.mean:>10.3f}{s.late_ms.p50:>10.3f}{s.late_ms.p90:>10.3f}{s.late_ms.p99:>10.3f}"
+        )
+    if s.failures:
+        lines += ["", "failures"]
+        lines += [f"  {f.count:>6} x {f.kind}: {f.example}" for f in s.failures]
+    return "\n".join(lines)
+
+
+def _output_tokens(outcome: Outcome) -> int:
+    usage = outcome.tally.usage
+    return outcome.tally.num_events if usage is None else usage.completion_tokens
+
+
+def _gaps(outcomes: Sequence[Outcome]) -> NDArray[np.float64]:
+    """Seconds before every event but the first of its stream."""
+    parts: list[NDArray[np.float64]] = []
+    num_simultaneous = 0
+    for outcome in outcomes:
+        tally = outcome.tally
+        parts.append(np.diff(np.frombuffer(tally.read_times_s, dtype=np.float64)))
+        num_simultaneous += tally.num_events - len(tally.read_events)
+    parts.append(np.zeros(num_simultaneous))
+    return np.concatenate(parts)
+
+
+def _failures(outcomes: Sequence[Outcome]) -> list[Failures]:
+    counts = Counter(o.failure for o in outcomes if o.failure is not None)
+    examples = {o.failure: o.message for o in reversed(outcomes)}
+    return [Failures(str(kind), count, examples[kind]) for kind, count in counts.most_common()]

@@ -1,0 +1,155 @@
+"""A plain client for people at a terminal: blocking, one request at a time, errors in words."""
+
+from __future__ import annotations
+
+import http.client
+import time
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from quintet.deploy.tools.load_client.connection import BadUrl, Target
+from quintet.deploy.tools.load_client.load import error_words
+from quintet.deploy.tools.load_client.tally import Chunk
+
+_CONNECT_S = 10.0
+
+
+class ServerError(Exception):
+    """The server cannot be reached, or refused; the message is for the user."""
+
+
+class ListedModel(msgspec.Struct):
+    """One entry of ``/v1/models``."""
+
+    id: str
+    generation_defaults: dict[str, float] | None = None
+    """Sampling parameters that the model's generation configuration sets; None from other servers."""
+
+
+class _Models(msgspec.Struct):
+    """``/v1/models``."""
+
+    data: list[ListedModel]
+
+
+@dataclass(slots=True)
+class Speed:
+    """Times and tokens of one streamed answer."""
+
+    asked_s: float = 0.0
+    first_s: float | None = None
+    """When the first text came; None before."""
+    ended_s: float = 0.0
+    num_tokens: int = 0
+    """As the server counts them, else events with text."""
+
+    def text(self) -> str:
+        """Return a line for a person; empty without an answer."""
+        if self.first_s is None:
+            return ""
+        line = f"first token {self.first_s - self.asked_s:.2f} s"
+        taken_s = self.ended_s - self.first_s
+        if self.num_tokens > 1 and taken_s > 0:
+            line += f", {(self.num_tokens - 1) / taken_s:.1f} tokens/s"
+        return line
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """One server."""
+
+    url: str
+    target: Target
+
+    @classmethod
+    def of(cls, url: str, api_key: str | None) -> Client:
+        """Read the server's address. Raises `ServerError`."""
+        try:
+            return cls(url, Target.parse(url, api_key))
+        except BadUrl as error:
+            raise ServerError(str(error)) from None
+
+    def first_model(self) -> str:
+        """Return the name of the first model that the server lists. Raises `ServerError`."""
+        return self.listed_model(None).id
+
+    def listed_model(self, name: str | None) -> ListedModel:
+        """Return the server's entry for a model, or the first one; a name without an entry is kept. Raises `ServerError`."""
+        with self._ask("GET", "/v1/models") as answer:
+            try:
+                listed = msgspec.json.decode(answer.read(), type=_Models).data
+                return (
+                    listed[0]
+                    if name is None
+                    else next((each for each in listed if each.id == name), ListedModel(name))
+                )
+            except (msgspec.MsgspecError, IndexError):
+                if name is not None:
+                    return ListedModel(name)
+                raise ServerError(
+                    f"{self.url} answers, but lists no models; name one with --model."
+                ) from None
+
+    def stream(
+        self, path: str, body: Mapping[str, object], speed: Speed | None = None
+    ) -> Generator[str, None, None]:
+        """Post a request with ``stream`` set and yield the text as it comes; closing the generator aborts the request.
+
+        speed: filled in, if given. Raises `ServerError`.
+        """
+        speed = Speed() if speed is None else speed
+        speed.asked_s = speed.ended_s = time.perf_counter()
+        try:
+            with self._ask("POST", path, msgspec.json.encode({**body, "stream": True})) as answer:
+                for line in answer:
+                    if not line.startswith(b"data:"):
+                        continue
+                    content = line[5:].strip()
+                    if content == b"[DONE]":
+                        return
+                    yield from _texts(content, speed)
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerError(f"The connection to {self.url} broke: {error}") from None
+        raise ServerError(f"{self.url} ended its answer early.")
+
+    def _ask(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
+        target = self.target
+        kind = http.client.HTTPSConnection if target.tls else http.client.HTTPConnection
+        connection = kind(target.host, target.port, timeout=_CONNECT_S)
+        headers = {**dict(target.headers), "Content-Type": "application/json", "Connection": "close"}
+        try:
+            connection.connect()
+            connection.sock.settimeout(None)
+            connection.request(method, target.prefix + path, body, headers)
+            answer = connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            connection.close()
+            raise ServerError(
+                f"No server answers at {self.url} ({error or type(error).__name__}).\n"
+                "Start one with `quintet serve`, or give the address of another."
+            ) from None
+        if answer.status != 200:
+            words = error_words(answer.read())
+            answer.close()
+            hint = " Give the key with --api-key." if answer.status == 401 else ""
+            raise ServerError(f"{words} (HTTP {answer.status}){hint}")
+        return answer
+
+
+def _texts(content: bytes, speed: Speed) -> Generator[str, None, None]:
+    chunk = msgspec.json.decode(content, type=Chunk)
+    if chunk.usage is not None:
+        speed.num_tokens = chunk.usage.completion_tokens
+    if chunk.error is not None:
+        raise ServerError(chunk.error if isinstance(chunk.error, str) else chunk.error.message)
+    for choice in chunk.choices:
+        delta = choice.delta
+        text = choice.text if delta is None else delta.reasoning or delta.reasoning_content or delta.content
+        if text:
+            speed.ended_s = time.perf_counter()
+            if speed.first_s is None:
+                speed.first_s = speed.ended_s
+            speed.num_tokens += chunk.usage is None
+            yield text
