@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.kv.publish import offer
+from quintet.core.kv_publish import offer
 from quintet.core.request import Request
 from quintet.core.scheduler_state import Flight, State
 from quintet.core.token_messages import Effects, Ending, TokensBuilders

@@ -13,11 +13,11 @@ from operator import attrgetter
 
 from quintet.core.counters import Counters
 from quintet.core.hooks import Hooks
-from quintet.core.kv.events import KvEvents
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, key_of
 from quintet.core.kv.prefix_tree import Trails
+from quintet.core.kv_events import KvEvents
 from quintet.core.request import Request, Status
 from quintet.core.throughput import Pace
 

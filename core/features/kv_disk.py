@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections import ChainMap
 
+from quintet.core.block_keys import found_behind, keys_behind, run_of
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.block_keys import found_behind, keys_behind, run_of
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.prefix import extend_chain, reach
 from quintet.core.request import Request

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from quintet.core.block_keys import digests_of, keys_behind, run_of
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.block_keys import digests_of, keys_behind, run_of
 from quintet.core.kv.group_blocks import Held
 from quintet.core.request import Request
 from quintet.core.scheduler_state import State

@@ -3,13 +3,13 @@
 A waiting request that names a peer is looked up once, before it runs for the first time. What the device lacks of the blocks that
 are offered there is fetched, and until it is here the request is passed over by others; then it enters behind it, as behind a hit
 in the prefix cache. It waits for room, too: computing what another has computed is what it was sent on for. What does not come is
-computed. The other direction is `quintet.core.kv.publish`.
+computed. The other direction is `quintet.core.kv_publish`.
 """
 
 from __future__ import annotations
 
+from quintet.core.block_keys import digests_of, found_behind, keys_behind, run_of
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.block_keys import digests_of, found_behind, keys_behind, run_of
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
 from quintet.core.recurrent_state import last_kept

@@ -11,8 +11,8 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
+from quintet.core.block_keys import digests_of, found_behind, keys_behind, run_of
 from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.block_keys import digests_of, found_behind, keys_behind, run_of
 from quintet.core.kv.prefix import reach
 from quintet.core.kv.store_pool import StorePool
 from quintet.core.request import Request

@@ -120,7 +120,7 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
     Must be the main thread of a program that has done nothing else. The end of file at ``parent_fd`` stops the server too.
     """
     if options.headless:
-        from quintet.deploy.supervisor.headless import serve_headless
+        from quintet.deploy.cli.headless import serve_headless
 
         return serve_headless(options, parent_fd)
     signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself

@@ -56,34 +56,43 @@ def test_a_folder_imports_only_itself_and_what_is_below(folder: str) -> None:
     assert strangers == []
 
 
+CHECKPOINTS = "executor.checkpoints"
+CPU_OPS = "executor.backends.cpu.ops"
 INNER = {
     "core/kv": {"core.kv", "wire.codec", "wire.kv_disk", "wire.kv_spec", "wire.kv_store"},
     "deploy/integrations/fastchat": {
-        f"deploy.{room}" for room in ("fastchat", "load_client", "router.lines", "supervisor.listener")
-    }
-    | {"frontend", "process.log", "wire"},
-    "deploy/tools/load_client": {"deploy.load_client"},
-    "deploy/config": {"deploy.resolve", "deploy.embedded", "process", "wire"}
-    | {"executor.cards", "executor.weights.files", "executor.weights.header", "detokenizer_proc.parsers"}
-    | {"executor.quant.formats", "executor.gguf.card", "executor.gguf.header", "executor.gguf.parts"}
-    | {"executor.platforms.cores", "executor.store.connector", "tokenizer_proc.chat_template"},
-    "deploy/router": {"deploy.router", "deploy.load_client", "frontend", "wire"},
-    "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.resolve.memory", "process", "wire"},
-    "executor/model_config": {"executor.cards", "wire"},
-    "executor/checkpoints/gguf": {"executor.gguf", "executor.cards", "executor.weights", "wire"},
-    "executor/models/layers": {f"executor.{room}" for room in ("cards", "layers", "ops", "quant", "weights")}
-    | {"wire"},
-    "executor/models": {
-        f"executor.{room}" for room in ("cards", "models", "layers", "platforms", "quant", "weights")
-    }
-    | {"wire"},
+        *("deploy.integrations.fastchat", "deploy.tools.load_client", "deploy.router.connection_pool"),
+        *("deploy.supervisor.listener", "frontend", "process.log", "wire"),
+    },
+    "deploy/tools/load_client": {"deploy.tools.load_client"},
+    "deploy/config": {
+        *("deploy.config", "deploy.embedded", "process", "wire", "executor.model_config"),
+        *(f"{CHECKPOINTS}.{module}" for module in ("weights.files", "weights.header", "quant.formats")),
+        *(f"{CHECKPOINTS}.gguf.{module}" for module in ("card", "header", "parts")),
+        *("executor.backends.platforms.cores", "executor.kv_transfer.store.connector"),
+        *("detokenizer_proc.parsers", "tokenizer_proc.chat_template"),
+    },
+    "deploy/router": {"deploy.router", "deploy.tools.load_client", "frontend", "wire"},
+    "deploy/supervisor": {"deploy.supervisor", "deploy.embedded", "deploy.config.memory", "process", "wire"},
+    "executor/model_config": {"executor.model_config", "wire"},
+    "executor/checkpoints/gguf": {
+        *(f"{CHECKPOINTS}.gguf", f"{CHECKPOINTS}.weights", "executor.model_config", "wire"),
+    },
     "executor/checkpoints/quant/formats": {
-        f"executor.{room}" for room in ("quant.formats", "cards", "gguf.types", "weights.header")
-    }
-    | {"wire"},
-    "executor/checkpoints/weights": {"executor.weights", "executor.ops", "wire"},
+        *(f"{CHECKPOINTS}.quant.formats", f"{CHECKPOINTS}.gguf.types", f"{CHECKPOINTS}.weights.header"),
+        *("executor.model_config", "wire"),
+    },
+    "executor/checkpoints/weights": {f"{CHECKPOINTS}.weights", CPU_OPS, "wire"},
+    "executor/models/layers": {
+        *("executor.model_config", "executor.models.layers", CPU_OPS),
+        *(f"{CHECKPOINTS}.quant", f"{CHECKPOINTS}.weights", "wire"),
+    },
+    "executor/models": {
+        *("executor.model_config", "executor.models", "executor.backends.platforms"),
+        *(CPU_OPS, f"{CHECKPOINTS}.quant", f"{CHECKPOINTS}.weights", "wire"),
+    },
 }
-"""Rooms within rooms, and all that they may import: a model knows no kernel, a load client no server."""
+"""Packages within folders, and all that they may import."""
 
 
 @pytest.mark.parametrize("folder", INNER)

@@ -19,9 +19,8 @@ from quintet.frontend.api import sse
 from quintet.frontend.api.answer import Output
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.openai.logprobs import chat_logprobs
-from quintet.frontend.api.openai.offered_tools import CallKind
 from quintet.frontend.api.responses.output import (
-    CALL,
+    CALL_KINDS,
     CANCELLED,
     COMPLETED,
     FAILED,
@@ -51,17 +50,6 @@ _NOTE = re.compile(r"(\d{1,9})\+(\d{1,9})\+(\d{1,3})")
 
 class _EndedPart(msgspec.Struct):
     text: str
-
-
-CALL_KINDS: dict[str, CallKind] = {
-    CALL: "function",
-    "custom_tool_call": "custom",
-    "local_shell_call": "local_shell",
-    "shell_call": "shell",
-    "apply_patch_call": "apply_patch",
-    "tool_search_call": "tool_search",
-}
-"""Kinds of tools by the type of their calls' items."""
 
 
 class _EndedItem(msgspec.Struct):

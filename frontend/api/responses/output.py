@@ -48,6 +48,17 @@ Tell = Callable[[str, dict[str, Any]], None]
 """Takes an event: its type, and its fields."""
 
 
+CALL_KINDS: dict[str, CallKind] = {
+    CALL: "function",
+    "custom_tool_call": "custom",
+    "local_shell_call": "local_shell",
+    "shell_call": "shell",
+    "apply_patch_call": "apply_patch",
+    "tool_search_call": "tool_search",
+}
+"""Kinds of tools by the type of their calls' items."""
+
+
 class CallForm(msgspec.Struct, array_like=True, frozen=True):
     """How calls of a tool are told that the model knows as a function."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.kv.block_keys import digests_of, keys_behind, run_of
+from quintet.core.block_keys import digests_of, keys_behind, run_of
 from quintet.core.kv.prefix import reach
 from quintet.core.request import Request
 from quintet.core.scheduler_state import State
