@@ -20,8 +20,8 @@ from collections.abc import Callable
 import msgspec
 
 from bench.core_step import make_engine
-from quintet.core.poison_isolation.rejections import Refusals
-from quintet.process.frame_hmac import KEY_BYTES, Seal
+from quintet.core.poison_isolation.rejections import Rejections
+from quintet.process.frame_hmac import KEY_BYTES, FrameHmac
 from quintet.wire import codec
 from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.messages import Admit
@@ -39,10 +39,10 @@ def measure(megabytes: int) -> dict[str, float]:
     admit = Admit(
         1, bytes(4 * num_tokens), RequestSpec(SamplingParams(max_tokens=1), 0, 0), 0, embeds=vectors
     )
-    seal, decoder = Seal(os.urandom(KEY_BYTES)), msgspec.msgpack.Decoder(Admit)
+    seal, decoder = FrameHmac(os.urandom(KEY_BYTES)), msgspec.msgpack.Decoder(Admit)
     payload = codec.encode(admit)
     frame = seal.close(payload)
-    refusals = Refusals()
+    refusals = Rejections()
     refusals.add(b"another", "it did", 0)
 
     def admit_anew() -> None:

@@ -28,7 +28,7 @@ from bench.overhead.run import Machine, _commit, machine
 from quintet.executor.backends.cpu.ops.host_experts import NO_EXPERT, CExperts, Homes
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.distributed.parallel.balancer import Balancer
-from quintet.executor.distributed.parallel.expert_copies import Piece
+from quintet.executor.distributed.parallel.expert_copies import CopyChunk
 from quintet.executor.distributed.parallel.placement import Copy, homes_of
 from quintet.executor.worker import STEPS_PER_CHORE
 from quintet.wire.config import EplbConfig
@@ -85,13 +85,15 @@ class Carrier:
     def __init__(self, layer: Layer) -> None:
         self.layers = [layer]
 
-    def pieces_of(self, layer: int, copy: Copy) -> Iterator[Piece]:
+    def pieces_of(self, layer: int, copy: Copy) -> Iterator[CopyChunk]:
         """See there."""
         for begin in range(0, EXPERT_BYTES, STAGING_BYTES):
             end = min(begin + STAGING_BYTES, EXPERT_BYTES)
-            yield Piece(layer, copy.expert, copy.source, copy.target, copy.place, begin, end, EXPERT_BYTES)
+            yield CopyChunk(
+                layer, copy.expert, copy.source, copy.target, copy.place, begin, end, EXPERT_BYTES
+            )
 
-    def tell(self, piece: Piece) -> None:
+    def tell(self, piece: CopyChunk) -> None:
         """See there."""
         is_there = piece.end == piece.size
         self.layers[0].copies[piece.target, piece.place] = piece.expert if is_there else NO_EXPERT

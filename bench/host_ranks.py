@@ -28,7 +28,7 @@ from bench.stages import run
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.distributed.hosts.member import OwnPlace
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.distributed.parallel.leader import make_leading_worker
 from quintet.executor.worker import Worker
 from quintet.process.trace import no_span
@@ -100,7 +100,7 @@ def measure(shape: str, hosts: int) -> list[Figure]:
         config = msgspec.structs.replace(config, scheduler=scheduler)
         if hosts > 1:
             config = stack.enter_context(other_host(config, folder))
-        followers = stack.enter_context(closing(Followers(WorkerId(Role.EXECUTOR, 0, 1), config)))
+        followers = stack.enter_context(closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)))
         worker = make_leading_worker(take_share(0, config), no_span, followers)
         assert isinstance(worker, Worker)
         while worker.has_chores:

@@ -26,8 +26,8 @@ from bench.overhead.run import Machine as Host
 from bench.overhead.run import _commit, machine
 from bench.routing import CLIENTS, NUM_ENGINES, OUTPUT_LEN, SHAPES, tokens
 from quintet.frontend.load_balancing import load_balancer
-from quintet.frontend.load_balancing.engine_load import Engines
-from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.load_balancing.engine_load import EngineLoads
+from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import (
@@ -44,7 +44,7 @@ from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import Started, Submit, TokenPrompt
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
-from quintet.wire.supervision import Seat, SeatState, Topology
+from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 SHAPE = SHAPES["model"]
 TAIL = 16
@@ -93,12 +93,12 @@ class Play:
     def __init__(self, seed: int, order: int) -> None:
         self._prompts, self._noise = prompts_of(seed), random.Random(1000 * seed + order)
         self._cores = [SimulatedEngine(CPU, 1) for _ in range(NUM_ENGINES)]
-        seats = Seats(ME)
+        seats = Workers(ME)
         roles = (Role.CORE, Role.EXECUTOR)
         workers = [ME, *(WorkerId(role, index, 1) for role in roles for index in range(NUM_ENGINES))]
-        seats.follow(Topology(1, [Seat(worker, "", 1, SeatState.READY) for worker in workers]))
+        seats.follow(Topology(1, [ProcessSlot(worker, "", 1, SlotState.READY) for worker in workers]))
         self._now_s = 0.0
-        self._engines = Engines(seats, _config(), clock=lambda: self._now_s)
+        self._engines = EngineLoads(seats, _config(), clock=lambda: self._now_s)
         self._events: list[tuple[float, int, int | None]] = []
         """When, a number, and whose step ends; None: a client asks."""
         self._num_events = self._num_asked = 0

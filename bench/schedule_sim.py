@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from quintet.core.engine import Engine
-from quintet.core.token_messages import Effects
+from quintet.core.token_messages import StepMessages
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.kv_spec import full_layers
@@ -142,7 +142,7 @@ class Simulation:
             self._at(ended + HOP_NS, lambda at, result=result: self._commit(result, at))  # type: ignore[misc]
 
     def _commit(self, result: StepResult, now: int) -> None:
-        effects: Effects = self._engine.commit(result, now)
+        effects: StepMessages = self._engine.commit(result, now)
         for _, tokens in effects.tokens:
             for request_id in codec.unpack_i64(tokens.request_ids):
                 served = self.served[request_id]

@@ -26,7 +26,7 @@ import msgspec
 from bench.overhead.run import Machine, _commit, machine
 from bench.step import SHAPES, Room, Steps, config_of
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.distributed.parallel.leader import make_leading_worker
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.interface import Pending, StepWorker
@@ -101,7 +101,7 @@ def measure(shape: str, stages: int, threads: int) -> list[Figure]:
             return _figures(
                 make_torch_worker(config), stages, config.model.vocab_size, config.model.max_model_len
             )
-        with closing(Followers(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
+        with closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
             worker = make_leading_worker(take_share(0, config), no_span, followers)
             figures = _figures(worker, stages, config.model.vocab_size, config.model.max_model_len)
     return figures

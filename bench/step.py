@@ -32,7 +32,7 @@ from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.program.runner import ProgramRunner
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.batch import Rows
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.distributed.parallel.leader import make_leading_worker
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.fitting import leaves_of
@@ -279,7 +279,7 @@ def loaded(config: EngineConfig) -> Iterator[tuple[Worker, EngineConfig]]:
     if config.executor.tensor_parallel_size == 1:
         yield make_torch_worker(config), config
         return
-    with closing(Followers(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
+    with closing(FollowerProcesses(WorkerId(Role.EXECUTOR, 0, 1), config)) as followers:
         config = take_share(0, config)
         worker = make_leading_worker(config, no_span, followers)
         assert isinstance(worker, Worker), "steps of a pipeline are not waited for one by one"

@@ -7,8 +7,8 @@ from quintet.core.kv.prefix import embeds_digest, salt_digest
 from quintet.core.policy import Policy
 from quintet.core.repetition import Repetition
 from quintet.core.request import Request
-from quintet.core.scheduler_state import Limits, State
-from quintet.core.token_messages import Effects, TokensBuilders
+from quintet.core.scheduler_state import Limits, SchedulerState
+from quintet.core.token_messages import StepMessages, TokensBuilders
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -168,7 +168,7 @@ def meet(
     )
 
 
-def refit(state: State, now_ns: int) -> Effects:
+def refit(state: SchedulerState, now_ns: int) -> StepMessages:
     """Measure every live request against new limits; those that cannot be computed any more end with an error."""
     outbox = TokensBuilders()
     for request in list(state.waiting):

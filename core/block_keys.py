@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import takewhile
 
-from quintet.core.hooks import Found
-from quintet.core.kv.group_blocks import Held
-from quintet.core.kv.prefetch import Fetches
+from quintet.core.hooks import PrefixMatch
+from quintet.core.kv.group_blocks import GroupBlocks
+from quintet.core.kv.prefetch import Prefetches
 from quintet.core.kv.prefix import digest_behind, extend_chain, key_of
 from quintet.core.request import Request, Status
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def run_of(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
@@ -18,7 +18,7 @@ def run_of(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
     return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
 
 
-def keys_behind(state: State, request: Request, index: int, num_tokens: int) -> list[bytes]:
+def keys_behind(state: SchedulerState, request: Request, index: int, num_tokens: int) -> list[bytes]:
     """Return what names the contents of a group's blocks that a request needs which goes on behind so many tokens.
 
     Where beginnings are not shared (`Limits.prefix_caching`), perhaps because keys and values depend on more than the
@@ -40,19 +40,19 @@ def keys_behind(state: State, request: Request, index: int, num_tokens: int) -> 
     return [key_of(digest, index) for digest in wanted]
 
 
-def digests_of(state: State, request: Request, num_blocks: int) -> list[bytes]:
+def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list[bytes]:
     """Return the digests of a request's first full blocks."""
     extend_chain(request.digests, request.salt_digest, request.tokens, state.limits.block_size, num_blocks)
     return request.digests[:num_blocks]
 
 
-def found_behind(state: State, request: Request, fetches: Fetches) -> Found | None:
+def found_behind(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:
     """Find what is on the device, and behind it what was fetched for a request."""
     limits, index = state.limits, state.pool.index
     wish = fetches.wishes.get(request.request_id)
     if wish is None or not wish.num_tokens or request.status is Status.RUNNING:
         return None
-    shared: list[Held] = []
+    shared: list[GroupBlocks] = []
     restored: list[list[int]] = []
     num_tokens = wish.num_tokens
     for group, spec in enumerate(limits.groups.all):
@@ -66,11 +66,11 @@ def found_behind(state: State, request: Request, fetches: Fetches) -> Found | No
         elif len(blocks) + len(fetched) < len(keys):
             return None
         begin = 0 if spec.is_state else limits.groups.first_block(group, num_tokens)
-        shared.append(Held(begin, blocks))
+        shared.append(GroupBlocks(begin, blocks))
         restored.append(fetched)
     if not any(restored):
         return None
     num_cached = min(num_tokens, request.num_prompt)
-    return Found(
+    return PrefixMatch(
         num_tokens, shared, num_cached=num_cached, num_queried=len(request.tokens), restored=restored
     )

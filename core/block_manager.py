@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from quintet.core import recurrent_state
-from quintet.core.hooks import Found
-from quintet.core.kv.group_blocks import Held
+from quintet.core.hooks import PrefixMatch
+from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
 
-NO_BLOCKS = Held()
+NO_BLOCKS = GroupBlocks()
 
 
-def own_blocks(state: State, request: Request, found: Found) -> list[int]:
+def own_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> list[int]:
     """Return how many blocks of its own, in each group, a request gets that enters behind what was found."""
     groups, length = state.limits.groups, request.length
     end = -(-length // state.limits.block_size)
@@ -33,7 +33,9 @@ def own_blocks(state: State, request: Request, found: Found) -> list[int]:
     return wanted
 
 
-def fill(state: State, step: StepBuilder, request: Request, found: Found, num_own: list[int]) -> None:
+def fill(
+    state: SchedulerState, step: StepBuilder, request: Request, found: PrefixMatch, num_own: list[int]
+) -> None:
     """Give a request that enters its blocks: those that were found, and its own."""
     pool, groups = state.pool, state.limits.groups
     for held in found.shared:
@@ -44,7 +46,7 @@ def fill(state: State, step: StepBuilder, request: Request, found: Found, num_ow
     take = pool.take
     for index, count in enumerate(num_own):
         shared = found.shared[index] if found.shared else NO_BLOCKS
-        request.held.append(Held(shared.begin, shared.blocks + [take() for _ in range(count)]))
+        request.held.append(GroupBlocks(shared.begin, shared.blocks + [take() for _ in range(count)]))
     if found.tails:
         for index, tail in zip(groups.tokens, found.tails, strict=False):
             held = request.held[index]
@@ -56,7 +58,7 @@ def fill(state: State, step: StepBuilder, request: Request, found: Found, num_ow
             step.swaps_in += (block, host_block)
 
 
-def extend(state: State, step: StepBuilder, request: Request) -> int:
+def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
     """Give a request that decodes the blocks for its next token; return how many it lacks, having changed nothing."""
     groups, pool = state.limits.groups, state.pool
     planned, block_size = request.planned, state.limits.block_size
@@ -82,7 +84,7 @@ def extend(state: State, step: StepBuilder, request: Request) -> int:
     return 0
 
 
-def move_on(state: State, step: StepBuilder, request: Request, count: int) -> int:
+def move_on(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:
     """Give a request the blocks for its next ``count`` tokens; return for how many of them there are some, perhaps none."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
@@ -104,7 +106,7 @@ def move_on(state: State, step: StepBuilder, request: Request, count: int) -> in
     return count
 
 
-def _reach(state: State, request: Request, end: int) -> int:
+def _reach(state: SchedulerState, request: Request, end: int) -> int:
     """Return up to which position, at most ``end``, block tables can be filled with what is available and what is let go of."""
     pool, groups = state.pool, state.limits.groups
     tables = [(request.held[index].end, len(_movable(state, request, index))) for index in groups.windowed]
@@ -114,7 +116,7 @@ def _reach(state: State, request: Request, end: int) -> int:
 
 
 def _move_window(
-    state: State, step: StepBuilder, request: Request, index: int, end: int, is_scarce: bool
+    state: SchedulerState, step: StepBuilder, request: Request, index: int, end: int, is_scarce: bool
 ) -> None:
     """Fill a group's table up to ``end``. What is let go of goes to the pool, where others may find it, unless blocks are
     scarce: then it is filled anew."""
@@ -127,7 +129,7 @@ def _move_window(
         _append(step, request, index, block)
 
 
-def catch_up(state: State, step: StepBuilder, request: Request, found: Found) -> None:
+def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: PrefixMatch) -> None:
     """Exchange a request's next blocks for full ones that others have computed since it entered."""
     groups, pool, block_size = state.limits.groups, state.pool, state.limits.block_size
     end, planned = found.num_tokens // block_size, request.planned // block_size
@@ -144,7 +146,7 @@ def catch_up(state: State, step: StepBuilder, request: Request, found: Found) ->
         rest = held.blocks[max(0, end - held.begin) :]
         gone = held.behind(shared.begin) + held.blocks[max(0, first - held.begin) : max(0, end - held.begin)]
         pool.release(gone, state.fence)
-        request.held[index] = Held(first - len(before), before + blocks + rest)
+        request.held[index] = GroupBlocks(first - len(before), before + blocks + rest)
         for position, block in enumerate(blocks, first):
             step.blocks += (request.slot, index, position, block)
     request.planned = found.num_tokens
@@ -154,7 +156,7 @@ def catch_up(state: State, step: StepBuilder, request: Request, found: Found) ->
     set_room(state, request, request.planned)
 
 
-def set_room(state: State, request: Request, end: int) -> None:
+def set_room(state: SchedulerState, request: Request, end: int) -> None:
     """Note until when the blocks need no looking at, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
@@ -164,13 +166,13 @@ def set_room(state: State, request: Request, end: int) -> None:
     request.room = recurrent_state.room_of(state, request, end, room) if groups.states else room
 
 
-def _movable(state: State, request: Request, index: int) -> list[int]:
+def _movable(state: SchedulerState, request: Request, index: int) -> list[int]:
     """Return what a group has lost sight of at the next token and may get new content."""
     behind = request.held[index].behind(state.limits.groups.first_block(index, request.planned))
     return [block for block in behind if state.pool.may_move(block)]
 
 
-def _let_go(state: State, request: Request, index: int, spared: Collection[int]) -> None:
+def _let_go(state: SchedulerState, request: Request, index: int, spared: Collection[int]) -> None:
     """Release what a group has lost sight of at the next token, but for the blocks that go on elsewhere in the table."""
     held = request.held[index]
     first = state.limits.groups.first_block(index, request.planned)

@@ -10,20 +10,20 @@ from collections.abc import Sequence
 
 from quintet.core.kv_publish import offer
 from quintet.core.request import Request
-from quintet.core.scheduler_state import Flight, State
-from quintet.core.token_messages import Effects, Ending, TokensBuilders
+from quintet.core.scheduler_state import InFlightPlan, SchedulerState
+from quintet.core.token_messages import Ending, StepMessages, TokensBuilders
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import FinishReason
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 
 
-def commit(state: State, result: StepResult, now_ns: int) -> Effects:
+def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessages:
     """Apply the result of the oldest step in flight and return what others must hear.
 
     A result of any other step (a plan forgotten because the executor was replaced) changes nothing.
     """
     if not state.in_flight or state.in_flight[0].step != result.step:
-        return Effects()
+        return StepMessages()
     flight = state.in_flight.popleft()
     state.counters.steps += 1
     state.pool.settle(flight.step)
@@ -48,7 +48,7 @@ def commit(state: State, result: StepResult, now_ns: int) -> Effects:
 
 
 def _apply_tokens(
-    state: State, flight: Flight, token_column: bytes, outbox: TokensBuilders, now_ns: int
+    state: SchedulerState, flight: InFlightPlan, token_column: bytes, outbox: TokensBuilders, now_ns: int
 ) -> list[Request]:
     """Give every valid row its progress and token; return the requests that this ends, still holding what they hold."""
     ended: list[Request] = []
@@ -91,7 +91,7 @@ def _apply_tokens(
     return ended
 
 
-def _end_failed(flight: Flight, failed: bytes, outbox: TokensBuilders, ended: list[Request]) -> None:
+def _end_failed(flight: InFlightPlan, failed: bytes, outbox: TokensBuilders, ended: list[Request]) -> None:
     """End with an error what the executor cannot go on with. The token that it drew is known already, and tells nothing."""
     for index in unpack_i32(failed):
         request = flight.rows[index]
@@ -127,7 +127,7 @@ def ending_of(request: Request) -> Ending | None:
     return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 
 
-def _forward_logprobs(flight: Flight, result: StepResult, outbox: TokensBuilders, now_ns: int) -> None:
+def _forward_logprobs(flight: InFlightPlan, result: StepResult, outbox: TokensBuilders, now_ns: int) -> None:
     """Pass log-probabilities on, naming rows of the `Tokens` messages instead of rows of the plan."""
     rows_of = {
         index: {request_id: row for row, request_id in enumerate(builder.request_ids)}

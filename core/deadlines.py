@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quintet.core.features.latency_target import most_tokens
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State, by_rank
+from quintet.core.scheduler_state import SchedulerState, by_rank
 from quintet.wire.config import SchedulerConfig
 from quintet.wire.errors import ErrorCode, RequestError
 
@@ -37,7 +37,7 @@ class Forecast:
     """From now to the earliest end it can have: of outputs, only those that it is sure to get are counted."""
 
 
-def check_in_time(state: State, request: Request, now_ns: int) -> None:
+def check_in_time(state: SchedulerState, request: Request, now_ns: int) -> None:
     """Raise `RequestError` when the deadline of a request that just came has passed."""
     if request.deadline_ns and now_ns >= request.deadline_ns:
         state.counters.expired += 1
@@ -47,7 +47,7 @@ def check_in_time(state: State, request: Request, now_ns: int) -> None:
         )
 
 
-def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_ns: int) -> None:
+def check_hopeful(state: SchedulerState, config: SchedulerConfig, request: Request, now_ns: int) -> None:
     """Raise `RequestError` when the request, which is not in the queue yet, will certainly miss its deadline.
 
     Who is alone is never refused, nor anybody before a step was measured: a wrong measurement would never be corrected.
@@ -70,7 +70,7 @@ def check_hopeful(state: State, config: SchedulerConfig, request: Request, now_n
         )
 
 
-def predict(state: State, config: SchedulerConfig, request: Request) -> Forecast:
+def predict(state: SchedulerState, config: SchedulerConfig, request: Request) -> Forecast:
     """Predict when a request of this rank would get its first token, if it came into the queue now."""
     pace = state.pace
     step_ns = pace.step_ns.value
@@ -93,7 +93,7 @@ def predict(state: State, config: SchedulerConfig, request: Request) -> Forecast
     return Forecast(len(ahead), int(first_ns), int(end_ns))
 
 
-def _steps_until_slot(state: State, request: Request, ahead: list[Request]) -> int:
+def _steps_until_slot(state: SchedulerState, request: Request, ahead: list[Request]) -> int:
     """Return the steps until as many requests have ended as must for this one to enter.
 
     Who stays is expected to stay as long as others did; who stayed longer, to leave in the next step.

@@ -17,23 +17,23 @@ from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.kv_admin import KvDesk
-from quintet.core.kv_tier_client import DiskTalk
-from quintet.core.poison_isolation.rejections import Refusals
-from quintet.core.poison_isolation.suspects import Suspects
+from quintet.core.kv_admin import KvAdmin
+from quintet.core.kv_tier_client import KvTierClient
+from quintet.core.poison_isolation.rejections import Rejections
+from quintet.core.poison_isolation.suspects import PoisonIsolation
 from quintet.core.poison_isolation.trial import call_off, convict, hold_trial
 from quintet.core.policy import POLICIES
 from quintet.core.request import Request, Status
-from quintet.core.resumption import Shelf, can_go_on
+from quintet.core.resumption import RetainedRequests, can_go_on
 from quintet.core.scheduler import schedule
-from quintet.core.scheduler_state import State
-from quintet.core.token_messages import Effects, TokensBuilders
+from quintet.core.scheduler_state import SchedulerState
+from quintet.core.token_messages import StepMessages, TokensBuilders
 from quintet.process.deadlines import DeadlineHeap
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import Role, epoch_tag, frontend_of, is_newer
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 from quintet.wire.messages import Admit, Cancel, Failed, FinishReason, Reclaim, Reclaimed
 from quintet.wire.step import Capacity, StepPlan, StepResult
 
@@ -61,13 +61,13 @@ class Engine:
         self._num_arrived = 0
         self._frontends: dict[int, tuple[int, bool]] = {}
         """Newest epoch of each frontend seat, and whether that one is down too."""
-        self.shelf = Shelf(int(scheduler.resume_grace_s * 1e9))
+        self.shelf = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
         self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
-        self.suspects = Suspects()
-        self.refusals = Refusals()
-        self.disk = DiskTalk()
-        self.kv_desk = KvDesk()
-        self.state: State | None = None
+        self.suspects = PoisonIsolation()
+        self.refusals = Rejections()
+        self.disk = KvTierClient()
+        self.kv_desk = KvAdmin()
+        self.state: SchedulerState | None = None
         self.executor_epoch: int | None = None
         """Epoch of the executor whose tables the state mirrors."""
         self._tables = 0
@@ -97,14 +97,14 @@ class Engine:
             f"{self.suspects.describe()}"
         )
 
-    def capacity(self, message: Capacity, now_ns: int) -> Effects:
+    def capacity(self, message: Capacity, now_ns: int) -> StepMessages:
         """Begin with an executor whose tables are empty; what ran before is computed again from its ids.
 
         Who was in a step that was not finished is suspected of having caused that; see `quintet.core.poison_isolation.suspects`.
         """
         known, cache = self.executor_epoch, self._cache
         if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):
-            return Effects()
+            return StepMessages()
         self.executor_epoch, self._tables = message.executor_epoch, message.tables
         limits = meet(
             self._scheduler,
@@ -127,12 +127,14 @@ class Engine:
             self._keep_departed(before, now_ns)
         tiers = self.disk.tiers(message, limits, cache)
         pool = BlockPool(limits.num_blocks, tiers, self.kv_desk.pins)
-        self.state = state = State(limits, self._hooks, pool, free_slots=list(range(limits.num_slots)))
+        self.state = state = SchedulerState(
+            limits, self._hooks, pool, free_slots=list(range(limits.num_slots))
+        )
         self.kv_desk.begin(state)
         if cache.events is not None:
             state.tell_of_blocks()
         if before is None:
-            effects = Effects()
+            effects = StepMessages()
             for early in self._early:
                 effects.add(
                     self.admit(early, now_ns)
@@ -153,7 +155,7 @@ class Engine:
         state.trial = self.suspects.trial
         return effects
 
-    def admit(self, message: Admit, now_ns: int) -> Effects:
+    def admit(self, message: Admit, now_ns: int) -> StepMessages:
         """Queue a new request, every choice of it.
 
         An attempt that is known already (sent twice), or older than one that is, is ignored, and so is a request whose
@@ -162,13 +164,13 @@ class Engine:
         state, spec = self.state, message.spec
         first = message.request_id
         if self._is_gone(first):
-            return Effects()
+            return StepMessages()
         if state is None:
             self._early.append(message)
-            return Effects()
+            return StepMessages()
         ids = range(first, first + spec.params.n)
         if any(state.knows(request_id, spec.attempt) for request_id in ids):
-            return Effects()
+            return StepMessages()
         outbox = TokensBuilders()
         before: list[Request] = []
         if spec.attempt:
@@ -218,7 +220,7 @@ class Engine:
                 self._deadlines.watch(request.deadline_ns, request)
         return outbox.effects(state.step, now_ns)
 
-    def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> Effects:
+    def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
         """Tell a detokenizer, perhaps another one, of live requests that go on under a newer attempt."""
         assert self.state is not None
         outbox = TokensBuilders()
@@ -242,7 +244,7 @@ class Engine:
         is_whole = message.spec.params.logprobs is None and kept.startswith(seen)
         return kept if is_whole else seen
 
-    def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, Effects]:
+    def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, StepMessages]:
         """Tell a frontend of a request that was kept for its client.
 
         One that still lives, for a connection of the client's that is dead or will be, is taken from it. None when its
@@ -272,7 +274,7 @@ class Engine:
             and hmac.compare_digest(request.origin.spec.claim.key, message.key)
         ]
 
-    def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> Effects:
+    def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> StepMessages:
         """End these requests. ``keep`` those that can be resumed.
 
         Each gets an answer: those that were alive are reported as aborted, those that have ended were reported, and of the
@@ -281,7 +283,7 @@ class Engine:
         state = self.state
         if state is None:
             self._early.append(Cancel(list(request_ids), 0, keep))
-            return Effects()
+            return StepMessages()
         outbox = TokensBuilders()
         for request_id in request_ids:
             request = state.live.get(request_id)
@@ -314,7 +316,7 @@ class Engine:
         live = () if self.state is None else self.state.live.values()
         return [(request.detokenizer, request.request_id) for request in live if request.opened]
 
-    def let_go(self, request_ids: Iterable[int], now_ns: int) -> Effects:
+    def let_go(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
         """Forget requests that go on at another engine, and what would be kept of them for their clients."""
         gone = set(request_ids)
         self._early = [m for m in self._early if isinstance(m, Cancel) or m.request_id not in gone]
@@ -325,10 +327,10 @@ class Engine:
             self.shelf.take(request_id)
         return self.drop(gone, now_ns)
 
-    def drop(self, request_ids: Iterable[int], now_ns: int) -> Effects:
+    def drop(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
         """End requests for which nobody waits, without a word to a frontend."""
         if self.state is None:
-            return Effects()
+            return StepMessages()
         outbox = TokensBuilders()
         for request_id in request_ids:
             request = self.state.live.get(request_id)
@@ -338,7 +340,7 @@ class Engine:
         self._settle(now_ns)
         return outbox.effects(self.state.step, now_ns)
 
-    def end_dropped(self, dropped: Dropped, now_ns: int) -> Effects:
+    def end_dropped(self, dropped: Dropped, now_ns: int) -> StepMessages:
         """End the requests of a message that was dropped on its way here, with an error; those of a cancel as aborted."""
         if dropped.kind == Cancel.__struct_config__.tag:
             return self.cancel(dropped.request_ids, now_ns)
@@ -350,7 +352,7 @@ class Engine:
             lost += [request.request_id for request, generation in rows if request.generation == generation]
         return self.fail(lost, dropped.error(Role.CORE), now_ns)
 
-    def fail(self, request_ids: Iterable[int], error: RequestError, now_ns: int) -> Effects:
+    def fail(self, request_ids: Iterable[int], error: RequestError, now_ns: int) -> StepMessages:
         """End these requests, known or not and every choice of them, with an error."""
         state, outbox, lost = self.state, TokensBuilders(), list(request_ids)
         live = {} if state is None else state.live
@@ -420,20 +422,20 @@ class Engine:
             plan.tables = self._tables
         return plan
 
-    def kv_orders(self, now_ns: int) -> KvOrders | None:
+    def kv_orders(self, now_ns: int) -> KvTierRequests | None:
         """Return what the executor is to store, fetch and offer, if anything. Asked before each plan, and behind the last one."""
         return self.disk.orders(self.state, self._tables, now_ns)
 
-    def kv_answers(self, message: KvAnswers) -> None:
+    def kv_answers(self, message: KvTierResults) -> None:
         """Hear what became of that. Answers about other tables come from before they were emptied."""
         if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
             self.disk.answer(self.state, message)
             self.kv_desk.files.hear(self.state, message.files)
 
-    def commit(self, result: StepResult, now_ns: int) -> Effects:
+    def commit(self, result: StepResult, now_ns: int) -> StepMessages:
         """Apply a step's result."""
         if self.state is None:
-            return Effects()
+            return StepMessages()
         flights = self.state.in_flight
         if self.state.trial is not None and flights and flights[0].step == result.step:
             self.suspects.note_step(flights[0])
@@ -441,13 +443,13 @@ class Engine:
         self._settle(now_ns)
         return effects
 
-    def expire(self, now_ns: int) -> Effects:
+    def expire(self, now_ns: int) -> StepMessages:
         """End what is past its deadline; drop what was kept for clients whose time to come back is over."""
         self.shelf.expire(now_ns)
         due = self._deadlines.due(now_ns)
         state = self.state
         if state is None:
-            return Effects()
+            return StepMessages()
         state.pool.tiers.expire(now_ns)
         effects = self._tell_untold(now_ns)
         if not due:
@@ -462,18 +464,18 @@ class Engine:
         effects.add(outbox.effects(state.step, now_ns))
         return effects
 
-    def _tell_untold(self, now_ns: int) -> Effects:
+    def _tell_untold(self, now_ns: int) -> StepMessages:
         """Report as aborted who left when it lost its slot: its client was gone."""
         state = self.state
         if state is None or not state.untold:
-            return Effects()
+            return StepMessages()
         outbox = TokensBuilders()
         for request in state.untold:
             outbox.end(request, FinishReason.ABORT, now_ns)
         state.untold.clear()
         return outbox.effects(state.step, now_ns)
 
-    def _keep_departed(self, state: State, now_ns: int) -> None:
+    def _keep_departed(self, state: SchedulerState, now_ns: int) -> None:
         """Keep what left for clients that may come back."""
         for request in state.kept:
             self.shelf.keep(request, now_ns)

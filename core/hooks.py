@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from quintet.core.kv.group_blocks import Held
+from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.wire.config import CacheConfig, SchedulerConfig
 
 if TYPE_CHECKING:
     from quintet.core.request import Request
-    from quintet.core.scheduler_state import State
+    from quintet.core.scheduler_state import SchedulerState
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,11 +30,11 @@ class Setup:
 
 
 @dataclass(slots=True, frozen=True)
-class Found:
+class PrefixMatch:
     """KV that already exists for the first ``num_tokens`` tokens of a request."""
 
     num_tokens: int
-    shared: Sequence[Held]
+    shared: Sequence[GroupBlocks]
     """Of each group of layers the full blocks that the request will only read; of a group of states the one with the state
     that it begins with."""
     tails: Sequence[int | None] = ()
@@ -54,20 +54,20 @@ class Found:
         return [tail for tail in self.tails if tail is not None]
 
 
-Gate = Callable[["State", "Request"], bool]
+Gate = Callable[["SchedulerState", "Request"], bool]
 """May this waiting request enter in this step? One that may not is passed over by those behind it."""
 
-Source = Callable[["State", "Request"], "Found | None"]
+Source = Callable[["SchedulerState", "Request"], "PrefixMatch | None"]
 """Where do some of this request's tokens already have KV? The longest answer is taken.
 
 Asked when it enters, and again in each step in which it is behind by more than one token."""
 
-Clamp = Callable[["State", "Request", int, int], int]
+Clamp = Callable[["SchedulerState", "Request", int, int], int]
 """Given ``(state, request, wanted, budget)``, how many tokens now? Asked for rows that want more than one.
 
 The answer may exceed the budget (it is cut); 0 means not in this step."""
 
-Keep = Callable[["State", "Request"], None]
+Keep = Callable[["SchedulerState", "Request"], None]
 """A running request is about to lose its slot and its blocks to others: what of it shall outlive that?"""
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 
 from quintet.core.request import Request, Status
-from quintet.core.scheduler_state import State, by_rank
+from quintet.core.scheduler_state import SchedulerState, by_rank
 
 
-def check(state: State) -> None:
+def check(state: SchedulerState) -> None:
     """Assert every invariant of the state."""
     _check_requests(state)
     _check_slots(state)
@@ -21,7 +21,7 @@ def check(state: State) -> None:
     _check_progress(state)
 
 
-def _check_requests(state: State) -> None:
+def _check_requests(state: SchedulerState) -> None:
     running, waiting = state.running, state.waiting
     assert all(r.status is Status.RUNNING for r in running), [r.request_id for r in running]
     assert all(r.status is Status.WAITING for r in waiting), [r.request_id for r in waiting]
@@ -35,7 +35,7 @@ def _check_requests(state: State) -> None:
     assert state.num_embedded == embedded, (state.num_embedded, embedded)
 
 
-def _check_slots(state: State) -> None:
+def _check_slots(state: SchedulerState) -> None:
     held = [r.slot for r in state.running]
     every = sorted(held + state.free_slots)
     assert every == list(range(state.limits.num_slots)), (held, state.free_slots)
@@ -44,7 +44,7 @@ def _check_slots(state: State) -> None:
     assert len(set(generations)) == len(generations), generations
 
 
-def _check_blocks(state: State) -> None:
+def _check_blocks(state: SchedulerState) -> None:
     pool = state.pool
     owners: Counter[int] = Counter()
     for request in state.running:
@@ -81,7 +81,7 @@ def _check_blocks(state: State) -> None:
     assert in_flight.issuperset(pool.fenced.values()), (in_flight, pool.fenced)
 
 
-def _check_held(state: State, request: Request) -> None:
+def _check_held(state: SchedulerState, request: Request) -> None:
     """Each block once; what the next token sees and what is to be written is there, and no more than a group ever needs."""
     groups, block_size, who = state.limits.groups, state.limits.block_size, request.request_id
     blocks = [block for held in request.held for block in held.blocks]
@@ -98,7 +98,7 @@ def _check_held(state: State, request: Request) -> None:
         assert request.room == request.held[0].end * block_size, who
 
 
-def _check_progress(state: State) -> None:
+def _check_progress(state: SchedulerState) -> None:
     draws: Counter[int] = Counter()
     for flight in state.in_flight:
         for generation, samples in zip(flight.generations, flight.samples, strict=True):

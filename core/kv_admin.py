@@ -11,9 +11,9 @@ from collections.abc import Collection, Container, Mapping, Sequence
 
 from quintet.core.kv.pins import Pin, Pins
 from quintet.core.kv.prefix import extend_chain, key_of, reach, salt_digest
-from quintet.core.kv.prefix_tree import Trail, Trails, Tree
+from quintet.core.kv.prefix_tree import PrefixPath, PrefixPaths, PrefixTree
 from quintet.core.prefix_export import FileTasks
-from quintet.core.scheduler_state import Limits, State
+from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.kv_admin import (
@@ -25,7 +25,7 @@ from quintet.wire.kv_admin import (
     KvPrefix,
     KvQuery,
     KvReport,
-    KvRoom,
+    KvUsage,
 )
 from quintet.wire.messages import Failed
 
@@ -35,22 +35,22 @@ MOST_PINNED = 0.5
 """Share of KV memory that pins may take; less where a request of full length would not fit beside them."""
 
 
-class KvDesk:
+class KvAdmin:
     """One engine's."""
 
     def __init__(self) -> None:
         self.pins = Pins()
-        self.trails = Trails()
+        self.trails = PrefixPaths()
         self.files = FileTasks()
         self.has_news = False
         """Whether the executor does not know the pins as they are now."""
         self._asked: deque[tuple[KvQuery, int]] = deque()
         """Questions, and whose core they are to: the first one's tree grows."""
-        self._growing: Tree | None = None
+        self._growing: PrefixTree | None = None
 
     # --- executors come and go ---
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: SchedulerState) -> None:
         """Follow a state whose pool is new; drop the newest pins that it has no room for."""
         self.files.fail_all()
         shown = _Shown(state)
@@ -81,7 +81,7 @@ class KvDesk:
         """Hear what is asked; what became of it is told by `FileTasks.take_done`, in one of the next turns."""
         self._asked.append((query, core))
 
-    def go_on(self, state: State | None, now_ns: int) -> None:
+    def go_on(self, state: SchedulerState | None, now_ns: int) -> None:
         """Answer the first question, or get nearer to that: while there are requests, no more of it than a step bears."""
         while self._asked:
             if state is not None and not self._grow(state, now_ns):
@@ -92,13 +92,13 @@ class KvDesk:
             if report is not None:
                 self.files.tell(query, report)
 
-    def _grow(self, state: State, now_ns: int) -> bool:
+    def _grow(self, state: SchedulerState, now_ns: int) -> bool:
         """Return whether the tree for the first question is all there."""
         if self._growing is None:
             self._growing = self._tree(state, now_ns)
         return self._growing.grow(BLOCKS_A_TURN if state.live else None)
 
-    def answer(self, state: State | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
+    def answer(self, state: SchedulerState | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
         """Do what is asked, and say what became of it; None where a file has to be written or read for that."""
         report = KvReport(query.query_id, core)
         try:
@@ -119,7 +119,7 @@ class KvDesk:
             return report
         return None if query.verb in ("export", "import") else report
 
-    def _do(self, state: State, query: KvQuery, report: KvReport, now_ns: int) -> None:
+    def _do(self, state: SchedulerState, query: KvQuery, report: KvReport, now_ns: int) -> None:
         tree, shown = self._growing or self._tree(state, now_ns), _Shown(state)
         tree.grow()
         if query.verb == "list":
@@ -143,13 +143,13 @@ class KvDesk:
         elif query.verb == "export":
             self.files.begin_export(state, query, report, _needed(state.limits, path))
 
-    def _tree(self, state: State, now_ns: int) -> Tree:
+    def _tree(self, state: SchedulerState, now_ns: int) -> PrefixTree:
         return self.trails.tree(
-            Trail(request.digests, request.tokens if request.embeds is None else None, now_ns)
+            PrefixPath(request.digests, request.tokens if request.embeds is None else None, now_ns)
             for request in state.live.values()
         )
 
-    def _list(self, tree: Tree, shown: _Shown, query: KvQuery, report: KvReport, now_ns: int) -> None:
+    def _list(self, tree: PrefixTree, shown: _Shown, query: KvQuery, report: KvReport, now_ns: int) -> None:
         ends, limit = tree.ends(), min(query.limit, MAX_LISTED)
         listed = list(dict.fromkeys((*self.pins.by_digest, *ends[:limit])))
         num_left = MAX_LISTED_TOKENS
@@ -161,7 +161,7 @@ class KvDesk:
             report.prefixes.append(prefix)
         report.num_prefixes = len(ends)
 
-    def _prefix(self, tree: Tree, shown: _Shown, path: list[bytes], now_ns: int) -> KvPrefix:
+    def _prefix(self, tree: PrefixTree, shown: _Shown, path: list[bytes], now_ns: int) -> KvPrefix:
         """Return what there is of a prefix."""
         digest = path[-1]
         pin, used_ns = self.pins.by_digest.get(digest), tree.used_ns(digest)
@@ -170,7 +170,7 @@ class KvDesk:
         idle_ns = None if used_ns is None else max(0, now_ns - used_ns)
         return KvPrefix(digest, num_tokens, device, host, disk, pin is not None, idle_ns)
 
-    def _path(self, state: State, tree: Tree, query: KvQuery) -> list[bytes]:
+    def _path(self, state: SchedulerState, tree: PrefixTree, query: KvQuery) -> list[bytes]:
         """Return the digests of the prefix that is asked of."""
         if not query.token_ids:
             digest = _only(query.name, {**tree.places, **self.pins.by_digest}, "prefix")
@@ -192,7 +192,7 @@ class KvDesk:
 
     # --- verbs ---
 
-    def _pin(self, state: State, shown: _Shown, path: list[bytes]) -> list[bytes]:
+    def _pin(self, state: SchedulerState, shown: _Shown, path: list[bytes]) -> list[bytes]:
         """Keep a prefix; return as much of it as can be kept."""
         limits, pool = state.limits, state.pool
         if limits.groups.states:
@@ -219,13 +219,13 @@ class KvDesk:
         self.has_news = True
         return path
 
-    def _unpin(self, state: State, digest: bytes) -> None:
+    def _unpin(self, state: SchedulerState, digest: bytes) -> None:
         if digest not in self.pins.by_digest:
             raise RequestError(ErrorCode.NOT_FOUND, f"The prefix {digest.hex()} is not pinned.")
         state.pool.unpin(digest, state.fence)
         self.has_news = True
 
-    def _evict(self, state: State, tree: Tree, path: list[bytes]) -> None:
+    def _evict(self, state: SchedulerState, tree: PrefixTree, path: list[bytes]) -> None:
         """Forget a prefix, all that begins with it, and of it what nothing else begins with."""
         going = tree.following(path)
         for position in range(len(path) - 1, -1, -1):
@@ -245,10 +245,10 @@ class KvDesk:
             for key in keys:
                 disk.drop(key)
 
-    def _room(self, state: State) -> KvRoom:
+    def _room(self, state: SchedulerState) -> KvUsage:
         limits, pool = state.limits, state.pool
         disk = pool.tiers.disk
-        return KvRoom(
+        return KvUsage(
             limits.block_bytes,
             limits.block_size,
             limits.num_blocks,
@@ -263,7 +263,7 @@ class KvDesk:
 class _Shown:
     """Where contents are."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: SchedulerState) -> None:
         tiers, limits = state.pool.tiers, state.limits
         nowhere: Mapping[bytes, int] = {}
         self._groups = limits.groups.all

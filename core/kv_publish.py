@@ -5,10 +5,10 @@ from __future__ import annotations
 from quintet.core.block_keys import digests_of, keys_behind, run_of
 from quintet.core.kv.prefix import reach
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
-def offer(state: State, request: Request) -> None:
+def offer(state: SchedulerState, request: Request) -> None:
     """Offer other servers the full blocks of a prompt, of a request that has just ended: the device has them still."""
     peers, handover = state.pool.tiers.peers, request.handover
     if peers is None or handover is None or not handover.offers:

@@ -10,23 +10,23 @@ from quintet.core import recurrent_state
 from quintet.core.counters import Counters
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.peer_pool import PeerPool
-from quintet.core.kv.store_chunks import Runs
+from quintet.core.kv.store_chunks import StoreChunks
 from quintet.core.kv.store_pool import StorePool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.scheduler_state import Limits, State
+from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import CacheConfig
-from quintet.wire.kv_disk import KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults, StoredBlocks
 from quintet.wire.step import Capacity
 
 
-class DiskTalk:
+class KvTierClient:
     """Remembers what an executor has told of its disk until it tells its capacity."""
 
     def __init__(self) -> None:
-        self._kept: list[KvKept] = []
+        self._kept: list[StoredBlocks] = []
 
-    def hear_kept(self, message: KvKept) -> None:
+    def hear_kept(self, message: StoredBlocks) -> None:
         """Take note of some of what the disk holds."""
         about = message.executor_epoch, message.tables
         self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables) == about]
@@ -41,7 +41,7 @@ class DiskTalk:
         store = None
         if capacity.num_store_blocks and cache.store is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
-            runs = Runs.of(limits.groups, limits.block_size, recurrent_state.KEEP_EVERY)
+            runs = StoreChunks.of(limits.groups, limits.block_size, recurrent_state.KEEP_EVERY)
             most_putting = cache.store.waiting_bytes // limits.block_bytes
             store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
         if not capacity.num_disk_blocks:
@@ -54,11 +54,11 @@ class DiskTalk:
         self._kept.clear()
         return Tiers(capacity.num_host_blocks, pool, peers, store)
 
-    def orders(self, state: State | None, tables: int, now_ns: int) -> KvOrders | None:
+    def orders(self, state: SchedulerState | None, tables: int, now_ns: int) -> KvTierRequests | None:
         """Return what the executor is to do, if anything. Asked before each plan is made, and after the last one was sent."""
         if state is None:
             return None
-        tiers, orders, taken_ns = state.pool.tiers, KvOrders(tables), now_ns + _busy_ns(state)
+        tiers, orders, taken_ns = state.pool.tiers, KvTierRequests(tables), now_ns + _busy_ns(state)
         disk, peers, store = tiers.disk, tiers.peers, tiers.store
         if disk is not None:
             self._note_news(state, disk)
@@ -71,7 +71,7 @@ class DiskTalk:
         return None if orders.is_empty else orders
 
     @staticmethod
-    def _note_news(state: State, disk: DiskPool) -> None:
+    def _note_news(state: SchedulerState, disk: DiskPool) -> None:
         news, block_of = state.pool.index.news, state.pool.index.block_of
         if news:
             for key, block in news.items():
@@ -79,7 +79,7 @@ class DiskTalk:
                     disk.stand(key, block)
             news.clear()
 
-    def answer(self, state: State | None, answers: KvAnswers) -> None:
+    def answer(self, state: SchedulerState | None, answers: KvTierResults) -> None:
         """Apply what became of orders."""
         if state is None:
             return
@@ -93,7 +93,7 @@ class DiskTalk:
         _count(state.counters, answers, state.limits.block_bytes)
 
 
-def _busy_ns(state: State) -> int:
+def _busy_ns(state: SchedulerState) -> int:
     """Return for how long an executor that computes may hear no orders and give no answers: nobody else is slow then."""
     if not state.in_flight:
         return 0
@@ -101,7 +101,7 @@ def _busy_ns(state: State) -> int:
     return state.pace.time_of(num_tokens + state.limits.max_batched) or 0
 
 
-def _count(counters: Counters, answers: KvAnswers, block_bytes: int) -> None:
+def _count(counters: Counters, answers: KvTierResults, block_bytes: int) -> None:
     num_fetched, num_pulled = len(answers.fetched) // 4, len(answers.pulled) // 4
     counters.disk_stored_blocks += len(answers.stored)
     counters.disk_unstored_blocks += len(answers.unstored)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
-from quintet.core.reconcile import Auditors, by_seat
-from quintet.core.token_messages import Effects
+from quintet.core.reconcile import Reconcilers, by_seat
+from quintet.core.token_messages import StepMessages
 from quintet.process.kv_publisher import KvPublisher
-from quintet.process.pending_topology import Early
+from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import encode, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
@@ -18,12 +18,22 @@ from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of
 from quintet.wire.kv_admin import KvPins, KvQuery
-from quintet.wire.kv_disk import KvAnswers, KvKept
+from quintet.wire.kv_disk import KvTierResults, StoredBlocks
 from quintet.wire.kv_events import KvEventBatch
 from quintet.wire.limits import FrameTooLarge
-from quintet.wire.messages import Admit, Cancel, Failed, Handed, Live, Reclaim, StopHit, Tokens, Unknown
+from quintet.wire.messages import (
+    Admit,
+    Cancel,
+    Failed,
+    InFlightReport,
+    Live,
+    Reclaim,
+    StopHit,
+    Tokens,
+    Unknown,
+)
 from quintet.wire.step import Capacity, StepResult
-from quintet.wire.supervision import Drain, Drained, SeatState, Topology
+from quintet.wire.supervision import Drain, Drained, SlotState, Topology
 
 Message = (
     Admit
@@ -31,12 +41,12 @@ Message = (
     | StopHit
     | Reclaim
     | Live
-    | Handed
+    | InFlightReport
     | Unknown
     | StepResult
     | Capacity
-    | KvKept
-    | KvAnswers
+    | StoredBlocks
+    | KvTierResults
     | KvQuery
     | KvPins
 )
@@ -58,15 +68,15 @@ class Core:
         peers = config.cache.peers
         self.metrics = CoreMetrics(self.process.metrics, "" if peers is None else peers.role)
         self._span = self.process.span
-        self._auditors = Auditors()
-        self._paths = Auditors()
+        self._auditors = Reconcilers()
+        self._paths = Reconcilers()
         """Of what took each path, a frontend's and a tokenizer's."""
         self._accounted_ns = 0
         self._reclaims: list[Reclaim] = []
         """Questions for requests whose last tokens are being drawn."""
         self._is_retiring = False
         """Whether the supervisor wants to hear when nothing is left."""
-        self._early: Early[int, Admit | Cancel | Reclaim] = Early(MAX_EARLY)
+        self._early: PendingTopology[int, Admit | Cancel | Reclaim] = PendingTopology(MAX_EARLY)
         """By frontend seat."""
         events = config.cache.events
         self._publisher = None if events is None else KvPublisher(events, process.me.index)
@@ -176,13 +186,13 @@ class Core:
             self._reclaim(message, now)
         elif isinstance(message, Live):
             self._audit(message, now)
-        elif isinstance(message, Handed):
+        elif isinstance(message, InFlightReport):
             self._audit_path(message)
         elif isinstance(message, Unknown):
             self._tell_unknown(unpack_i64(message.request_ids))
-        elif isinstance(message, KvAnswers):
+        elif isinstance(message, KvTierResults):
             self.engine.kv_answers(message)
-        elif isinstance(message, KvKept):
+        elif isinstance(message, StoredBlocks):
             self.engine.disk.hear_kept(message)
         elif isinstance(message, KvQuery):
             self.engine.kv_desk.take(message, self.process.me.index)
@@ -206,7 +216,7 @@ class Core:
                 self.metrics.note_limits(self.engine.state.limits)
                 self.process.tell_figures()
 
-    def _commit(self, result: StepResult, now: int) -> Effects:
+    def _commit(self, result: StepResult, now: int) -> StepMessages:
         """Apply a step's result, and count its tokens."""
         state = self.engine.state
         if state is None or not state.in_flight or state.in_flight[0].step != result.step:
@@ -242,7 +252,7 @@ class Core:
             self._note_differences("live here, and nobody waits for them", orphans)
             self._send(self.engine.drop(orphans, now))
 
-    def _audit_path(self, account: Handed) -> None:
+    def _audit_path(self, account: InFlightReport) -> None:
         """Have what a frontend waits for sent again, if its tokenizer has passed it on and it did not come, or was lost."""
         if self.engine.state is None or account.sender.index in self._early:
             return  # what it names may wait here
@@ -286,7 +296,7 @@ class Core:
         self._accounted_ns = now
         kept = by_seat(self.engine.opened())
         for seat in self.process.topology.seats:
-            if seat.worker.role is Role.DETOKENIZER and seat.state is not SeatState.DOWN:
+            if seat.worker.role is Role.DETOKENIZER and seat.state is not SlotState.DOWN:
                 ids = kept.get(seat.worker.index, [])
                 account = Live(self.process.me, pack_i64(ids))
                 self.process.peers.send(Role.DETOKENIZER, seat.worker.index, account)
@@ -328,7 +338,7 @@ class Core:
             if message is not None:
                 self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
 
-    def _send(self, effects: Effects) -> None:
+    def _send(self, effects: StepMessages) -> None:
         peers = self.process.peers
         for detokenizer, tokens in effects.tokens:
             tokens.core, tokens.core_epoch = self.process.me.index, self.process.me.epoch
@@ -354,7 +364,7 @@ class Core:
         for seat in topology.seats:
             worker = seat.worker
             if worker.role is Role.FRONTEND:
-                self.engine.abandon(worker.index, worker.epoch, now, down=seat.state is SeatState.DOWN)
+                self.engine.abandon(worker.index, worker.epoch, now, down=seat.state is SlotState.DOWN)
         for message in self._early.take():
             self._take(message)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from quintet.core.scheduler_state import Ending, Limits, State
+from quintet.core.scheduler_state import Limits, RequestEnd, SchedulerState
 from quintet.wire.metrics import COUNT_BUCKETS, CounterSeries, GaugeSeries, Metrics
 
 S = 1e-9
@@ -156,7 +156,7 @@ class CoreMetrics:
             self._cache.set(1)
         self._cache.labels = tuple(labels.items())
 
-    def note_state(self, state: State) -> None:
+    def note_state(self, state: SchedulerState) -> None:
         """Bring gauges and counters up to the state: when they are to be told."""
         num_waiting, pool = len(state.waiting), state.pool
         self.running.set(len(state.running))
@@ -168,7 +168,7 @@ class CoreMetrics:
         for name, series in self._counters:
             series.value = getattr(state.counters, name)
 
-    def note_endings(self, state: State, now_ns: int) -> None:
+    def note_endings(self, state: SchedulerState, now_ns: int) -> None:
         """Count the waits and requests that ended since the last time: they ended now."""
         for waited_ns in state.queue_times_ns:
             self.queue.observe(waited_ns * S)
@@ -177,7 +177,7 @@ class CoreMetrics:
             self._note_ending(ending, now_ns)
         state.endings.clear()
 
-    def _note_ending(self, ending: Ending, now_ns: int) -> None:
+    def _note_ending(self, ending: RequestEnd, now_ns: int) -> None:
         self.inference.observe(max(0, now_ns - ending.scheduled_ns) * S)
         if ending.first_token_ns is not None:
             self.prefill.observe(max(0, ending.first_token_ns - ending.scheduled_ns) * S)

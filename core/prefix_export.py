@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.kv_admin import KvQuery, KvReport
-from quintet.wire.kv_disk import FileAnswer, FileOrder
+from quintet.wire.kv_disk import FileRequest, FileResult
 from quintet.wire.messages import Failed
 
 
@@ -34,7 +34,9 @@ class FileTasks:
         self._last_id = 0
         self._done: list[tuple[int, KvReport]] = []
 
-    def begin_export(self, state: State, query: KvQuery, report: KvReport, keys: Sequence[bytes]) -> None:
+    def begin_export(
+        self, state: SchedulerState, query: KvQuery, report: KvReport, keys: Sequence[bytes]
+    ) -> None:
         """Have these contents written into a file. Raises `RequestError`."""
         disk = _disk_of(state)
         num_there = sum(key in disk.place_of for key in keys)
@@ -47,20 +49,20 @@ class FileTasks:
                 retry_s=1,
             )
         places = pack_i32(disk.place_of[key] for key in keys)
-        order = FileOrder(self._take(_Task(query, report)), "export", query.file, places, list(keys))
+        order = FileRequest(self._take(_Task(query, report)), "export", query.file, places, list(keys))
         disk.file_orders.append(order)
 
-    def begin_import(self, state: State, query: KvQuery, report: KvReport) -> None:
+    def begin_import(self, state: SchedulerState, query: KvQuery, report: KvReport) -> None:
         """Have a file's blocks brought to the disk. Raises `RequestError`."""
         disk = _disk_of(state)
-        disk.file_orders.append(FileOrder(self._take(_Task(query, report)), "look", query.file))
+        disk.file_orders.append(FileRequest(self._take(_Task(query, report)), "look", query.file))
 
     def _take(self, task: _Task) -> int:
         self._last_id += 1
         self._tasks[self._last_id] = task
         return self._last_id
 
-    def hear(self, state: State | None, answers: Sequence[FileAnswer]) -> None:
+    def hear(self, state: SchedulerState | None, answers: Sequence[FileResult]) -> None:
         """Go on with what ended, behind what was told of its blocks."""
         for answer in answers:
             task = self._tasks.pop(answer.task_id, None)
@@ -78,7 +80,7 @@ class FileTasks:
                 task.report.num_imported = len(task.new) - len(answer.keys)
                 self.tell(task.query, task.report)
 
-    def _bring(self, disk: DiskPool, task: _Task, answer: FileAnswer) -> None:
+    def _bring(self, disk: DiskPool, task: _Task, answer: FileResult) -> None:
         """Have places hold what a file has and the disk lacks, as far as there are places that are not pinned."""
         places = []
         for key in answer.keys:
@@ -93,7 +95,7 @@ class FileTasks:
         if not task.new:
             self.tell(task.query, task.report)
             return
-        order = FileOrder(self._take(task), "import", task.query.file, pack_i32(places), task.new)
+        order = FileRequest(self._take(task), "import", task.query.file, pack_i32(places), task.new)
         disk.file_orders.append(order)
 
     def fail_all(self) -> None:
@@ -117,7 +119,7 @@ class FileTasks:
         return done
 
 
-def _disk_of(state: State) -> DiskPool:
+def _disk_of(state: SchedulerState) -> DiskPool:
     disk = state.pool.tiers.disk
     if disk is None:
         raise RequestError(

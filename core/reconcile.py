@@ -22,7 +22,7 @@ class Differences:
     """Waited for there, and not alive here."""
 
 
-class Auditor:
+class Reconciler:
     """Compares one neighbour's accounts with ours."""
 
     def __init__(self) -> None:
@@ -39,17 +39,17 @@ class Auditor:
         )
 
 
-class Auditors:
-    """One `Auditor` per neighbour."""
+class Reconcilers:
+    """One `Reconciler` per neighbour."""
 
     def __init__(self) -> None:
-        self._by_seat: dict[tuple[Hashable, int], Auditor] = {}
+        self._by_seat: dict[tuple[Hashable, int], Reconciler] = {}
 
     def compare(self, seat: tuple[Hashable, int], theirs: Sequence[int], ours: Iterable[int]) -> Differences:
         """Compare the account of the process at this place, in this epoch; those of its predecessors are forgotten."""
         if seat not in self._by_seat:
             self._by_seat = {other: a for other, a in self._by_seat.items() if other[0] != seat[0]}
-            self._by_seat[seat] = Auditor()
+            self._by_seat[seat] = Reconciler()
         return self._by_seat[seat].compare(theirs, ours)
 
 

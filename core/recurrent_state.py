@@ -9,7 +9,7 @@ A state is overwritten by every step, so what is to outlive that is never copied
 
 Kept are the states that requests with the same beginning can go on from: behind most of a prompt (`GRAIN`), behind every
 `KEEP_EVERY` tokens, and, for further choices of one prompt, behind all of it but the last token. A prompt's pieces end there.
-The last state of all is behind what a request has computed when it ends (`State.retire`).
+The last state of all is behind what a request has computed when it ends (`SchedulerState.retire`).
 
 Where that is in the middle of a block, the block is not written any more either, in any group: the request writes on in a copy::
 
@@ -22,7 +22,7 @@ Keeping is a favour: where no block is to spare the state is written over, and w
 from __future__ import annotations
 
 from quintet.core.request import Request
-from quintet.core.scheduler_state import Limits, State
+from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.step_builder import StepBuilder
 
 KEEP_EVERY = 1024
@@ -34,7 +34,7 @@ GRAIN = 16
 fewer, behind the last full one. Not behind all but one: a chat's next turn may leave out how its last answer began."""
 
 
-def begin(state: State, request: Request) -> None:
+def begin(state: SchedulerState, request: Request) -> None:
     """Note where states of a request are kept that is to go on behind ``planned`` tokens, from what was found or from nothing."""
     request.begins_at = request.planned
     held = [request.held[index].blocks for index in state.limits.groups.states]
@@ -44,7 +44,7 @@ def begin(state: State, request: Request) -> None:
     request.keep_at = _next_kept(state, request)
 
 
-def cut(state: State, request: Request, count: int) -> int:
+def cut(state: SchedulerState, request: Request, count: int) -> int:
     """Return how many of its next ``count`` tokens a request computes before its state is to be kept."""
     keep_at = request.keep_at
     if keep_at == request.planned:
@@ -52,7 +52,7 @@ def cut(state: State, request: Request, count: int) -> int:
     return count if keep_at is None else min(count, keep_at - request.planned)
 
 
-def prepare(state: State, step: StepBuilder, request: Request) -> None:
+def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
     """Say which blocks the next tokens' step reads and writes; keep the state behind those before them, if it is due."""
     groups, pool, planned = state.limits.groups, state.pool, request.planned
     is_new = planned == request.begins_at  # what it reads and writes was said when it was found
@@ -76,7 +76,9 @@ def prepare(state: State, step: StepBuilder, request: Request) -> None:
         _keep_for_choices(state, request, current)
 
 
-def exchange(state: State, step: StepBuilder, request: Request, index: int, found: list[int]) -> None:
+def exchange(
+    state: SchedulerState, step: StepBuilder, request: Request, index: int, found: list[int]
+) -> None:
     """Have a request go on from a state that others have kept."""
     held = request.held[index]
     state.pool.share(found)
@@ -93,14 +95,14 @@ def last_kept(limits: Limits, num_prompt: int) -> int:
     return end if not end % size else end // every * every
 
 
-def room_of(state: State, request: Request, end: int, room: int) -> int:
+def room_of(state: SchedulerState, request: Request, end: int, room: int) -> int:
     """Return until when nothing is to be done about a request's states: at most ``room``, and at least ``end`` tokens."""
     if any(len(request.held[index].blocks) == 2 for index in state.limits.groups.states):
         return end
     return room if request.keep_at is None else min(room, request.keep_at)
 
 
-def _next_kept(state: State, request: Request) -> int | None:
+def _next_kept(state: SchedulerState, request: Request) -> int | None:
     """Return behind how many tokens, more than are planned, a state is kept next."""
     limits, planned = state.limits, request.planned
     wanted = [_end_for_choices(state, request)]
@@ -112,24 +114,24 @@ def _next_kept(state: State, request: Request) -> int | None:
     return min((end for end in wanted if end is not None and end > planned), default=None)
 
 
-def _end_for_choices(state: State, request: Request) -> int | None:
+def _end_for_choices(state: SchedulerState, request: Request) -> int | None:
     """Return behind how many tokens further choices of a request begin, if some have still to."""
     if request.parent is not None or request.params.n == 1 or not _has_choices(state, request):
         return None
     return request.num_prompt - 1
 
 
-def _has_choices(state: State, request: Request) -> bool:
+def _has_choices(state: SchedulerState, request: Request) -> bool:
     return any(other.parent is request for other in state.waiting)
 
 
-def _keep_for_choices(state: State, request: Request, blocks: list[int]) -> None:
+def _keep_for_choices(state: SchedulerState, request: Request, blocks: list[int]) -> None:
     if request.planned and not request.for_choices:
         state.pool.share(blocks)
         request.for_choices = blocks
 
 
-def _name(state: State, step: StepBuilder, request: Request, blocks: list[int]) -> None:
+def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: list[int]) -> None:
     """Make a kept state findable, now or when the tokens before it are known."""
     planned, block_size = request.planned, state.limits.block_size
     if not state.limits.prefix_caching or planned % min(GRAIN, block_size):
@@ -142,7 +144,7 @@ def _name(state: State, step: StepBuilder, request: Request, blocks: list[int]) 
         state.name_state(request, planned, blocks, tails)
 
 
-def _leave_tails(state: State, step: StepBuilder, request: Request) -> dict[int, int]:
+def _leave_tails(state: SchedulerState, step: StepBuilder, request: Request) -> dict[int, int]:
     """Have a request write on in copies of its last blocks; return, by group, the blocks themselves, which are left to others."""
     position, tails = request.planned // state.limits.block_size, dict[int, int]()
     for index in state.limits.groups.tokens:
@@ -155,6 +157,6 @@ def _leave_tails(state: State, step: StepBuilder, request: Request) -> dict[int,
     return tails
 
 
-def _reserve(state: State) -> int:
+def _reserve(state: SchedulerState) -> int:
     """Return how many blocks must be left to requests, which need them more than those that may come."""
     return state.limits.watermark + len(state.running) + len(state.limits.groups.all)

@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from quintet.core.kv.group_blocks import Held
+from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.repetition import Repetition
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Admit
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Echo, Handover, Reading
+from quintet.wire.request import Echo, KvTransfer, OutputParsing
 
 
 class Status(IntEnum):
@@ -68,9 +68,9 @@ class Request:
     """The request as it was admitted, if its client may come back for it (`RequestSpec.claim`)."""
     deadline_ns: int = 0
     """When it must have ended; 0 for never."""
-    reading: Reading | None = None
+    reading: OutputParsing | None = None
     """Which parsers read its text: only its detokenizer looks inside."""
-    handover: Handover | None = None
+    handover: KvTransfer | None = None
     """What it has to do with KV of other servers."""
     repetition: Repetition | None = None
     """Set where it is to end when its outputs repeat themselves."""
@@ -87,7 +87,7 @@ class Request:
     """Its row in the executor's tables; meaningless unless running."""
     generation: int = 0
     """Number of its present stay in or out of a slot; rows of plans that name another one are void."""
-    held: list[Held] = field(default_factory=list)
+    held: list[GroupBlocks] = field(default_factory=list)
     """Its blocks, one entry per group of layers; empty unless running."""
     room: int = 0
     """Tokens that it can have computed before its blocks must be looked at again: as many as they hold, or fewer where a

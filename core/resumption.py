@@ -43,7 +43,7 @@ def can_go_on(request: Request, admit: Admit) -> bool:
 
 
 @dataclass(slots=True)
-class KeptRequest:
+class RetainedRequest:
     """A request whose client may come back: as it was admitted, and the outputs of each choice so far."""
 
     admit: Admit
@@ -67,14 +67,14 @@ class KeptRequest:
         return [(request_id - first, outputs) for request_id, outputs in sorted(self.outputs.items())]
 
 
-class Shelf:
+class RetainedRequests:
     """What is kept for clients that may come back, until their time is over."""
 
     def __init__(self, grace_ns: int, max_bytes: int = MAX_KEPT_BYTES) -> None:
         self._grace_ns = grace_ns
         self._max_bytes = max_bytes
         self._num_bytes = 0
-        self._kept: OrderedDict[int, KeptRequest] = OrderedDict()
+        self._kept: OrderedDict[int, RetainedRequest] = OrderedDict()
         """By the request's first id; whose time ends first comes first."""
         self._first_of: dict[int, int] = {}
         self._moved: OrderedDict[int, int] = OrderedDict()
@@ -96,7 +96,7 @@ class Shelf:
         first = request.first_id
         kept = self._kept.get(first)
         if kept is None:
-            kept = self._kept[first] = KeptRequest(origin, FIXED_BYTES + len(_encode(origin)))
+            kept = self._kept[first] = RetainedRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
         kept.is_cut_off |= request.is_departing
@@ -108,7 +108,7 @@ class Shelf:
         while self._num_bytes > self._max_bytes:
             self._drop(next(iter(self._kept)))
 
-    def find(self, first: int, key: bytes) -> KeptRequest | None:
+    def find(self, first: int, key: bytes) -> RetainedRequest | None:
         """Return the request of this first id, whatever it is now, if ``key`` is its client's."""
         kept = self._kept.get(self.newest(first))
         claim = None if kept is None else kept.admit.spec.claim

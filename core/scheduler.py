@@ -8,7 +8,7 @@ budget, in this order:
 2. running requests that are behind by more (a prompt in pieces, or a rebuild after preemption);
 3. waiting requests, in order of rank, while slots, blocks and budget last.
 
-What the second and third group compute is findable at once (`State.publish`): of requests that arrive together with one
+What the second and third group compute is findable at once (`SchedulerState.publish`): of requests that arrive together with one
 beginning, the first computes it, and the others begin behind it in the same step. When the first may only compute a
 piece of it, the next goes on from there, and the first takes over in a later step what the others have computed.
 
@@ -21,16 +21,16 @@ another, and alone it fits (admission saw to that): somebody always makes progre
 from __future__ import annotations
 
 from quintet.core import block_manager, recurrent_state
-from quintet.core.hooks import Found
+from quintet.core.hooks import PrefixMatch
 from quintet.core.request import Request, Status
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
 from quintet.wire.step import StepPlan
 
-NOTHING = Found(0, ())
+NOTHING = PrefixMatch(0, ())
 
 
-def schedule(state: State, now_ns: int) -> StepPlan | None:
+def schedule(state: SchedulerState, now_ns: int) -> StepPlan | None:
     """Plan the next step, or return None when no request can be computed now.
 
     Mutates ``state``: slots and blocks change hands, requests advance their plans. ``now_ns`` only stamps.
@@ -58,7 +58,7 @@ def schedule(state: State, now_ns: int) -> StepPlan | None:
     return step.finish(state, now_ns)
 
 
-def _decode(state: State, step: StepBuilder) -> list[Request]:
+def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
     """Add every request that is behind by one token, and return those behind by more."""
     rows, starts = step.rows, step.starts
     is_plain = state.limits.groups.is_plain
@@ -100,7 +100,7 @@ def _decode(state: State, step: StepBuilder) -> list[Request]:
     return behind
 
 
-def _turn(state: State) -> tuple[int, set[int]]:
+def _turn(state: SchedulerState) -> tuple[int, set[int]]:
     """Return how many requests that decode the next step may have, and those whose newest token is drawn too late for it.
 
     Steps that are computed at once have no request in common that draws, and about as many of them each: those that are left
@@ -125,7 +125,7 @@ def _turn(state: State) -> tuple[int, set[int]]:
     return -(-num_left // (state.limits.stages - len(flights))), drawn_for
 
 
-def _extend(state: State, step: StepBuilder, request: Request, num_owed: int) -> int:
+def _extend(state: SchedulerState, step: StepBuilder, request: Request, num_owed: int) -> int:
     """Give a request that decodes its next blocks, preempting others for them; return how many it lacks even so."""
     num_lacking = block_manager.extend(state, step, request)
     while num_lacking and _make_room(state, request, num_lacking, num_owed):
@@ -133,11 +133,12 @@ def _extend(state: State, step: StepBuilder, request: Request, num_owed: int) ->
     return num_lacking
 
 
-def _make_room(state: State, request: Request, num_wanted: int, num_owed: int) -> bool:
+def _make_room(state: SchedulerState, request: Request, num_wanted: int, num_owed: int) -> bool:
     """Return whether so many blocks are available for ``request`` now, preempting until they are, or are on their way.
 
-    Blocks of victims lie behind fences while steps are in flight, or are theirs until then (`State.give_way`): they are owed
-    to the requests, in order, that did without in this step. The last victim may be ``request`` itself.
+    Blocks of victims lie behind fences while steps are in flight, or are theirs until then
+    (`SchedulerState.give_way`): they are owed to the requests, in order, that did without in this step. The last
+    victim may be ``request`` itself.
     """
     pool = state.pool
     if pool.num_available >= num_wanted:
@@ -155,7 +156,7 @@ def _is_owed(request: Request) -> bool:
     return request.status is Status.RUNNING and not request.is_yielding
 
 
-def _allowance(state: State, request: Request, wanted: int, budget: int) -> int:
+def _allowance(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
     """Return how many tokens the request may compute now."""
     if wanted > 1:
         for clamp in state.hooks.clamps:
@@ -163,7 +164,7 @@ def _allowance(state: State, request: Request, wanted: int, budget: int) -> int:
     return min(wanted, budget)
 
 
-def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) -> int:
+def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns: int) -> int:
     """Let waiting requests enter, by rank, until slots, blocks or budget run out; return how many were passed over."""
     waiting, running = state.waiting, state.running
     max_running = state.limits.max_running
@@ -193,21 +194,21 @@ def _admit_waiting(state: State, step: StepBuilder, budget: int, now_ns: int) ->
     return position
 
 
-def _catch_up(state: State, step: StepBuilder, request: Request) -> None:
+def _catch_up(state: SchedulerState, step: StepBuilder, request: Request) -> None:
     """Let a request that is behind exchange its next blocks for full ones that others have computed since it entered."""
     found = _longest_source(state, request)
     if not found.tails and not found.restored and found.num_tokens > request.planned:
         block_manager.catch_up(state, step, request, found)
 
 
-def _compute(state: State, step: StepBuilder, request: Request, count: int) -> None:
+def _compute(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> None:
     """Add a row of a request whose tokens are all known: whoever comes behind it in this step may share its blocks."""
     step.add(request, count)
     if request.planned >= request.register_at:
         state.publish(request, request.planned)
 
 
-def _longest_source(state: State, request: Request) -> Found:
+def _longest_source(state: SchedulerState, request: Request) -> PrefixMatch:
     best = NOTHING
     for source in state.hooks.sources:
         found = source(state, request)
@@ -217,7 +218,12 @@ def _longest_source(state: State, request: Request) -> Found:
 
 
 def _enter(
-    state: State, step: StepBuilder, request: Request, found: Found, num_own: list[int], count: int
+    state: SchedulerState,
+    step: StepBuilder,
+    request: Request,
+    found: PrefixMatch,
+    num_own: list[int],
+    count: int,
 ) -> int:
     """Give a request its slot and blocks, begin it behind what was found, and return how many tokens it computes first."""
     state.enter(request)
@@ -237,7 +243,7 @@ def _enter(
     return count
 
 
-def _count_first_entry(state: State, request: Request, found: Found, now_ns: int) -> None:
+def _count_first_entry(state: SchedulerState, request: Request, found: PrefixMatch, now_ns: int) -> None:
     request.num_cached = found.num_cached
     request.num_computed = max(0, request.num_prompt - found.num_tokens)
     counters = state.counters

@@ -16,10 +16,10 @@ from quintet.core.hooks import Hooks
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.prefix import extend_chain, key_of
-from quintet.core.kv.prefix_tree import Trails
+from quintet.core.kv.prefix_tree import PrefixPaths
 from quintet.core.kv_events import KvEvents
 from quintet.core.request import Request, Status
-from quintet.core.throughput import Pace
+from quintet.core.throughput import Throughput
 
 by_rank = attrgetter("rank")
 
@@ -61,7 +61,7 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Flight:
+class InFlightPlan:
     """A plan that the executor has and the core has not committed."""
 
     step: int
@@ -77,7 +77,7 @@ class Flight:
 
 
 @dataclass(slots=True, frozen=True)
-class Ending:
+class RequestEnd:
     """What operators want to know of a choice that was scheduled and has ended."""
 
     scheduled_ns: int
@@ -90,7 +90,7 @@ class Ending:
 
 
 @dataclass(slots=True)
-class State:
+class SchedulerState:
     """All requests, blocks and slots of one executor's tables."""
 
     limits: Limits
@@ -105,7 +105,7 @@ class State:
     """By rank."""
     waiting: list[Request] = field(default_factory=list)
     """By rank."""
-    in_flight: deque[Flight] = field(default_factory=deque)
+    in_flight: deque[InFlightPlan] = field(default_factory=deque)
     step: int = 0
     """The newest step planned."""
     generation: int = 0
@@ -116,13 +116,13 @@ class State:
     """What outside routers are told of blocks; None: nothing."""
     left_slots: list[int] = field(default_factory=list)
     """Slots whose tenant left since the last plan."""
-    trails: Trails = field(default_factory=Trails)
+    trails: PrefixPaths = field(default_factory=PrefixPaths)
     """Which prefixes there are, for those who operate the server."""
     counters: Counters = field(default_factory=Counters)
-    pace: Pace = field(default_factory=Pace)
+    pace: Throughput = field(default_factory=Throughput)
     queue_times_ns: list[int] = field(default_factory=list)
     """Waits that ended since somebody last emptied this list."""
-    endings: list[Ending] = field(default_factory=list)
+    endings: list[RequestEnd] = field(default_factory=list)
     """Likewise."""
     kept: list[Request] = field(default_factory=list)
     """Requests that left and whose clients may come back, since somebody last emptied this list."""
@@ -245,7 +245,7 @@ class State:
                 self.trails.add(request.digests, request.tokens if request.embeds is None else None)
             self.pace.outputs.note(request.num_outputs)
             self.endings.append(
-                Ending(
+                RequestEnd(
                     request.scheduled_ns,
                     request.first_token_ns,
                     request.num_preemptions,

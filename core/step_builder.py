@@ -7,13 +7,13 @@ from zlib import crc32
 
 from quintet.core.kv.groups import Groups
 from quintet.core.request import Request
-from quintet.core.scheduler_state import Flight, State
+from quintet.core.scheduler_state import InFlightPlan, SchedulerState
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.embeds import RowEmbeds
 from quintet.wire.step import NewRow, StepPlan
 
 
-def table_checksum(flight: Flight, starts: list[int], groups: Groups) -> int:
+def table_checksum(flight: InFlightPlan, starts: list[int], groups: Groups) -> int:
     """Return the CRC-32 of the tables that a step reads.
 
     Over its rows, in order: slot and generation (int64), then of each group the blocks (int32) that the row reads and writes
@@ -108,7 +108,7 @@ class StepBuilder:
         else:
             self.samples.append(0)
 
-    def finish(self, state: State, now_ns: int) -> StepPlan | None:
+    def finish(self, state: SchedulerState, now_ns: int) -> StepPlan | None:
         """Return the plan, noted in ``state.in_flight``; None, changing nothing, when there is nothing to compute or tell."""
         rows = self.rows
         if not rows and not self.blocks:
@@ -116,7 +116,7 @@ class StepBuilder:
         state.step += 1
         starts, counts = self.starts, self.counts
         samples = bytes(self.samples)
-        flight = Flight(
+        flight = InFlightPlan(
             step=state.step,
             rows=rows,
             generations=[request.generation for request in rows],
@@ -161,7 +161,7 @@ class StepBuilder:
                 found.append(RowEmbeds(request.slot, start, embeds.dtype, embeds.width, values))
         return found
 
-    def _count_swaps(self, state: State, num_out: int) -> None:
+    def _count_swaps(self, state: SchedulerState, num_out: int) -> None:
         counters, num_in, block_bytes = state.counters, len(self.swaps_in) // 2, state.limits.block_bytes
         counters.swap_out_blocks += num_out
         counters.swap_in_blocks += num_in

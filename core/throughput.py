@@ -40,7 +40,7 @@ class Mean:
         self.note(min(value, _MOST_SURPRISE * self.value) if self._count else value)
 
 
-class Pace:
+class Throughput:
     """The measurements of one executor."""
 
     __slots__ = (

@@ -12,7 +12,7 @@ from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
 @dataclass(slots=True)
-class Effects:
+class StepMessages:
     """Messages to send, in this order."""
 
     tokens: list[tuple[int, Tokens]] = field(default_factory=list)
@@ -21,7 +21,7 @@ class Effects:
     unknown: list[int] = field(default_factory=list)
     """Choices that a frontend waits for and that nobody here knows."""
 
-    def add(self, later: Effects) -> None:
+    def add(self, later: StepMessages) -> None:
         """Append what happened after this."""
         self.tokens += later.tokens
         self.failed += later.failed
@@ -141,10 +141,10 @@ class TokensBuilders:
         builder.token_ids.append(last)
         request.tokens.append(last)
 
-    def effects(self, step: int, now_ns: int) -> Effects:
+    def effects(self, step: int, now_ns: int) -> StepMessages:
         """Return what has gathered."""
         tokens = [(index, builder.build(step, now_ns)) for index, builder in self.builders.items()]
-        return Effects(tokens, self.failed, self.unknown)
+        return StepMessages(tokens, self.failed, self.unknown)
 
 
 def opening(request: Request, now_ns: int) -> Open:

@@ -12,7 +12,7 @@ from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.rows import Steps
 from quintet.detokenizer_proc.text_state import TextState
 from quintet.detokenizer_proc.vocabulary import load_vocabulary
-from quintet.process.pending_topology import Early
+from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process, child_main
 from quintet.wire.codec import pack_i32, pack_i64, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -97,7 +97,7 @@ class Detokenizer:
         self._first = Steps(self._skipping, self._showing)
         self._cores = Cores(self._first)
         self._jobs: deque[QueryJob] = deque()
-        self._early: Early[tuple[int, int], tuple[int, int, Text]] = Early(MAX_EARLY)
+        self._early: PendingTopology[tuple[int, int], tuple[int, int, Text]] = PendingTopology(MAX_EARLY)
         self._is_retiring = False
         """Whether the supervisor wants to hear when nothing is left."""
         self._lost: dict[int, Failed] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.detokenizer_proc.incremental import PieceTable
 from quintet.detokenizer_proc.parsers import registry
-from quintet.detokenizer_proc.parsers.pieces import Parser, Piece, joined
+from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser, joined
 from quintet.wire.channels import Channel, Span
 from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import PROMPT_TAIL, Open
@@ -47,7 +47,7 @@ class OutputReader:
         spans, self._spans = self._spans, []
         return spans
 
-    def _tell(self, pieces: list[Piece]) -> str:
+    def _tell(self, pieces: list[ChannelText]) -> str:
         if self._insists:
             pieces = [piece for piece in pieces if piece.channel is not Channel.CONTENT]
         if not pieces:
@@ -66,7 +66,7 @@ class OutputReader:
         return told
 
 
-class Readings:
+class OutputParsers:
     """What requests are read by: a table of texts, and parsers where the request names some that there are."""
 
     def __init__(self, skipping: PieceTable, showing: PieceTable) -> None:

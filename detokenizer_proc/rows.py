@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from quintet.detokenizer_proc import logprobs
 from quintet.detokenizer_proc.incremental import PieceTable
-from quintet.detokenizer_proc.output_parsing import Readings
+from quintet.detokenizer_proc.output_parsing import OutputParsers
 from quintet.detokenizer_proc.stops import StopCache
 from quintet.detokenizer_proc.text_builder import TextBuilder
 from quintet.detokenizer_proc.text_state import TextState
@@ -48,7 +48,7 @@ class Steps:
         """``skipping`` and ``showing`` are the tables with and without ``skip_special_tokens``."""
         self._skipping = skipping
         self._showing = showing
-        self._readings = Readings(skipping, showing)
+        self._readings = OutputParsers(skipping, showing)
         self._stops = StopCache()
         self._open: dict[int, OpenRequest] = {}
         self._builders: dict[tuple[int, int], TextBuilder] = {}

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from quintet.executor.backends.cpu.ops.paged_attention import MAX_FOLDED_TOKENS, AttentionGroup
 from quintet.executor.backends.cpu.ops.state_rows import StateRows
 from quintet.executor.memory import to_device
-from quintet.executor.models.layers.attention import Heads, Sight
+from quintet.executor.models.layers.attention import AttentionWindow, Heads
 from quintet.executor.ragged import ranges
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import StepPlan
@@ -27,7 +27,7 @@ MAX_PADDING = 1.25
 """Rows of one token share a group while padding them to the longest costs at most this much more than they have."""
 
 
-View = tuple[int, Sight, Heads]
+View = tuple[int, AttentionWindow, Heads]
 """What a layer sees: through the block table of which group, which tokens, and with which heads."""
 
 
@@ -84,7 +84,7 @@ class Batch:
     """For each group whose blocks hold states."""
 
 
-def _first_seen(sight: Sight, positions: Int) -> Int:
+def _first_seen(sight: AttentionWindow, positions: Int) -> Int:
     """Return the first position that each of ``positions`` sees."""
     if sight.chunk is not None:
         return positions // sight.chunk * sight.chunk

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from quintet.executor.interface import Pending
 from quintet.process.runtime import Receives
-from quintet.process.wakeup import Bell
+from quintet.process.wakeup import Wakeup
 from quintet.wire.step import StepPlan, StepsEnded
 
 MAX_FAREWELL_S = 1.0
@@ -49,7 +49,7 @@ class InFlight:
         """``inbox`` is what the loop waits at."""
         self._inbox = inbox
         self._steps: deque[Begun] = deque()
-        self._bell: Bell | None = None
+        self._bell: Wakeup | None = None
         self._waited_for: queue.SimpleQueue[Pending | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -60,7 +60,7 @@ class InFlight:
     def add(self, begun: Begun) -> None:
         """Have the loop told when this step ends."""
         if self._bell is None:
-            self._bell = Bell(StepsEnded)
+            self._bell = Wakeup(StepsEnded)
             self._inbox.hang(self._bell)
             self._thread = threading.Thread(
                 target=self._wait_for_each, args=(self._bell,), name="device", daemon=True
@@ -88,7 +88,7 @@ class InFlight:
         """Want none of them any more. Return how many were."""
         return sum(1 for _ in self.unsettled())
 
-    def _wait_for_each(self, bell: Bell) -> None:
+    def _wait_for_each(self, bell: Wakeup) -> None:
         while (pending := self._waited_for.get()) is not None:
             with contextlib.suppress(Exception):  # the loop asks for the result, and is told there
                 pending.wait()

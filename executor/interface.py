@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.expert_metrics import ExpertCounts
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 from quintet.wire.step import StepPlan, StepResult
 
 
@@ -52,7 +52,7 @@ class Finished:
         return self.outcome
 
 
-class KvElsewhere(Protocol):
+class KvTierWorker(Protocol):
     """Blocks of KV memory on disk, of other servers and for them, or in a store. Used from the loop only; works beside it."""
 
     @property
@@ -62,13 +62,13 @@ class KvElsewhere(Protocol):
     def begin(self, ring: Callable[[], None]) -> None:
         """Begin to take orders. ring: tells the loop, from another thread, that there are answers."""
 
-    def order(self, orders: KvOrders) -> None:
+    def order(self, orders: KvTierRequests) -> None:
         """Take what is to be kept or offered out of KV memory, as it is now; do the rest later."""
 
     def copy_in(self, blocks: NDArray[np.int32], host_blocks: NDArray[np.int32]) -> None:
         """Copy what was fetched, from these host blocks, into blocks of KV memory."""
 
-    def take_answers(self) -> KvAnswers | None:
+    def take_answers(self) -> KvTierResults | None:
         """Return what became of orders since the last call, for the newest tables ordered about; None without any."""
 
     def reset(self) -> None:
@@ -78,7 +78,7 @@ class KvElsewhere(Protocol):
         """Finish what was ordered, as far as that takes no longer than anybody waits, and let go of files and sockets."""
 
 
-class KvDisk(KvElsewhere, Protocol):
+class KvDisk(KvTierWorker, Protocol):
     """On disk: what lies there has numbers, and is told of at boot."""
 
     @property
@@ -109,11 +109,11 @@ class StepWorker(Protocol):
         """Where blocks outlive this process; None where they do not."""
 
     @property
-    def kv_peers(self) -> KvElsewhere | None:
+    def kv_peers(self) -> KvTierWorker | None:
         """The servers that share requests with this one; None where there are none."""
 
     @property
-    def kv_store(self) -> KvElsewhere | None:
+    def kv_store(self) -> KvTierWorker | None:
         """What other servers have computed, too; None where there is no such store."""
 
     @property

@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from quintet.executor.backends.platforms.shares import take_share
 from quintet.executor.checkpoints.weights.read_ahead import read_ahead, reserve_ahead
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.expert_metrics import ExpertFigures
 from quintet.executor.in_flight import Begun, InFlight
 from quintet.executor.interface import Finished, StepWorker
@@ -29,7 +29,7 @@ from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvPins
-from quintet.wire.kv_disk import DiskRang, KvOrders
+from quintet.wire.kv_disk import DiskResultsReady, KvTierRequests
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.step import Capacity, StepPlan, StepsEnded
 from quintet.wire.supervision import Topology
@@ -84,7 +84,7 @@ def _set_environment() -> None:
         os.environ.setdefault(name, value)
 
 
-def make_worker(config: EngineConfig, span: Span, followers: Followers | None = None) -> StepWorker:
+def make_worker(config: EngineConfig, span: Span, followers: FollowerProcesses | None = None) -> StepWorker:
     """Import and build the worker that the configuration names; with ``followers``, one that has other ranks compute too."""
     _set_environment()
     ahead = None
@@ -101,7 +101,7 @@ def make_worker(config: EngineConfig, span: Span, followers: Followers | None = 
     return make(config, span) if ahead is None else make(config, span, ahead)
 
 
-Message = StepPlan | KvOrders | KvPins
+Message = StepPlan | KvTierRequests | KvPins
 
 
 class Executor:
@@ -163,23 +163,23 @@ class Executor:
         self._process.progress += 1
         self._process.pending -= 1
 
-    def handle(self, messages: list[Message | StepsEnded | DiskRang | Topology | Dropped]) -> None:
+    def handle(self, messages: list[Message | StepsEnded | DiskResultsReady | Topology | Dropped]) -> None:
         """Send the results of the steps that ended, then begin the plans among ``messages``, all in order.
 
         When the core's epoch changed, every plan of the batch is from the core that is gone: the new one sends its
         first plan only after it has our `Capacity`.
         """
         is_new_core = self._follow_core()
-        plans: list[StepPlan | KvOrders | Dropped] = []
+        plans: list[StepPlan | KvTierRequests | Dropped] = []
         for message in messages:
             if isinstance(message, StepPlan) or (isinstance(message, Dropped) and self._is_next(message)):
                 plans.append(message)
                 self._last_step = message.step
-            elif isinstance(message, KvOrders):
+            elif isinstance(message, KvTierRequests):
                 plans.append(message)
             elif isinstance(message, KvPins):
                 self._pins = message
-            elif isinstance(message, DiskRang) and self._kv_talk is not None:
+            elif isinstance(message, DiskResultsReady) and self._kv_talk is not None:
                 self._kv_talk.answer()
             elif isinstance(message, StepsEnded):
                 for begun in self._in_flight.ended(message.count):
@@ -187,9 +187,9 @@ class Executor:
         if is_new_core:
             self._last_step = None
             return
-        self._process.pending += sum(not isinstance(plan, KvOrders) for plan in plans)
+        self._process.pending += sum(not isinstance(plan, KvTierRequests) for plan in plans)
         for plan in plans:
-            if isinstance(plan, KvOrders):
+            if isinstance(plan, KvTierRequests):
                 if self._kv_talk is not None and plan.tables == self._num_emptied:
                     self._kv_talk.order(plan)
             elif plan.tables != self._num_emptied:
@@ -362,7 +362,7 @@ def serve(process: Process[Message]) -> None:
     try:
         if process.config.executor.num_ranks > 1:
             _set_environment()  # they inherit it
-            followers = Followers(process.me, process.config)  # first: they load while this one does
+            followers = FollowerProcesses(process.me, process.config)  # first: they load while this one does
         config = own_places(process.me.index, take_share(process.me.index, process.config))
         worker = make_worker(config, process.span, followers)
         executor = Executor(process, worker)

@@ -30,7 +30,7 @@ from quintet.wire.step import PromptLogprobs, StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 
-class SmallerSteps:
+class OomSplit:
     """Computes steps, in parts if need be, and counts those."""
 
     def __init__(self, release: Callable[[], None], go_on: Callable[[int], bytes] | None = None) -> None:

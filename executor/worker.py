@@ -31,12 +31,12 @@ from quintet.executor.distributed.parallel.whole_blocks import open_whole_blocks
 from quintet.executor.interface import Finished, StepWorker
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, WholeBlocks
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
-from quintet.executor.kv_transfer.kv_tiers import Elsewhere
+from quintet.executor.kv_transfer.kv_tiers import KvTiers
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.memory import to_device
 from quintet.executor.model_config.share import WHOLE, Share, share_of
 from quintet.executor.models.model import CausalModel
-from quintet.executor.oom_split import SmallerSteps
+from quintet.executor.oom_split import OomSplit
 from quintet.executor.runner import Runner
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps, sampling_ops_of
@@ -101,12 +101,12 @@ class Worker:
         blocks: Callable[[], WholeBlocks] = partial(BlockBytes, runner.blocks)
         if ranks is not None:
             blocks = partial(open_whole_blocks, config, crossings, runner.blocks, share, moves)
-        self._elsewhere = Elsewhere(blocks, config, type(runner).__name__, self._host_blocks)
+        self._elsewhere = KvTiers(blocks, config, type(runner).__name__, self._host_blocks)
         self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
         self.kv_store = self._elsewhere.store
         if self.num_host_blocks:
             self.facts["swap"] = f"{self.num_host_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._smaller_steps = SmallerSteps(
+        self._smaller_steps = OomSplit(
             torch.cuda.empty_cache if device.type == "cuda" else lambda: None,
             self.tables.go_on if model.kv.has_states else None,
         )

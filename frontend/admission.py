@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from quintet.frontend.load_balancing.load_balancer import Seats
-from quintet.frontend.load_balancing.queued_tokens import Backlog
+from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
 from quintet.frontend.prompt_size import embeds_bytes
 from quintet.wire.config import FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -35,7 +35,7 @@ class Occupancy(Protocol):
     """What the door looks at: `quintet.frontend.sessions.Sessions`."""
 
     @property
-    def seats(self) -> Seats:
+    def seats(self) -> Workers:
         """Who is there."""
 
     @property
@@ -51,11 +51,11 @@ class Occupancy(Protocol):
         """Outputs received so far."""
 
     @property
-    def backlog(self) -> Backlog:
+    def backlog(self) -> QueuedTokens:
         """What the live requests owe."""
 
 
-class Meter:
+class RateMeter:
     """How fast a count grows: over the window that is running, or where nothing came in it yet, over the last."""
 
     def __init__(self, count: Callable[[], int], clock: Callable[[], float]) -> None:
@@ -91,8 +91,8 @@ class Admission:
         self._load = load
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
-        self._endings = Meter(lambda: load.num_ended, clock)
-        self._leaving = Meter(lambda: load.backlog.num_ever - self._num_owed(), clock)
+        self._endings = RateMeter(lambda: load.num_ended, clock)
+        self._leaving = RateMeter(lambda: load.backlog.num_ever - self._num_owed(), clock)
         self.draining = False
         self._refused_full = _refused(metrics, "max_num_queued_reqs")
         self._refused_tokens = _refused(metrics, "max_num_queued_tokens")

@@ -36,7 +36,7 @@ from quintet.frontend.api.responses.stored import cancel_response, input_items, 
 from quintet.frontend.http.auth import Keys, operator_keys
 from quintet.frontend.http.docs_page import docs, docs_part
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import ClientGone, Exchange, tidy_path
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import openapi
 from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
 from quintet.frontend.malloc_trim import leave_behind
@@ -120,7 +120,7 @@ class Endpoint:
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope["exchange"]
+        exchange: HttpRequest = scope["exchange"]
         row = self.row
         exchange.route = row.path
         exchange.path_params = scope["path_params"]
@@ -161,7 +161,7 @@ class App:
         path: str = scope["path"]
         if path not in self._errors:
             scope["path"] = self._own_path(path)
-        exchange = Exchange(scope, receive, send, openai_errors.ERRORS)
+        exchange = HttpRequest(scope, receive, send, openai_errors.ERRORS)
         exchange.errors = self._errors_of(exchange.path)
         scope["exchange"] = exchange
         if (asked := exchange.header(FORMAT_HEADER)) is not None and exchange.method == "POST":
@@ -169,7 +169,7 @@ class App:
         service.num_exchanges += 1
         try:
             await self._answer(exchange, scope, receive, send)
-        except ClientGone:
+        except ClientDisconnected:
             pass
         except asyncio.CancelledError:
             exchange.abort()
@@ -205,7 +205,7 @@ class App:
             path = path.removeprefix(root)
         return path.removeprefix(ALIAS) if path.startswith(ALIASED) else path
 
-    async def _answer(self, exchange: Exchange, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, exchange: HttpRequest, scope: Scope, receive: Receive, send: Send) -> None:
         if self._service.draining or self._service.is_retiring:
             exchange.headers_out.append((b"connection", b"close"))
         try:
@@ -213,7 +213,7 @@ class App:
             await self._router(scope, receive, send)
         except RequestError as error:
             await exchange.respond_error(error)
-        except ClientGone:
+        except ClientDisconnected:
             raise
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
             if not exchange.started:

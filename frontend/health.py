@@ -5,22 +5,22 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
-from quintet.wire.supervision import MetricsReport, ProcessFigures
+from quintet.wire.supervision import MetricsReport, ProcessMetrics
 
 SUPERVISOR_ANSWERS_S = 1.0
 """What the topology says is old when whoever publishes it is silent for longer."""
 
 
-async def livez(_service: Service, exchange: Exchange) -> None:
+async def livez(_service: Service, exchange: HttpRequest) -> None:
     """Answer 200: this process runs its loop."""
     await exchange.respond(200, b"ok", b"text/plain")
 
 
-async def readyz(service: Service, exchange: Exchange) -> None:
+async def readyz(service: Service, exchange: HttpRequest) -> None:
     """Answer 200 while a request could be served, else 503 naming what is missing."""
     missing = [str(role) for role in service.sessions.seats.missing()]
     ready = not missing and not service.draining
@@ -29,19 +29,19 @@ async def readyz(service: Service, exchange: Exchange) -> None:
     )
 
 
-async def v2_live(_service: Service, exchange: Exchange) -> None:
+async def v2_live(_service: Service, exchange: HttpRequest) -> None:
     """Answer as `livez` does, in the form of the open inference protocol, which KServe's and Triton's clients speak."""
     await exchange.respond_json({"live": True})
 
 
-async def v2_model_ready(service: Service, exchange: Exchange) -> None:
+async def v2_model_ready(service: Service, exchange: HttpRequest) -> None:
     """Answer for one name whether requests could be served."""
     name = _served(service, exchange.path_params["id"])
     ready = not service.sessions.seats.missing() and not service.draining
     await exchange.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
 
 
-async def health(service: Service, exchange: Exchange) -> None:
+async def health(service: Service, exchange: HttpRequest) -> None:
     """Answer 200, or 503 naming the processes that are stalled, down or not there; with ``?verbose``, how everybody is.
 
     What it says rests on heartbeats that count completed work; no request is made to find out.
@@ -71,7 +71,7 @@ async def health(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json(answer, 200 if healthy else 503)
 
 
-def _figures(process: ProcessFigures) -> dict[str, object]:
+def _figures(process: ProcessMetrics) -> dict[str, object]:
     worker = process.worker
     return {
         "process": str(worker),
@@ -90,12 +90,12 @@ def _figures(process: ProcessFigures) -> dict[str, object]:
     }
 
 
-async def load(service: Service, exchange: Exchange) -> None:
+async def load(service: Service, exchange: HttpRequest) -> None:
     """Answer with the number of requests this frontend holds."""
     await exchange.respond_json({"server_load": service.sessions.num_live})
 
 
-async def show_version(_service: Service, exchange: Exchange) -> None:
+async def show_version(_service: Service, exchange: HttpRequest) -> None:
     """Answer with the version of the package."""
     try:
         name = version("quintet")
@@ -104,7 +104,7 @@ async def show_version(_service: Service, exchange: Exchange) -> None:
     await exchange.respond_json({"version": name})
 
 
-async def models(service: Service, exchange: Exchange) -> None:
+async def models(service: Service, exchange: HttpRequest) -> None:
     """Answer with every name the model is served under, on one page for those that ask for pages."""
     names = service.config.model.served_names
     data = [_model(service, name) for name in names]
@@ -112,7 +112,7 @@ async def models(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json({"object": "list", "data": data, **pages})
 
 
-async def model(service: Service, exchange: Exchange) -> None:
+async def model(service: Service, exchange: HttpRequest) -> None:
     """Answer for one name."""
     await exchange.respond_json(_model(service, _served(service, exchange.path_params["id"])))
 

@@ -7,7 +7,7 @@ nothing of HTTP, sockets or clocks: who owns the loop feeds it messages and lets
 from __future__ import annotations
 
 from quintet.frontend.load_balancing.dispatcher import Send
-from quintet.frontend.rpc import Queries
+from quintet.frontend.rpc import Rpc
 from quintet.frontend.sessions import Sessions
 from quintet.wire.codec import unpack_i64
 from quintet.wire.config import EngineConfig
@@ -27,7 +27,7 @@ ACCOUNT_S = 5.0
 """Between two accounts to the others."""
 
 
-class Dispatch:
+class InboxHandlers:
     """The sessions and queries of one seat."""
 
     def __init__(
@@ -35,7 +35,7 @@ class Dispatch:
     ) -> None:
         self._send = send
         self.sessions = Sessions(me, send, config, metrics)
-        self.queries = Queries(me, send, self.sessions.seats)
+        self.queries = Rpc(me, send, self.sessions.seats)
 
     def handle(self, message: Inbound) -> None:
         """Apply one message from another process. What a `Topology` says of addresses is followed before."""

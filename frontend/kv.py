@@ -12,11 +12,11 @@ import math
 import msgspec
 
 from quintet.frontend.api.openai import parse
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import RequestError
-from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvRoom, Verb
+from quintet.wire.kv_admin import MAX_LISTED, MAX_NAME, KvPrefix, KvReport, KvUsage, Verb
 from quintet.wire.kv_disk import EXCHANGE
 from quintet.wire.kv_disk_validate import is_file_name
 from quintet.wire.messages import TextPrompt
@@ -54,7 +54,7 @@ _export_decoder = msgspec.json.Decoder(ExportBody)
 _import_decoder = msgspec.json.Decoder(ImportBody)
 
 
-async def listing(service: Service, exchange: Exchange) -> None:
+async def listing(service: Service, exchange: HttpRequest) -> None:
     """Answer with every engine's prefixes, those that were used last first."""
     limit, tells_text = _limit(exchange), exchange.asks("text")
     reports = await service.queries.of_kv("list", limit=limit, with_tokens=tells_text)
@@ -79,22 +79,22 @@ async def listing(service: Service, exchange: Exchange) -> None:
     )
 
 
-async def pin(service: Service, exchange: Exchange) -> None:
+async def pin(service: Service, exchange: HttpRequest) -> None:
     """Keep a prefix at every engine."""
     await _change(service, exchange, "pin")
 
 
-async def unpin(service: Service, exchange: Exchange) -> None:
+async def unpin(service: Service, exchange: HttpRequest) -> None:
     """Keep it no longer."""
     await _change(service, exchange, "unpin")
 
 
-async def evict(service: Service, exchange: Exchange) -> None:
+async def evict(service: Service, exchange: HttpRequest) -> None:
     """Forget a prefix, and all that begins with it."""
     await _change(service, exchange, "evict")
 
 
-async def export_prefix(service: Service, exchange: Exchange) -> None:
+async def export_prefix(service: Service, exchange: HttpRequest) -> None:
     """Write a prefix into a file in the folder for these, from what the disk has of it."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _export_decoder)
     path = _path_of(service, body.file)
@@ -109,7 +109,7 @@ async def export_prefix(service: Service, exchange: Exchange) -> None:
     )
 
 
-async def import_prefix(service: Service, exchange: Exchange) -> None:
+async def import_prefix(service: Service, exchange: HttpRequest) -> None:
     """Bring a file's blocks to the disk of every engine."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _import_decoder)
     path = _path_of(service, body.file)
@@ -146,7 +146,7 @@ def _path_of(service: Service, file: str) -> str:
     return f"{disk.folder}/{EXCHANGE}/{file}"
 
 
-async def _change(service: Service, exchange: Exchange, verb: Verb) -> None:
+async def _change(service: Service, exchange: HttpRequest, verb: Verb) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     name, token_ids = await _meant(service, body)
     reports = await service.queries.of_kv(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
@@ -176,7 +176,7 @@ async def _meant(service: Service, body: PrefixBody) -> tuple[str, bytes]:
     return "", ids
 
 
-def _limit(exchange: Exchange) -> int:
+def _limit(exchange: HttpRequest) -> int:
     given = exchange.asked("limit")
     if given is None:
         return USUAL_LIMIT
@@ -200,7 +200,7 @@ def _errors(reports: list[KvReport]) -> list[dict[str, object]]:
     ]
 
 
-def _prefix(core: int, prefix: KvPrefix, room: KvRoom | None) -> dict[str, object]:
+def _prefix(core: int, prefix: KvPrefix, room: KvUsage | None) -> dict[str, object]:
     blocks = {"memory": prefix.device, "host": prefix.host, "disk": prefix.disk}
     return {
         "id": prefix.digest.hex(),
@@ -214,7 +214,7 @@ def _prefix(core: int, prefix: KvPrefix, room: KvRoom | None) -> dict[str, objec
     }
 
 
-def _room(report: KvReport, room: KvRoom) -> dict[str, object]:
+def _room(report: KvReport, room: KvUsage) -> dict[str, object]:
     return {
         "engine": report.core,
         "block_tokens": room.block_size,

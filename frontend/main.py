@@ -33,7 +33,7 @@ from quintet.process.runtime import Process, Stopping, child_main
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Drain, SeatState, Topology
+from quintet.wire.supervision import Drain, SlotState, Topology
 
 LISTEN_FD = "QUINTET_LISTEN_FD"
 """Environment variable with the number of the listening socket's descriptor, made by the supervisor."""
@@ -201,7 +201,7 @@ class Frontend:
 
 
 def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
-    return any(seat.worker == worker and seat.state is SeatState.READY for seat in topology.seats)
+    return any(seat.worker == worker and seat.state is SlotState.READY for seat in topology.seats)
 
 
 def _came_with_a_message(error: BaseException) -> bool:

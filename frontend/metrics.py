@@ -15,7 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
@@ -31,7 +31,7 @@ from quintet.wire.metrics import (
     merged,
     supervised,
 )
-from quintet.wire.supervision import MetricsReport, ProcessFigures, SeatState
+from quintet.wire.supervision import MetricsReport, ProcessMetrics, SlotState
 
 MAX_WAIT_S = 5.0
 """For the supervisor: half of what Prometheus waits by default. Without an answer a graph has a gap; an answer without the other
@@ -76,7 +76,7 @@ class Source:
         yield from self.snapshot.histograms
 
 
-async def metrics(service: Service, exchange: Exchange) -> None:
+async def metrics(service: Service, exchange: HttpRequest) -> None:
     """Answer with the figures of every process, as the supervisor knows them; 503 while it is silent.
 
     What it does not know yet is not shown, not even of this process: whoever dies after it was shown would take it along,
@@ -105,10 +105,10 @@ def collect(report: MetricsReport) -> list[Source]:
     return [Source(role, index, merged(parts[role, index])) for role, index in sorted(parts)]
 
 
-def _supervised(process: ProcessFigures) -> Snapshot:
+def _supervised(process: ProcessMetrics) -> Snapshot:
     """Return what the supervisor knows of a process."""
     metrics = supervised(process.cpu_ns, process.restarts)
-    metrics.gauge("process_up", "Whether the process is ready.").set(process.state is SeatState.READY)
+    metrics.gauge("process_up", "Whether the process is ready.").set(process.state is SlotState.READY)
     metrics.gauge("process_pending", "Work accepted and not completed.").set(process.pending)
     return decode_snapshot(metrics.encoded())
 

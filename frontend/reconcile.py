@@ -6,23 +6,23 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from quintet.frontend.streams import Choice
+from quintet.frontend.streams import StreamChoice
 from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.messages import Handed, Live
+from quintet.wire.messages import InFlightReport, Live
 
 Account = tuple[Role, int, msgspec.Struct]
 """Whom to send it to, and the message."""
 
 
-def accounts_of(me: WorkerId, cores: Sequence[int], choices: Iterable[Choice]) -> Iterator[Account]:
+def accounts_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoice]) -> Iterator[Account]:
     """Return the accounts of these choices, which have not ended.
 
     Each core is told of those that it has, or that wait for it or another; and on each path, of what took it.
     """
     waiting: list[int] = []
     by_core: dict[int, list[int]] = {core: [] for core in cores}
-    by_path: dict[tuple[int, int], list[Choice]] = {}
+    by_path: dict[tuple[int, int], list[StreamChoice]] = {}
     for choice in choices:
         stream = choice.stream
         if stream.tokenizer is None:
@@ -35,4 +35,4 @@ def accounts_of(me: WorkerId, cores: Sequence[int], choices: Iterable[Choice]) -
     for (tokenizer, its_core), handed in by_path.items():
         request_ids = pack_i64(choice.request_id for choice in handed)
         attempts = pack_i32(choice.stream.attempt for choice in handed)
-        yield Role.TOKENIZER, tokenizer, Handed(me, tokenizer, its_core, request_ids, attempts)
+        yield Role.TOKENIZER, tokenizer, InFlightReport(me, tokenizer, its_core, request_ids, attempts)

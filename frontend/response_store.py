@@ -20,7 +20,7 @@ from typing import TypeVar
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import SeatState, Topology
+from quintet.wire.supervision import SlotState, Topology
 
 FILE = "responses.sqlite"
 WAIT_S = 10.0
@@ -109,7 +109,7 @@ class Events:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ConversationTurn:
     """What a response adds to a conversation when it ends."""
 
     conversation_id: str
@@ -194,7 +194,7 @@ class ResponseFile:
         status: str,
         events: Events | None = None,
         response: bytes = b"",
-        turn: Turn | None = None,
+        turn: ConversationTurn | None = None,
     ) -> bool:
         """Note what became of a response that ``owner`` answers: events, and in the end the whole of it.
 
@@ -217,7 +217,12 @@ class ResponseFile:
         return told.rowcount > 0
 
     def finish(
-        self, response_id: str, status: str, response: bytes, is_open: bool, turn: Turn | None = None
+        self,
+        response_id: str,
+        status: str,
+        response: bytes,
+        is_open: bool,
+        turn: ConversationTurn | None = None,
     ) -> bool:
         """Note how a response ended, if it is (``is_open``) not noted yet; return whether it was noted now."""
         unless = f" AND {_OPEN}" if is_open else ""
@@ -231,7 +236,7 @@ class ResponseFile:
                 self._end(response_id, turn)
         return noted.rowcount > 0
 
-    def _end(self, response_id: str, turn: Turn | None) -> None:
+    def _end(self, response_id: str, turn: ConversationTurn | None) -> None:
         """Keep no longer what was computed for a response, and add its turn, if it is one, to the conversation.
 
         A conversation may grow too large to be asked with by one turn, which is not lost then; not by several.
@@ -377,7 +382,7 @@ class ResponseStore:
         index, epoch = map(int, seat.split("."))
         return server != self._server or any(
             (each.worker.role, each.worker.index) == (Role.FRONTEND, index)
-            and (each.worker.epoch > epoch or (each.worker.epoch == epoch and each.state is SeatState.DOWN))
+            and (each.worker.epoch > epoch or (each.worker.epoch == epoch and each.state is SlotState.DOWN))
             for each in topology.seats
         )
 

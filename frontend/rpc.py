@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from quintet.frontend.load_balancing.dispatcher import Send, too_large
-from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
@@ -55,10 +55,10 @@ class _Question:
     epoch: int = 0
 
 
-class Queries:
+class Rpc:
     """Asks, and matches answers to questions. Feed it every answer that arrives (`handle`)."""
 
-    def __init__(self, me: WorkerId, send: Send, seats: Seats, timeout_s: float = 30.0) -> None:
+    def __init__(self, me: WorkerId, send: Send, seats: Workers, timeout_s: float = 30.0) -> None:
         self._me = me
         self._send = send
         self._seats = seats
@@ -79,7 +79,7 @@ class Queries:
             question.answer.set_exception(error)
 
     def follow(self) -> None:
-        """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Seats.follow`."""
+        """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Workers.follow`."""
         for question in list(self._waiting.values()):
             if question.role is Role.SUPERVISOR or question.answer.done():
                 continue

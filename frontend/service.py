@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from quintet.frontend.admission import Admission
-from quintet.frontend.http.bodies import MAX_OPEN_BYTES, Bodies
-from quintet.frontend.http.http_request import Exchange
-from quintet.frontend.http.write_timeout import Patience
-from quintet.frontend.inbox_handlers import Dispatch, Inbound
+from quintet.frontend.http.bodies import MAX_OPEN_BYTES, BodyBuffers
+from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.http.write_timeout import WriteTimeout
+from quintet.frontend.inbox_handlers import Inbound, InboxHandlers
 from quintet.frontend.load_balancing.dispatcher import Send
 from quintet.frontend.response_store import ResponseStore
 from quintet.process.trace import Span, no_span
@@ -59,12 +59,12 @@ class Service:
         self.config = config
         self.metrics = metrics
         self.span = span
-        self.dispatch = Dispatch(me, send, config, metrics)
+        self.dispatch = InboxHandlers(me, send, config, metrics)
         self.sessions, self.queries = self.dispatch.sessions, self.dispatch.queries
         self.admission = Admission(self.sessions, config.frontend, metrics)
-        self.patience = Patience(config.frontend.write_timeout_s, lambda: self.draining)
+        self.patience = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
-        self.bodies = Bodies(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
+        self.bodies = BodyBuffers(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
         self.http = HttpMetrics.declare(metrics)
         self.started_at = int(time.time())
         self.num_exchanges = 0
@@ -115,5 +115,5 @@ class Service:
             self._send(Role.SUPERVISOR, 0, Drained(self.me))
 
 
-Handler = Callable[[Service, Exchange], Awaitable[None]]
+Handler = Callable[[Service, HttpRequest], Awaitable[None]]
 """An endpoint: answers one exchange, or raises `RequestError`."""

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
-from quintet.frontend.load_balancing.dispatcher import Placement, Send, too_large
-from quintet.frontend.load_balancing.queued_tokens import Backlog
+from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
+from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
 from quintet.frontend.reconcile import Account, accounts_of
 from quintet.frontend.resume.partial_response import Told, go_on_behind
 from quintet.frontend.resume.reattach import Seen, go_on, submission
 from quintet.frontend.resume.resend_errors import MAX_LOST, lost_output, lost_request
 from quintet.frontend.session_metrics import SessionMetrics
-from quintet.frontend.streams import Batch, Choice, Delta, Mailbox, Stream
+from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt
@@ -42,7 +42,7 @@ from quintet.wire.messages import (
 )
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import Claim, Echo, Handover, Reading, RequestSpec
+from quintet.wire.request import Echo, KvTransfer, OutputParsing, RequestSpec, ResumeToken
 from quintet.wire.supervision import Topology
 
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
@@ -67,14 +67,14 @@ class Sessions:
         """Tokens received so far: the seat's progress."""
         self.num_ended = 0
         """Requests that have ended so far."""
-        self._placement = Placement(me, send, config, metrics)
+        self._placement = Dispatcher(me, send, config, metrics)
         self.seats = self._placement.seats
-        self.backlog = Backlog(config.model.max_model_len)
+        self.backlog = QueuedTokens(config.model.max_model_len)
         self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
         self._ids = RequestIds(me.index, me.epoch)
-        self._live: dict[int, Choice] = {}
+        self._live: dict[int, StreamChoice] = {}
         self._streams: dict[int, Stream] = {}
         self._on_idle: Callable[[], None] | None = None
 
@@ -108,14 +108,14 @@ class Sessions:
         final_only: bool = False,
         interval: int = 1,
         are_checked: bool = False,
-        claim: Claim | None = None,
+        claim: ResumeToken | None = None,
         deadline_ns: int = 0,
         limit_gives_way: bool = False,
-        reading: Reading | None = None,
+        reading: OutputParsing | None = None,
         told: bytes = b"",
         session: str = "",
         begun: Sequence[Told] = (),
-        handover: Handover | None = None,
+        handover: KvTransfer | None = None,
     ) -> Stream:
         """Send a request on its way and return the stream of what comes back.
 
@@ -326,7 +326,7 @@ class Sessions:
         self.backlog.begin(stream)
         self.metrics.started(started)
 
-    def _end_choice(self, choice: Choice, finish: Finish, now: int) -> None:
+    def _end_choice(self, choice: StreamChoice, finish: Finish, now: int) -> None:
         stream = choice.stream
         del self._live[choice.request_id]
         choice.finish = finish

@@ -14,7 +14,7 @@ from sys import getsizeof
 
 import msgspec
 
-from quintet.frontend.load_balancing.load_balancer import Choice as EngineChoice
+from quintet.frontend.load_balancing.load_balancer import EngineChoice
 from quintet.frontend.prompt_size import num_prompt_tokens
 from quintet.wire.channels import Channel, Span
 from quintet.wire.errors import RequestError
@@ -68,7 +68,7 @@ class Batch:
 
 
 @dataclass(slots=True, eq=False)
-class Choice:
+class StreamChoice:
     """One of a request's ``n`` outputs: what was received, and what of it the reader has not taken yet."""
 
     stream: Stream
@@ -196,7 +196,7 @@ class Stream:
         self.tells_start = False
         """Whether a reader of its end alone is woken for its beginning as well."""
         self._interval = interval
-        self.choices = [Choice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
+        self.choices = [StreamChoice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
         self.num_open = submit.spec.params.n
         self.started: Started | None = None
         self.error: RequestError | None = None
@@ -235,7 +235,7 @@ class Stream:
         self.is_posted = False
         self.is_closed = False
         self.first_token_ns = 0
-        self._dirty: list[Choice] = []
+        self._dirty: list[StreamChoice] = []
         self._untold_start = False
         self._untold_error = False
 
@@ -364,7 +364,7 @@ class Stream:
         if not self.ended:
             self.cancel()
 
-    def touch(self, choice: Choice) -> None:
+    def touch(self, choice: StreamChoice) -> None:
         """Note that a choice has news. Called by `Sessions`."""
         if not choice.is_dirty:
             choice.is_dirty = True

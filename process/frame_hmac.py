@@ -34,7 +34,7 @@ def run_key(run_dir: str | Path) -> bytes:
     return path.read_bytes()
 
 
-class Seal:
+class FrameHmac:
     """Seals and opens frames with HMAC-SHA-256 (RFC 2104), cut to `SEAL_BYTES`.
 
     The processor's own instructions make it twice as fast as keyed BLAKE2b for the frames of a large step. Both pads are

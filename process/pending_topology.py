@@ -14,7 +14,7 @@ SenderT = TypeVar("SenderT")
 MessageT = TypeVar("MessageT")
 
 
-class Early(Generic[SenderT, MessageT]):
+class PendingTopology(Generic[SenderT, MessageT]):
     """Messages by sender, in order, of a bounded size."""
 
     def __init__(self, capacity: int, size_of: Callable[[MessageT], int] = lambda _: 1) -> None:

@@ -65,7 +65,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class LoopIteration:
     """One turn of the process's loop."""
 
     number: int
@@ -269,15 +269,15 @@ class Recording:
         """Whether it begins where the process began."""
         return self.header.segment == 1
 
-    def turns(self) -> Iterator[Turn]:
+    def turns(self) -> Iterator[LoopIteration]:
         """Read the turns. The last one may lack frames that it sent; a record that was cut off is left out."""
-        turn: Turn | None = None
+        turn: LoopIteration | None = None
         for path in self.segments:
             for kind, number, payload in _records(path):
                 if kind in (_TURN, _IDLE_TURN):
                     if turn is not None:
                         yield turn
-                    turn = Turn(1 if turn is None else turn.number + 1, number, kind == _IDLE_TURN)
+                    turn = LoopIteration(1 if turn is None else turn.number + 1, number, kind == _IDLE_TURN)
                 elif turn is None:
                     continue  # sent late, by a thread, for a turn that the ring has lost
                 elif kind == _RECEIVED:

@@ -32,7 +32,7 @@ from quintet.process.record import Recorder
 from quintet.process.sched_batch import let_others_finish
 from quintet.process.sockets import Bus, Inbox, MessageT, OpensOutboxes, Peers, Rejection, address_of
 from quintet.process.trace import Span, Tracer, no_span
-from quintet.process.wakeup import Bell
+from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig
 from quintet.wire.dropped import Dropped
@@ -45,18 +45,18 @@ from quintet.wire.supervision import (
     Heartbeat,
     MetricsReport,
     Ready,
+    ReportMetrics,
     Stop,
-    TellFigures,
     Topology,
 )
-from quintet.wire.validate import Sense
+from quintet.wire.validate import Validator
 
 if TYPE_CHECKING:
     import asyncio  # the blocking loops start without it
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
 CONFIG_FILE = "config.json"
-HOUSEHOLD = (Topology, TellFigures, Dropped, Stop)
+HOUSEHOLD = (Topology, ReportMetrics, Dropped, Stop)
 """Messages that every process heeds."""
 METRICS_S = 1.0
 """Heartbeats carry the figures only so often: an idle server should cost next to nothing."""
@@ -82,7 +82,7 @@ class Receives(Protocol):
     def wait(self, timeout_s: float) -> list[Any]:
         """See `Inbox.wait`."""
 
-    def hang(self, bell: Bell) -> None:
+    def hang(self, bell: Wakeup) -> None:
         """See `Inbox.hang`. A recording holds what the bell led to."""
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recor
         address_of(config.run_dir, me),
         accepts,
         largest_frame(me.role, config),
-        Sense(config).accepts,
+        Validator(config).accepts,
         tap=None if recorder is None else recorder.received,
     )
     outward = bus if recorder is None else recorder.watch(bus)
@@ -138,7 +138,7 @@ class Process(Generic[MessageT]):
         """Returns progress and pending for a heartbeat; see `Heartbeat`. Asked before the figures are told."""
         self._recorder = Recorder(me, config) if config.record is not None and wires is None else None
         self._wires = wires or open_wires(
-            me, config, accepts | Topology | Drain | Stop | MetricsReport | TellFigures, self._recorder
+            me, config, accepts | Topology | Drain | Stop | MetricsReport | ReportMetrics, self._recorder
         )
         self.inbox = self._wires.inbox
         self.peers = Peers(self._wires.bus, largest_frames(config))
@@ -248,7 +248,7 @@ class Process(Generic[MessageT]):
             for message in messages:
                 if isinstance(message, HOUSEHOLD):
                     self._housekeep(message)
-                if not isinstance(message, TellFigures):
+                if not isinstance(message, ReportMetrics):
                     handle(message)
 
         def on_beat() -> None:
@@ -288,7 +288,7 @@ class Process(Generic[MessageT]):
                     self._recorder.topology = encode(message)
                 self.replaced = self.peers.follow(message.seats)
                 self.beat()
-        elif isinstance(message, TellFigures):
+        elif isinstance(message, ReportMetrics):
             self.tell_figures()
         elif isinstance(message, Dropped):
             self._last_dropped = message

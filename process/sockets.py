@@ -17,14 +17,14 @@ from typing import Any, Generic, Protocol, TypeVar, get_args
 import msgspec
 import zmq
 
-from quintet.process.frame_hmac import SEAL_BYTES, Seal, run_key
-from quintet.process.wakeup import Bell
+from quintet.process.frame_hmac import SEAL_BYTES, FrameHmac, run_key
+from quintet.process.wakeup import Wakeup
 from quintet.wire import codec
 from quintet.wire.codec import UNREADABLE
 from quintet.wire.dropped import Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import LEAST_BYTES, FrameTooLarge
-from quintet.wire.supervision import Seat, SeatState
+from quintet.wire.supervision import ProcessSlot, SlotState
 
 MessageT = TypeVar("MessageT", bound=msgspec.Struct)
 
@@ -56,7 +56,7 @@ class Bus:
 
     def __init__(self, run_dir: str | Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.seal = Seal(run_key(run_dir))
+        self.seal = FrameHmac(run_key(run_dir))
 
     def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
         """Return a PUSH socket that connects, and connects again, to ``address``."""
@@ -74,7 +74,7 @@ class Bus:
 class _PushSocket:
     """An `Outbox` over ZeroMQ."""
 
-    def __init__(self, socket: zmq.Socket[bytes], seal: Seal) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], seal: FrameHmac) -> None:
         self._socket = socket
         self._close_frame = seal.close
 
@@ -136,7 +136,7 @@ class Inbox(Generic[MessageT]):
         self._makes_sense = makes_sense
         self._tap = tap
         self._timeout_ms: int | None = None
-        self._bells: list[Bell] = []
+        self._bells: list[Wakeup] = []
         self._poller = zmq.Poller()
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
@@ -147,7 +147,7 @@ class Inbox(Generic[MessageT]):
         """Frames dropped, for whatever reason."""
         return sum(self.rejected.values())
 
-    def hang(self, bell: Bell) -> None:
+    def hang(self, bell: Wakeup) -> None:
         """From now on `wait` returns at a ring of ``bell`` too; messages of bells come before those that arrived."""
         if not self._bells:
             self._poller.register(self._socket, zmq.POLLIN)
@@ -193,7 +193,7 @@ class Inbox(Generic[MessageT]):
         messages += self.drain()
         return messages
 
-    def _answer(self, bell: Bell, messages: list[Any]) -> None:
+    def _answer(self, bell: Wakeup, messages: list[Any]) -> None:
         """Append the message of the bell, if it rang."""
         message = bell.answer()
         if message is not None:
@@ -257,11 +257,11 @@ class Peers:
                 known[1].close(drop=True)
         self._outboxes[key] = (worker, self._bus.open_outbox(worker, address))
 
-    def follow(self, seats: Iterable[Seat]) -> list[WorkerId]:
+    def follow(self, seats: Iterable[ProcessSlot]) -> list[WorkerId]:
         """Connect to every seat that is filled, give up the retired ones; return the workers that replaced an earlier epoch."""
         replaced = []
         for seat in seats:
-            if seat.state is SeatState.DOWN:
+            if seat.state is SlotState.DOWN:
                 if seat.retired:
                     self._give_up(seat.worker)
                 continue

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 
-class Bell:
+class Wakeup:
     """Rung by any thread, any number of times; the loop's `quintet.process.sockets.Inbox` turns the rings into one message.
 
     So what woke the loop is part of its turn like everything else, and in its recording.

@@ -13,16 +13,16 @@ from tokenizers import Tokenizer
 from quintet.wire.errors import ErrorCode, RequestError
 
 
-class Part(Enum):
+class InfillPart(Enum):
     """What stands between marks."""
 
     PREFIX = 0
     SUFFIX = 1
 
 
-P, S = Part.PREFIX, Part.SUFFIX
+P, S = InfillPart.PREFIX, InfillPart.SUFFIX
 
-FORMATS: tuple[tuple[str | Part, ...], ...] = (
+FORMATS: tuple[tuple[str | InfillPart, ...], ...] = (
     ("<|fim_prefix|>", P, "<|fim_suffix|>", S, "<|fim_middle|>"),  # Qwen Coder, CodeGemma
     ("<fim_prefix>", P, "<fim_suffix>", S, "<fim_middle>"),  # StarCoder, Granite, Stable Code
     ("<fim-prefix>", P, "<fim-suffix>", S, "<fim-middle>"),  # SantaCoder
@@ -45,7 +45,7 @@ class Infill:
     """How one model fills in."""
 
     tokenizer: Tokenizer
-    layout: tuple[int | Part, ...]
+    layout: tuple[int | InfillPart, ...]
     end_ids: list[int]
     """Tokens behind which there is nothing more to fill in."""
 
@@ -54,9 +54,9 @@ class Infill:
         found = self._begin() if add_special_tokens else []
         for part in self.layout:
             match part:
-                case Part.PREFIX:
+                case InfillPart.PREFIX:
                     found += self._encode(prefix)
-                case Part.SUFFIX:
+                case InfillPart.SUFFIX:
                     found += self._bare(suffix)
                 case _:
                     found.append(part)
@@ -89,10 +89,10 @@ def open_infill(tokenizer: Tokenizer, vocab_size: int, eos_token_ids: list[int])
         return found if found is not None and found < vocab_size else None
 
     for layout in FORMATS:
-        ids = [each if isinstance(each, Part) else id_of(each) for each in layout]
+        ids = [each if isinstance(each, InfillPart) else id_of(each) for each in layout]
         known = tuple(each for each in ids if each is not None)
         if len(known) == len(layout):
-            marks = [each for each in known if not isinstance(each, Part)]
+            marks = [each for each in known if not isinstance(each, InfillPart)]
             ends = [found for mark in ENDS if (found := id_of(mark)) is not None]
             return Infill(tokenizer, known, [each for each in (*marks, *ends) if each not in eos_token_ids])
     return None

@@ -17,11 +17,11 @@ import msgspec
 import uvloop
 
 from quintet.process.malloc_trim import LEFTOVER_BYTES, give_back_memory
-from quintet.process.pending_topology import Early
+from quintet.process.pending_topology import PendingTopology
 from quintet.process.runtime import Process, child_main
 from quintet.tokenizer_proc.embeds import check_embeds
 from quintet.tokenizer_proc.encode import Encoder, load_encoder, size_of
-from quintet.tokenizer_proc.offloaded import Laned
+from quintet.tokenizer_proc.offloaded import OffloadedRequests
 from quintet.tokenizer_proc.senders import refusal_of, sender_of
 from quintet.tokenizer_proc.structured import Forms
 from quintet.tokenizer_proc.thinking import Budgets
@@ -32,11 +32,20 @@ from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId, epoch_tag, frontend_of, is_newer
 from quintet.wire.limits import FrameTooLarge
-from quintet.wire.messages import Admit, Cancel, Failed, Handed, Submit, Tokenized, TokenizeQuery, Unknown
+from quintet.wire.messages import (
+    Admit,
+    Cancel,
+    Failed,
+    InFlightReport,
+    Submit,
+    Tokenized,
+    TokenizeQuery,
+    Unknown,
+)
 from quintet.wire.metrics import COUNT_BUCKETS
 from quintet.wire.supervision import Drain, Drained, Topology
 
-Message = Submit | Cancel | Handed | TokenizeQuery
+Message = Submit | Cancel | InFlightReport | TokenizeQuery
 
 INLINE_BYTES = 8 << 10
 """Prompts up to this size are encoded in the loop: a few milliseconds at most."""
@@ -75,12 +84,12 @@ class Tokenizer:
         )
         self._loop = loop
         self._lanes = [(size, ThreadPoolExecutor(threads, "lane")) for size, threads in LANES]
-        self._laned = Laned()
+        self._laned = OffloadedRequests()
         self._due_s: dict[object, float] = {}
         """When each prompt that a lane encodes just now should be done (`time.monotonic`)."""
         process.account = self._account
         self._is_retiring = False
-        self._early: Early[tuple[int, int | None], msgspec.Struct] = Early(
+        self._early: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
             MAX_EARLY_BYTES, lambda message: len(encode(message)) + EARLY_OVERHEAD
         )
         """By frontend seat and its epoch's tag."""
@@ -117,7 +126,7 @@ class Tokenizer:
             return
         index, tag = sender
         version = message.spec.topology if isinstance(message, Submit) else 0
-        if isinstance(message, Handed) and (sender in self._early or self._is_unnamed(index, tag)):
+        if isinstance(message, InFlightReport) and (sender in self._early or self._is_unnamed(index, tag)):
             return  # some of what it names waits here; the next account comes soon
         if sender in self._early or version > self._process.topology.version or self._is_unnamed(index, tag):
             self._keep(index, tag, message)
@@ -135,7 +144,7 @@ class Tokenizer:
             self._refusals.append((*frontend_of(request_id), failed))
         self._send_refusals()
 
-    def _pass_on(self, account: Handed) -> None:
+    def _pass_on(self, account: InFlightReport) -> None:
         """Send on which requests have left for the core: all but those in lanes."""
         ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
         left = [
@@ -184,7 +193,7 @@ class Tokenizer:
                 self._submit(message)
             case Cancel():
                 self._cancel(message)
-            case Handed():
+            case InFlightReport():
                 self._pass_on(message)
             case TokenizeQuery():
                 self._dispatch(

@@ -7,7 +7,7 @@ import msgspec
 from quintet.wire.messages import Cancel, Submit
 
 
-class Laned:
+class OffloadedRequests:
     """The requests in lanes, each in its newest attempt."""
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from quintet.wire.codec import pack_i64
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import epoch_tag, frontend_of
-from quintet.wire.messages import Cancel, Failed, Handed, Submit, Tokenized, TokenizeQuery, Unknown
+from quintet.wire.messages import Cancel, Failed, InFlightReport, Submit, Tokenized, TokenizeQuery, Unknown
 
 
 def sender_of(message: object) -> tuple[int, int | None] | None:
@@ -15,7 +15,7 @@ def sender_of(message: object) -> tuple[int, int | None] | None:
             return frontend_of(message.request_id)
         case Cancel(request_ids=[first, *_]):
             return frontend_of(first)
-        case Handed():
+        case InFlightReport():
             return message.sender.index, epoch_tag(message.sender.epoch)
         case TokenizeQuery():
             return message.frontend, None

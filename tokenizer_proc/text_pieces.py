@@ -30,7 +30,7 @@ from quintet.tokenizer_proc.expressions import (
     GPT2,
     Expression,
 )
-from quintet.tokenizer_proc.word_cuts import Cut, Runs, encoded, runs_of
+from quintet.tokenizer_proc.word_cuts import Cut, WordRuns, encoded, runs_of
 
 PIECE_CHARS = 1 << 17
 
@@ -71,7 +71,7 @@ class Cutter:
     """Matches, without characters of its own, where a text may be cut."""
     digits: int | None = None
     """How many digits make a word; None where that is not known, or it is any number."""
-    runs: Runs | None = None
+    runs: WordRuns | None = None
     drops_space: bool = False
     """Whether the tokenizer writes a space before every text, so that a piece leaves its own out."""
     added: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class Cut(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class WordRuns:
     """Cuts words of a byte-level BPE tokenizer."""
 
     tokenizer: Tokenizer
@@ -126,7 +126,7 @@ class _Part(NamedTuple):
     num_chars: int
 
 
-def runs_of(tokenizer: Tokenizer, expression: Expression) -> Runs | None:
+def runs_of(tokenizer: Tokenizer, expression: Expression) -> WordRuns | None:
     """Return who cuts the words of a byte-level tokenizer; None where its model is none that can be cut."""
     model = tokenizer.model
     if not isinstance(model, BPE) or model.dropout:
@@ -137,7 +137,7 @@ def runs_of(tokenizer: Tokenizer, expression: Expression) -> Runs | None:
     if not all(sign in vocabulary for sign in ByteLevel.alphabet()):
         return None
     kinds = expression.runs if tokenizer.normalizer is None else without_marks(expression.runs)
-    return Runs(tokenizer, expression.beginnings, Split(Regex("|".join([*kinds, r"[\s\S]"])), "isolated"))
+    return WordRuns(tokenizer, expression.beginnings, Split(Regex("|".join([*kinds, r"[\s\S]"])), "isolated"))
 
 
 def encoded(tokenizer: Tokenizer, text: str) -> list[int]:

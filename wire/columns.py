@@ -21,7 +21,7 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     RequestSpec: {"output_ids": "i"},
     m.Admit: {"prompt_ids": "i"},
     m.Live: {"request_ids": "q"},
-    m.Handed: {"request_ids": "q", "attempts": "i"},
+    m.InFlightReport: {"request_ids": "q", "attempts": "i"},
     m.Unknown: {"request_ids": "q"},
     m.Open: {"prompt_ids": "i", "output_ids": "i"},
     m.Tokens: {
@@ -53,14 +53,14 @@ COLUMNS: Mapping[type[msgspec.Struct], Mapping[str, str]] = {
     s.TokenLogprobs: {"token_ids": "i", "logprobs": "f"},
     s.PromptLogprobs: {"ranks": "i", "token_ids": "i", "logprobs": "f"},
     s.StepResult: {"token_ids": "i"},
-    d.KvOrders: {"stores": "i", "fetches": "i", "offers": "i"},
+    d.KvTierRequests: {"stores": "i", "fetches": "i", "offers": "i"},
     d.Pull: {"host_blocks": "i"},
-    d.KvAnswers: {"fetched": "i", "missed": "i", "pulled": "i", "lacking": "i"},
-    d.KvKept: {"places": "i"},
+    d.KvTierResults: {"fetched": "i", "missed": "i", "pulled": "i", "lacking": "i"},
+    d.StoredBlocks: {"places": "i"},
     k.Put: {"blocks": "i"},
     k.Get: {"positions": "i", "host_blocks": "i"},
-    k.Found: {"counts": "i"},
-    k.StoreAnswers: {"fetched": "i", "missed": "i"},
+    k.LookupResult: {"counts": "i"},
+    k.StoreResults: {"fetched": "i", "missed": "i"},
 }
 """Struct, field, and the code of its numbers in `array`."""
 

@@ -56,7 +56,7 @@ class KvPrefix(msgspec.Struct, array_like=True, gc=False):
     """int32; empty where they were not asked for, or are not known."""
 
 
-class KvRoom(msgspec.Struct, array_like=True, gc=False):
+class KvUsage(msgspec.Struct, array_like=True, gc=False):
     """An engine's KV memory, in blocks."""
 
     block_bytes: int
@@ -89,7 +89,7 @@ class KvReport(msgspec.Struct, array_like=True, tag="kv_report"):
     """Blocks of it that were on disk already."""
     num_damaged: int = 0
     """Blocks of it that could not be stored."""
-    room: KvRoom | None = None
+    room: KvUsage | None = None
     error: Failed | None = None
 
 

@@ -12,17 +12,17 @@ from typing import Literal
 
 import msgspec
 
-from quintet.wire.kv_store import StoreAnswers, StoreOrders
+from quintet.wire.kv_store import StoreRequests, StoreResults
 
 KEY_BYTES = (32, 34)
 """Of a key of the first group, and of any other."""
 
 MAX_KEPT = 1 << 15
-"""Places that one `KvKept` tells of at most."""
+"""Places that one `StoredBlocks` tells of at most."""
 
 
 class Pull(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvOrders`: contents to fetch from one peer."""
+    """Inside `KvTierRequests`: contents to fetch from one peer."""
 
     peer: str
     """``host:port``"""
@@ -37,8 +37,8 @@ EXCHANGE = "exchange"
 FileVerb = Literal["export", "look", "import"]
 
 
-class FileOrder(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvOrders`: write blocks into a file of their own, say what one has, or have places hold blocks of one."""
+class FileRequest(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvTierRequests`: write blocks into a file of their own, say what one has, or have places hold blocks of one."""
 
     task_id: int
     verb: FileVerb
@@ -49,8 +49,8 @@ class FileOrder(msgspec.Struct, array_like=True, gc=False):
     keys: list[bytes] = []
 
 
-class FileAnswer(msgspec.Struct, array_like=True, gc=False):
-    """Inside `KvAnswers`: a file's task has ended. Blocks of an import are told of as stored, or unstored."""
+class FileResult(msgspec.Struct, array_like=True, gc=False):
+    """Inside `KvTierResults`: a file's task has ended. Blocks of an import are told of as stored, or unstored."""
 
     task_id: int
     error: str = ""
@@ -60,7 +60,7 @@ class FileAnswer(msgspec.Struct, array_like=True, gc=False):
     """Of the file that was written."""
 
 
-class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
+class KvTierRequests(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
     """Core to executor: store these, offer those, and fetch others.
 
     Takes its turn among the plans: blocks hold what those before it wrote.
@@ -81,8 +81,8 @@ class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
     """int32: device blocks whose contents peers may have."""
     offer_keys: list[bytes] = []
     pulls: list[Pull] = []
-    files: list[FileOrder] = []
-    store: StoreOrders | None = None
+    files: list[FileRequest] = []
+    store: StoreRequests | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -91,7 +91,7 @@ class KvOrders(msgspec.Struct, array_like=True, tag="kv_orders", gc=False):
         return not (keys or self.pulls or self.files or self.store)
 
 
-class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
+class KvTierResults(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
     """Executor to core: what became of orders."""
 
     executor_epoch: int
@@ -110,11 +110,11 @@ class KvAnswers(msgspec.Struct, array_like=True, tag="kv_answers", gc=False):
     """int32: host blocks that hold what was to come from peers."""
     lacking: bytes = b""
     """int32: host blocks that do not: no peer that computes the same bits had it, or none answered."""
-    files: list[FileAnswer] = []
-    store: StoreAnswers | None = None
+    files: list[FileResult] = []
+    store: StoreResults | None = None
 
 
-class KvKept(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
+class StoredBlocks(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
     """Executor to core, before the `quintet.wire.step.Capacity` that it belongs to: some of what the disk holds already."""
 
     executor_epoch: int
@@ -124,7 +124,7 @@ class KvKept(msgspec.Struct, array_like=True, tag="kv_kept", gc=False):
     keys: list[bytes]
 
 
-class DiskRang(msgspec.Struct, array_like=True, tag="disk_rang", gc=False):
+class DiskResultsReady(msgspec.Struct, array_like=True, tag="disk_rang", gc=False):
     """A thread that reads and writes, or talks with peers, has answers: it tells the executor's loop. Never sent."""
 
     count: int

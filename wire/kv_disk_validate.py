@@ -13,7 +13,7 @@ import msgspec
 
 from quintet.wire.columns import ID_BYTES, all_below
 from quintet.wire.config import EngineConfig
-from quintet.wire.kv_disk import MAX_KEPT, KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk import MAX_KEPT, KvTierRequests, KvTierResults, StoredBlocks
 from quintet.wire.kv_store_validate import (
     MAX_NS,
     are_below,
@@ -23,7 +23,7 @@ from quintet.wire.kv_store_validate import (
     is_store_order,
 )
 from quintet.wire.params import MAX_COUNT
-from quintet.wire.request import MAX_PEER_CHARS, Handover
+from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
 from quintet.wire.step import Capacity
 
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -78,7 +78,7 @@ def disk_checks(
         pairs = memoryview(column).cast("i")
         return are_below(pairs[0::2].tobytes(), first) and are_below(pairs[1::2].tobytes(), second)
 
-    def are_kept(message: KvKept) -> bool:
+    def are_kept(message: StoredBlocks) -> bool:
         return (
             _is_about_tables(message)
             and len(message.places) == ID_BYTES * len(message.keys)
@@ -88,7 +88,7 @@ def disk_checks(
         )
 
     return {
-        KvOrders: lambda message: (
+        KvTierRequests: lambda message: (
             0 <= message.tables <= MAX_COUNT
             and are_pairs(message.stores, num_blocks, num_places, message.store_keys)
             and are_pairs(message.fetches, num_places, num_host_blocks, message.fetch_keys)
@@ -103,7 +103,7 @@ def disk_checks(
             and all(are_named(pull.host_blocks, num_host_blocks, pull.keys) for pull in message.pulls)
             and is_store_order(message.store, num_blocks, num_host_blocks)
         ),
-        KvAnswers: lambda message: (
+        KvTierResults: lambda message: (
             _is_about_tables(message)
             and 0 <= message.fetch_ns < MAX_NS
             and are_keys(message.stored)
@@ -115,11 +115,11 @@ def disk_checks(
             and are_below(message.lacking, num_host_blocks)
             and is_store_answer(message.store, num_host_blocks)
         ),
-        KvKept: are_kept,
+        StoredBlocks: are_kept,
     }
 
 
-def can_be_handed_over(handover: Handover | None) -> bool:
+def can_be_handed_over(handover: KvTransfer | None) -> bool:
     """Whether what a request says of other servers is of bounded size; whether one is there, who asks it knows."""
     return handover is None or (
         len(handover.peer) <= MAX_PEER_CHARS and 0 <= handover.num_blocks <= MAX_COUNT
@@ -131,5 +131,5 @@ def is_file_name(name: str) -> bool:
     return FILE_NAME.fullmatch(name) is not None
 
 
-def _is_about_tables(message: KvAnswers | KvKept) -> bool:
+def _is_about_tables(message: KvTierResults | StoredBlocks) -> bool:
     return 0 < message.executor_epoch <= MAX_COUNT and 0 <= message.tables <= MAX_COUNT

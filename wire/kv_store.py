@@ -11,7 +11,7 @@ import msgspec
 
 
 class Put(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreOrders`: keep a run."""
+    """Inside `StoreRequests`: keep a run."""
 
     blocks: bytes
     """int32: device blocks"""
@@ -20,7 +20,7 @@ class Put(msgspec.Struct, array_like=True, gc=False):
 
 
 class Search(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreOrders`: how many of these runs are there?"""
+    """Inside `StoreRequests`: how many of these runs are there?"""
 
     request_id: int
     chains: list[list[bytes]]
@@ -28,7 +28,7 @@ class Search(msgspec.Struct, array_like=True, gc=False):
 
 
 class Get(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreOrders`: bring blocks of a run."""
+    """Inside `StoreRequests`: bring blocks of a run."""
 
     name: bytes
     num_blocks: int
@@ -40,7 +40,7 @@ class Get(msgspec.Struct, array_like=True, gc=False):
     keys: list[bytes]
 
 
-class StoreOrders(msgspec.Struct, array_like=True, gc=False):
+class StoreRequests(msgspec.Struct, array_like=True, gc=False):
     """Core to executor: keep these runs, look for those, and bring others."""
 
     puts: list[Put] = []
@@ -53,22 +53,22 @@ class StoreOrders(msgspec.Struct, array_like=True, gc=False):
         return not (self.puts or self.searches or self.gets)
 
 
-class Found(msgspec.Struct, array_like=True, gc=False):
-    """Inside `StoreAnswers`: what a search has found."""
+class LookupResult(msgspec.Struct, array_like=True, gc=False):
+    """Inside `StoreResults`: what a search has found."""
 
     request_id: int
     counts: bytes
     """int32: how many of the first runs of each chain are there."""
 
 
-class StoreAnswers(msgspec.Struct, array_like=True, gc=False):
+class StoreResults(msgspec.Struct, array_like=True, gc=False):
     """Executor to core: what became of orders."""
 
     kept: list[bytes] = []
     """Names of runs that are there now."""
     unkept: list[bytes] = []
     """Names of those that are not: the store is full, slow, or not there."""
-    found: list[Found] = []
+    found: list[LookupResult] = []
     search_ns: int = 0
     """How long searches took that the store answered, together."""
     fetched: bytes = b""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from quintet.wire.columns import ID_BYTES, all_below
 from quintet.wire.kv_disk import KEY_BYTES
-from quintet.wire.kv_store import StoreAnswers, StoreOrders
+from quintet.wire.kv_store import StoreRequests, StoreResults
 from quintet.wire.params import MAX_COUNT
 
 MAX_NS = 1 << 63
@@ -27,7 +27,7 @@ def are_named(column: bytes, limit: int, keys: list[bytes]) -> bool:
     return len(column) == ID_BYTES * len(keys) and are_keys(keys) and are_below(column, limit)
 
 
-def is_store_order(store: StoreOrders | None, num_blocks: int, num_host_blocks: int) -> bool:
+def is_store_order(store: StoreRequests | None, num_blocks: int, num_host_blocks: int) -> bool:
     """Whether this can be done where there are so many device blocks, and host blocks."""
     return store is None or (
         all(put.keys and are_named(put.blocks, num_blocks, put.keys) for put in store.puts)
@@ -44,7 +44,7 @@ def is_store_order(store: StoreOrders | None, num_blocks: int, num_host_blocks: 
     )
 
 
-def is_store_answer(store: StoreAnswers | None, num_host_blocks: int) -> bool:
+def is_store_answer(store: StoreResults | None, num_host_blocks: int) -> bool:
     """Whether this can have become of orders."""
     return store is None or (
         are_keys([*store.kept, *store.unkept, *store.lost])

@@ -14,7 +14,7 @@ from quintet.wire.channels import RowSpans, Span
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import WorkerId
-from quintet.wire.request import Echo, Reading, RequestSpec
+from quintet.wire.request import Echo, OutputParsing, RequestSpec
 from quintet.wire.step import PromptLogprobs, TokenLogprobs
 
 
@@ -166,7 +166,7 @@ class Live(msgspec.Struct, array_like=True, tag="live"):
     """int64[K]"""
 
 
-class Handed(msgspec.Struct, array_like=True, tag="handed"):
+class InFlightReport(msgspec.Struct, array_like=True, tag="handed"):
     """Frontend -> tokenizer -> core, on the path of the requests: choices that took it and that the frontend waits for.
 
     The tokenizer leaves out what it still has. Of the others, what the core does not know in two accounts in a row is lost.
@@ -220,7 +220,7 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     """Of ``output_ids``, so many are with the frontend; the others are sent to it at once."""
     attempt: int = 0
     """Replaces whatever the detokenizer has of an older attempt at the request."""
-    reading: Reading | None = None
+    reading: OutputParsing | None = None
     """Which parsers read the text; None for none."""
 
 
@@ -348,7 +348,7 @@ class Text(msgspec.Struct, array_like=True, tag="text_out", gc=False):
     sender: tuple[int, int] = (0, 0)
     """Index and epoch of the detokenizer: text of one that has a successor is dropped."""
     spans: list[RowSpans] = []
-    """Of the rows whose request has a `Reading`; the text of other rows is content."""
+    """Of the rows whose request has a `OutputParsing`; the text of other rows is content."""
 
 
 # --- small questions ------------------------------------------------------------------------------------------
@@ -392,7 +392,7 @@ class Detokenized(msgspec.Struct, array_like=True, tag="detokenized"):
     text: str
     error: Failed | None = None
     spans: list[Span] = []
-    """What the text is made of, where a `Reading` was asked for."""
+    """What the text is made of, where a `OutputParsing` was asked for."""
     num_reasoning_tokens: int = 0
     num_calls: int = 0
 

@@ -12,10 +12,10 @@ MAX_NAME_CHARS = 64
 """Of a parser's name."""
 
 MAX_SCHEMAS_BYTES = 1 << 18
-"""Of `Reading.schemas`: detokenizers are told them of every request that begins in a step."""
+"""Of `OutputParsing.schemas`: detokenizers are told them of every request that begins in a step."""
 
 
-class Claim(msgspec.Struct, array_like=True):
+class ResumeToken(msgspec.Struct, array_like=True):
     """What any frontend needs to go on with a request whose frontend or client is gone."""
 
     key: bytes
@@ -24,7 +24,7 @@ class Claim(msgspec.Struct, array_like=True):
     """How the answer is shaped: only the frontends' dialects look inside."""
 
 
-class Reading(msgspec.Struct, array_like=True):
+class OutputParsing(msgspec.Struct, array_like=True):
     """How the detokenizer reads the output: which parsers, and what they need."""
 
     reasoning: str = ""
@@ -48,10 +48,10 @@ class Echo(IntEnum):
 
 
 MAX_PEER_CHARS = 300
-"""Of `Handover.peer`."""
+"""Of `KvTransfer.peer`."""
 
 
-class Handover(msgspec.Struct, array_like=True):
+class KvTransfer(msgspec.Struct, array_like=True):
     """What a request has to do with KV of other servers (``docs/apart.md``)."""
 
     offers: bool = False
@@ -86,17 +86,17 @@ class RequestSpec(msgspec.Struct, array_like=True):
     attempt: int = 0
     deadline_ns: int = 0
     """When the client wants it to have ended; 0 for never."""
-    claim: Claim | None = None
+    claim: ResumeToken | None = None
     """What makes it resumable after its frontend is gone, or after its client left."""
     adopts: bool = False
     """Go on with what the core keeps under this id (`Reclaim.rename_to`)."""
     topology: int = 0
     """Version of the topology that the frontend chose by: who follows an older one waits for it, or would send on to the dead."""
-    reading: Reading | None = None
+    reading: OutputParsing | None = None
     """How the output is read; None where it is all plain text."""
     tells: bool = False
     """Nobody has ``output_ids`` as text yet: they are told as if they had just been drawn."""
-    handover: Handover | None = None
+    handover: KvTransfer | None = None
     """None where its KV is this server's own affair."""
 
     @property

@@ -12,7 +12,7 @@ import msgspec
 from quintet.wire.ids import Role, WorkerId
 
 
-class SeatState(IntEnum):
+class SlotState(IntEnum):
     """What the supervisor knows of one seat."""
 
     STARTING = 0
@@ -23,16 +23,16 @@ class SeatState(IntEnum):
     """Gets nothing new, finishes or hands over what it has, then leaves."""
 
 
-class Seat(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class ProcessSlot(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """One process in the topology."""
 
     worker: WorkerId
     address: str
     pid: int
-    state: SeatState
+    state: SlotState
     note: str = ""
     retired: bool = False
-    """`SeatState.DOWN` on purpose: nobody waits for a successor."""
+    """`SlotState.DOWN` on purpose: nobody waits for a successor."""
     was_ready: bool = False
     """Whether this process, or one before it, was ready once: who is missing here now is being replaced."""
 
@@ -41,7 +41,7 @@ class Topology(msgspec.Struct, array_like=True, tag="topology"):
     """Supervisor -> everyone, whenever a seat changes: who is there, at which epoch. Newer versions replace older ones."""
 
     version: int
-    seats: list[Seat]
+    seats: list[ProcessSlot]
     draining: bool = False
 
 
@@ -78,16 +78,16 @@ class MetricsQuery(msgspec.Struct, array_like=True, tag="metrics_query"):
     """The asker's own until now, as in `Heartbeat`: what it shows must outlive it. Empty when no counts are shown."""
 
 
-class TellFigures(msgspec.Struct, array_like=True, tag="tell_figures"):
+class ReportMetrics(msgspec.Struct, array_like=True, tag="tell_figures"):
     """Supervisor -> everyone: somebody looks at the figures; send a heartbeat with yours."""
 
 
-class ProcessFigures(msgspec.Struct, array_like=True):
+class ProcessMetrics(msgspec.Struct, array_like=True):
     """Inside `MetricsReport`: one process."""
 
     worker: WorkerId
     pid: int
-    state: SeatState
+    state: SlotState
     cpu_ns: int
     progress: int
     pending: int
@@ -100,7 +100,7 @@ class ProcessFigures(msgspec.Struct, array_like=True):
     note: str = ""
 
 
-class SeatPast(msgspec.Struct, array_like=True):
+class SlotHistory(msgspec.Struct, array_like=True):
     """Inside `MetricsReport`: what the former processes of one seat had counted. The living one began at zero."""
 
     role: Role
@@ -113,15 +113,15 @@ class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
     """Supervisor -> frontend: the answer."""
 
     query_id: int
-    processes: list[ProcessFigures]
-    past: list[SeatPast] = []
+    processes: list[ProcessMetrics]
+    past: list[SlotHistory] = []
     """Of seats that lost a process, also those that are given up."""
 
 
 class Drain(msgspec.Struct, array_like=True, tag="drain"):
     """Supervisor -> frontend, tokenizer, detokenizer: accept nothing new, finish what is in flight, then send `Drained`.
 
-    In a topology that is draining the server ends; else the receiver's seat is `SeatState.RETIRING`, and others go on.
+    In a topology that is draining the server ends; else the receiver's seat is `SlotState.RETIRING`, and others go on.
     """
 
 

@@ -37,7 +37,7 @@ from quintet.wire.params import (
     SamplingParams,
     first_unknown,
 )
-from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, Reading, RequestSpec
+from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, OutputParsing, RequestSpec
 from quintet.wire.thinking import ThinkingBound
 
 MAX_SEATS = 1 << 10
@@ -48,7 +48,7 @@ LAST_FINISH = max(m.FinishReason)
 Check = Callable[[Any], bool]
 
 
-class Sense:
+class Validator:
     """The limits of one server, and what they mean for each kind of message."""
 
     def __init__(self, config: EngineConfig) -> None:
@@ -77,7 +77,7 @@ class Sense:
             ),
             m.Reclaimed: self._reclaimed,
             m.Live: lambda msg: _is_seat(msg.sender.index) and not len(msg.request_ids) % REQUEST_BYTES,
-            m.Handed: lambda msg: (
+            m.InFlightReport: lambda msg: (
                 all(map(_is_seat, (msg.sender.index, msg.tokenizer, msg.core))) and _ids_with_attempts(msg)
             ),
             m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
@@ -367,7 +367,7 @@ def _is_seat(index: int) -> bool:
     return 0 <= index < MAX_SEATS
 
 
-def _can_be_read(reading: Reading | None) -> bool:
+def _can_be_read(reading: OutputParsing | None) -> bool:
     """Whether a reading is of bounded size; which parsers there are, who reads knows."""
     return reading is None or (
         len(reading.reasoning) <= MAX_NAME_CHARS
@@ -384,7 +384,7 @@ def _are_spans_of(row: RowSpans, delta: str) -> bool:
     )
 
 
-def _ids_with_attempts(msg: m.StopHit | m.Handed) -> bool:
+def _ids_with_attempts(msg: m.StopHit | m.InFlightReport) -> bool:
     return (
         not len(msg.request_ids) % REQUEST_BYTES
         and len(msg.attempts) * REQUEST_BYTES == len(msg.request_ids) * ID_BYTES

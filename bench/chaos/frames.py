@@ -19,11 +19,11 @@ import msgspec
 
 from quintet.deploy.config.build import resolve
 from quintet.deploy.config.flags import Options
-from quintet.process.frame_hmac import Seal
+from quintet.process.frame_hmac import FrameHmac
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire.codec import encode, pack_i32, pack_i64
-from quintet.wire.validate import Sense
+from quintet.wire.validate import Validator
 
 RUNS, CALLS = 200, 100
 
@@ -59,8 +59,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        sense = Sense(resolve(Options(executor="mock", max_num_seqs=256), Path(folder)).config)
-    seal = Seal(os.urandom(32))
+        sense = Validator(resolve(Options(executor="mock", max_num_seqs=256), Path(folder)).config)
+    seal = FrameHmac(os.urandom(32))
     for num_rows in (256, 1):
         print(f"{num_rows} rows    bytes   seal   open  sense  encode  decode   (us)")
         totals = [0.0] * 5

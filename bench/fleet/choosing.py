@@ -21,8 +21,8 @@ import psutil
 from bench.fleet.play import Names, make_router
 from bench.fleet.traces import SHAPES, draw
 from bench.overhead.run import Machine, _commit, machine
-from quintet.deploy.router.request_summary import Asked
-from quintet.deploy.router.servers import Held
+from quintet.deploy.router.request_summary import RequestSummary
+from quintet.deploy.router.servers import HeldPrefixes
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS
 from quintet.wire.config import Routing
 
@@ -60,11 +60,11 @@ def measure(policy: Routing, num_engines: int, num_requests: int) -> Figures:
     gc.collect()
     before = process.memory_info().rss
     router = make_router(policy, num_engines)
-    going: deque[Held] = deque()
+    going: deque[HeldPrefixes] = deque()
     spent_s = 0.0
     for at in range(num_requests):
         num_tokens = int(trace.num_shared[at] + trace.num_own[at])
-        asked = Asked(names.of(at), num_tokens, True, str(trace.conversation[at]))
+        asked = RequestSummary(names.of(at), num_tokens, True, str(trace.conversation[at]))
         began_s = time.process_time()
         held = router.choose(asked, ())
         spent_s += (time.process_time() - began_s) * (at >= num_requests // 2)

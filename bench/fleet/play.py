@@ -19,8 +19,8 @@ from typing import Literal
 
 from bench.fleet.engine import Machine, SimulatedEngine, prompt_ids
 from bench.fleet.traces import Trace
-from quintet.deploy.router.request_summary import Asked
-from quintet.deploy.router.servers import OTHERS_SHARE, Held, Servers
+from quintet.deploy.router.request_summary import RequestSummary
+from quintet.deploy.router.servers import OTHERS_SHARE, HeldPrefixes, Servers
 from quintet.frontend.load_balancing.prefix_affinity import MAX_PIECES, PIECE_TOKENS
 from quintet.wire.config import Routing
 
@@ -57,7 +57,7 @@ class Flight:
     at: int
     router: int
     engine: int
-    held: Held
+    held: HeldPrefixes
     first_s: float = 0.0
     """0: not yet."""
     num_told: int = 0
@@ -193,7 +193,7 @@ class Fleet:
         assert router is not None
         num_prompt = int(trace.num_shared[at] + trace.num_own[at])
         began_s = time.process_time()
-        asked = Asked(self._names.of(at), num_prompt, True, str(trace.conversation[at]))
+        asked = RequestSummary(self._names.of(at), num_prompt, True, str(trace.conversation[at]))
         while True:
             held = router.choose(asked, ())
             assert held is not None, "every engine is down"

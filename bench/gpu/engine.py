@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from quintet.core.counters import Counters
 from quintet.core.engine import Engine
-from quintet.core.token_messages import Effects
+from quintet.core.token_messages import StepMessages
 from quintet.executor.interface import Pending, StepWorker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
@@ -125,7 +125,7 @@ class EngineAlone:
         self.num_steps += 1
         self._apply(self.engine.commit(step.result(), 0))
 
-    def _apply(self, effects: Effects) -> None:
+    def _apply(self, effects: StepMessages) -> None:
         assert not effects.failed, effects.failed
         for _, tokens in effects.tokens:
             requests = unpack_i64(tokens.request_ids)

@@ -20,7 +20,7 @@ from quintet.executor.backends.cuda.ops.linear_coded import coded_matmul
 from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_matmul, fp8_quantize, fp8_quantize_reference
 from quintet.executor.backends.cuda.ops.linear_groups import head_matmul
 from quintet.executor.backends.cuda.ops.norm import add_rms_norm, layer_norm, rms_norm
-from quintet.executor.backends.cuda.ops.rope_kv import Turn, rope_kv, rope_kv_reference
+from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv, rope_kv_reference
 
 BF16 = torch.bfloat16
 UNIT = 2.0**-8
@@ -163,7 +163,7 @@ def rotation(device: Device) -> Error:
     from tests.cuda.test_rope_kv import make_world
 
     errors = []
-    for turn in (Turn(), Turn(interleaved=True)):  # the second by the plain kernel
+    for turn in (HeadTransform(), HeadTransform(interleaved=True)):  # the second by the plain kernel
         world = make_world(device, BF16, 128, 128)
         kv = world.kv.clone()
         q, k, v = world.heads

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from quintet.core.hooks import Clamp, Feature, Setup
 from quintet.core.request import Request, Status
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
@@ -21,7 +21,7 @@ def build(setup: Setup) -> Feature | None:
     return None
 
 
-def whole_or_wait(state: State, request: Request, wanted: int, budget: int) -> int:
+def whole_or_wait(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
     """Compute everything the request wants, or nothing.
 
     Prompts that no step could hold are refused at admission. A request that outgrew a step after its prompt, and was
@@ -34,7 +34,7 @@ def whole_or_wait(state: State, request: Request, wanted: int, budget: int) -> i
 def share_of(threshold: int) -> Clamp:
     """Return a clamp to ``threshold`` tokens while more than one request is alive."""
 
-    def clamp(state: State, request: Request, wanted: int, budget: int) -> int:
+    def clamp(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         return min(wanted, threshold) if len(state.live) > 1 else wanted
 
     return clamp

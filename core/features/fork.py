@@ -8,11 +8,11 @@ needs, is a request like any other: the prefix cache or the prompt itself serve 
 
 from __future__ import annotations
 
-from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.group_blocks import Held
+from quintet.core.hooks import Feature, PrefixMatch, Setup
+from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.kv.prefix import key_of
 from quintet.core.request import Request, Status
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
@@ -20,7 +20,7 @@ def build(setup: Setup) -> Feature | None:
     return Feature("fork", gate=gate, source=source)
 
 
-def gate(state: State, request: Request) -> bool:
+def gate(state: SchedulerState, request: Request) -> bool:
     """Hold a choice back while its elder is still on its way through the prompt, unless a trial keeps the elder from it."""
     parent = request.parent
     return (
@@ -31,7 +31,7 @@ def gate(state: State, request: Request) -> bool:
     )
 
 
-def source(state: State, request: Request) -> Found | None:
+def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Find the prompt in the blocks of the elder, if it runs and has computed them."""
     parent = request.parent
     num_tokens = request.num_prompt - 1
@@ -46,15 +46,17 @@ def source(state: State, request: Request) -> Found | None:
     if None in shared or (remainder and any(held.begin > num_full for held in tables)):
         return None
     tails = [held.blocks[num_full - held.begin] for held in tables] if remainder else []
-    return Found(num_tokens, [held for held in shared if held], tails, num_cached=parent.num_cached)
+    return PrefixMatch(num_tokens, [held for held in shared if held], tails, num_cached=parent.num_cached)
 
 
-def _shared(state: State, request: Request, parent: Request, index: int, num_full: int) -> Held | None:
+def _shared(
+    state: SchedulerState, request: Request, parent: Request, index: int, num_full: int
+) -> GroupBlocks | None:
     """Return what a choice reads of its elder's blocks of a group; None where the elder has lost sight of it."""
     groups, held = state.limits.groups, parent.held[index]
     if groups.all[index].is_state:
         kept = parent.for_choices
-        return Held(0, [kept[groups.states.index(index)]]) if kept else None
+        return GroupBlocks(0, [kept[groups.states.index(index)]]) if kept else None
     first = groups.first_block(index, request.num_prompt - 1)
     keys = [key_of(digest, index) for digest in request.digests[first : min(num_full, held.begin)]]
     before = [state.pool.index.block_of.get(key) for key in keys]
@@ -63,4 +65,4 @@ def _shared(state: State, request: Request, parent: Request, index: int, num_ful
         return None
     begin = max(first, held.begin)
     known = [block for block in before if block is not None]
-    return Held(first, known + held.blocks[begin - held.begin : max(0, num_full - held.begin)])
+    return GroupBlocks(first, known + held.blocks[begin - held.begin : max(0, num_full - held.begin)])

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections import ChainMap
 
 from quintet.core.block_keys import found_behind, keys_behind, run_of
-from quintet.core.hooks import Feature, Found, Setup
+from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.prefix import extend_chain, reach
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
@@ -22,7 +22,7 @@ def build(setup: Setup) -> Feature | None:
     return None if setup.cache.disk is None else Feature("kv_disk", gate=gate, source=source)
 
 
-def gate(state: State, request: Request) -> bool:
+def gate(state: SchedulerState, request: Request) -> bool:
     """Hold a request back while what it can begin behind is on its way. In a trial nobody waits for anything."""
     disk = state.pool.tiers.disk
     if disk is None or state.trial is not None:
@@ -34,7 +34,7 @@ def gate(state: State, request: Request) -> bool:
     return wish is None or not wish.pending
 
 
-def _ask(state: State, disk: DiskPool, request: Request) -> None:
+def _ask(state: SchedulerState, disk: DiskPool, request: Request) -> None:
     """Have what the disk can give a request fetched, if that is worth it and there is room; where there is none now, later."""
     limits, index = state.limits, state.pool.index
     max_blocks = (len(request.tokens) - 1) // limits.block_size
@@ -58,7 +58,7 @@ def _ask(state: State, disk: DiskPool, request: Request) -> None:
     disk.ask(request.request_id, missing, there * size, whole=not limits.groups.is_plain)
 
 
-def source(state: State, request: Request) -> Found | None:
+def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Find what is on the device, and behind it what was fetched."""
     disk = state.pool.tiers.disk
     return None if disk is None else found_behind(state, request, disk.fetches)

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quintet.core.block_keys import digests_of, keys_behind, run_of
-from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.group_blocks import Held
+from quintet.core.hooks import Feature, PrefixMatch, Setup
+from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
@@ -26,7 +26,7 @@ def build(setup: Setup) -> Feature | None:
     return Feature("kv_offload", keep=keep, source=source) if setup.cache.swap_bytes > 0 else None
 
 
-def keep(state: State, request: Request) -> None:
+def keep(state: SchedulerState, request: Request) -> None:
     """Have as many full blocks of a request as it can begin behind, and as the host has room for, outlive its preemption.
 
     All that plans have computed is there before the next plan copies anything; of that, only what follows from tokens
@@ -48,7 +48,7 @@ def keep(state: State, request: Request) -> None:
             pool.tiers.host.leave(key, block)
 
 
-def _keep_groups(state: State, request: Request, num_blocks: int) -> None:
+def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> None:
     """Have what every group needs of a request's beginning outlive its preemption, all of it or nothing."""
     pool, groups = state.pool, state.limits.groups
     num_tokens, held = _beginning(state, request, num_blocks)
@@ -71,7 +71,7 @@ def _keep_groups(state: State, request: Request, num_blocks: int) -> None:
             pool.tiers.host.leave(key, contents[key])
 
 
-def _beginning(state: State, request: Request, num_blocks: int) -> tuple[int, Sequence[Held]]:
+def _beginning(state: SchedulerState, request: Request, num_blocks: int) -> tuple[int, Sequence[GroupBlocks]]:
     """Return how many tokens of a request are to be kept, and the blocks.
 
     All that it has computed and can go on from: of its last block what it holds, since a window has let go of the ones that
@@ -88,7 +88,7 @@ def _beginning(state: State, request: Request, num_blocks: int) -> tuple[int, Se
     return num_blocks * limits.block_size, held
 
 
-def source(state: State, request: Request) -> Found | None:
+def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Find what is on the device still, and behind it what is on the host."""
     pool, limits = state.pool, state.limits
     if request.request_id not in pool.tiers.host.keys_of:
@@ -101,13 +101,13 @@ def source(state: State, request: Request) -> Found | None:
     if not restored or not _is_cheaper(state, len(restored) * limits.block_size, len(restored)):
         return None
     num_tokens = (len(blocks) + len(restored)) * limits.block_size
-    return Found(num_tokens, [Held(0, blocks)], restored=[restored])
+    return PrefixMatch(num_tokens, [GroupBlocks(0, blocks)], restored=[restored])
 
 
-def _source_of_groups(state: State, request: Request) -> Found | None:
+def _source_of_groups(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Find what every group needs, each block of it on the device or on the host."""
     pool, limits, num_tokens = state.pool, state.limits, request.num_kept
-    shared: list[Held] = []
+    shared: list[GroupBlocks] = []
     tails: list[int | None] = []
     restored: list[list[int]] = []
     for index, group in enumerate(limits.groups.all):
@@ -125,11 +125,13 @@ def _source_of_groups(state: State, request: Request) -> Found | None:
         restored.append(pool.tiers.host.fetch(request.request_id, rest))
         if len(restored[-1]) < len(rest):
             return None
-        shared.append(Held(0 if group.is_state else limits.groups.first_block(index, num_tokens), blocks))
+        shared.append(
+            GroupBlocks(0 if group.is_state else limits.groups.first_block(index, num_tokens), blocks)
+        )
     num_restored = sum(map(len, restored))
     if not num_restored or not _is_cheaper(state, num_tokens, num_restored):
         return None
-    found = Found(num_tokens, shared, tails, restored=restored)
+    found = PrefixMatch(num_tokens, shared, tails, restored=restored)
     return found if state.spares(request, len(found.known_tails)) else None
 
 
@@ -138,7 +140,7 @@ def _may_begin_behind_others(request: Request) -> bool:
     return request.params.reads_prefix_cache
 
 
-def _is_cheaper(state: State, num_tokens: int, num_copies: int) -> bool:
+def _is_cheaper(state: SchedulerState, num_tokens: int, num_copies: int) -> bool:
     """Return whether so many copies take less time than computing so many tokens once. Unmeasured, they do."""
     computing_ns = state.pace.time_of(num_tokens)
     return computing_ns is None or num_copies * state.limits.block_copy_ns < computing_ns

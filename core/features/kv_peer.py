@@ -9,13 +9,13 @@ computed. The other direction is `quintet.core.kv_publish`.
 from __future__ import annotations
 
 from quintet.core.block_keys import digests_of, found_behind, keys_behind, run_of
-from quintet.core.hooks import Feature, Found, Setup
+from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
 from quintet.core.recurrent_state import last_kept
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
-from quintet.wire.request import Handover
+from quintet.core.scheduler_state import SchedulerState
+from quintet.wire.request import KvTransfer
 
 
 def build(setup: Setup) -> Feature | None:
@@ -23,7 +23,7 @@ def build(setup: Setup) -> Feature | None:
     return None if setup.cache.peers is None else Feature("kv_peer", gate=gate, source=source)
 
 
-def gate(state: State, request: Request) -> bool:
+def gate(state: SchedulerState, request: Request) -> bool:
     """Hold a request back while what it can begin behind is on its way. In a trial nobody waits for anything."""
     peers, handover = state.pool.tiers.peers, request.handover
     if peers is None or handover is None or not handover.peer or state.trial is not None:
@@ -36,7 +36,7 @@ def gate(state: State, request: Request) -> bool:
     return wish is None or not wish.pending
 
 
-def _ask(state: State, peers: PeerPool, request: Request, handover: Handover) -> bool:
+def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvTransfer) -> bool:
     """Have what a peer can give a request fetched. Return whether there was room for what it wants, perhaps nothing."""
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
@@ -58,7 +58,7 @@ def _ask(state: State, peers: PeerPool, request: Request, handover: Handover) ->
     return peers.ask(request_id, rank, handover.peer, missing, there * size, whole=whole)
 
 
-def source(state: State, request: Request) -> Found | None:
+def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Find what is on the device, and behind it what was fetched."""
     peers = state.pool.tiers.peers
     return None if peers is None else found_behind(state, request, peers.fetches)

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from quintet.core.block_keys import digests_of, found_behind, keys_behind, run_of
-from quintet.core.hooks import Feature, Found, Setup
+from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.prefix import reach
 from quintet.core.kv.store_pool import StorePool
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
@@ -24,7 +24,7 @@ def build(setup: Setup) -> Feature | None:
     return None if setup.cache.store is None else Feature("kv_store", gate=gate, source=source)
 
 
-def gate(state: State, request: Request) -> bool:
+def gate(state: SchedulerState, request: Request) -> bool:
     """Hold a request back while what it can begin behind is looked for, or on its way. In a trial nobody waits for anything."""
     store, request_id = state.pool.tiers.store, request.request_id
     if store is None or state.trial is not None:
@@ -41,7 +41,7 @@ def gate(state: State, request: Request) -> bool:
     return wish is None or not wish.pending
 
 
-def _look_up(state: State, store: StorePool, request: Request) -> None:
+def _look_up(state: SchedulerState, store: StorePool, request: Request) -> None:
     """Look for what a request could begin behind, if that is more than what is here already and looking is worth it."""
     limits = state.limits
     most = _most_blocks(state, store, request)
@@ -64,14 +64,14 @@ def _look_up(state: State, store: StorePool, request: Request) -> None:
     store.look_up(request.request_id, request.digests[:most])
 
 
-def _most_blocks(state: State, store: StorePool, request: Request) -> int:
+def _most_blocks(state: SchedulerState, store: StorePool, request: Request) -> int:
     """Return how many blocks of a request whole runs can have, and leave it a token to compute."""
     limits, runs = state.limits, store.runs
     step = runs.every if limits.groups.states else runs.num_blocks
     return (len(request.tokens) - 1) // limits.block_size // step * step
 
 
-def _coming(state: State, request: Request) -> int:
+def _coming(state: SchedulerState, request: Request) -> int:
     """Return behind how many blocks a request begins by what other tiers bring it."""
     tiers = state.pool.tiers
     wishes = [
@@ -80,7 +80,7 @@ def _coming(state: State, request: Request) -> int:
     return max((wish.num_tokens for wish in wishes if wish is not None), default=0) // state.limits.block_size
 
 
-def _ask(state: State, store: StorePool, request: Request) -> None:
+def _ask(state: SchedulerState, store: StorePool, request: Request) -> None:
     """Have fetched what was found, if that is worth it and there is room; where there is none now, later."""
     limits, index, request_id = state.limits, state.pool.index, request.request_id
     groups, size = limits.groups.all, limits.block_size
@@ -108,7 +108,7 @@ def _ask(state: State, store: StorePool, request: Request) -> None:
     store.ask(request_id, missing, places, there * size, whole=not limits.groups.is_plain)
 
 
-def source(state: State, request: Request) -> Found | None:
+def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Find what is on the device, and behind it what was fetched."""
     store = state.pool.tiers.store
     return None if store is None else found_behind(state, request, store.fetches)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request, Status
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 LEAST_TOKENS = 32
 """Prompts get at least so many tokens of every step: reading the weights takes as long as multiplying with them."""
@@ -35,7 +35,7 @@ def build(setup: Setup) -> Feature | None:
     if target_ms <= 0 or not setup.scheduler.enable_chunked_prefill:
         return None
 
-    def clamp(state: State, request: Request, wanted: int, budget: int) -> int:
+    def clamp(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         num_taken = state.limits.max_batched - budget
         num_behind = num_taken + (wanted if request.status is Status.RUNNING else 0)
         return max(0, min(wanted, _tokens_now(state, num_behind, target_ms) - num_taken))
@@ -43,7 +43,7 @@ def build(setup: Setup) -> Feature | None:
     return Feature("step_time", clamp=clamp)
 
 
-def _tokens_now(state: State, num_behind: int, target_ms: int) -> int:
+def _tokens_now(state: SchedulerState, num_behind: int, target_ms: int) -> int:
     """Return how many tokens this step may have: those in it, ``num_behind`` with the one who asks, and the queue's count."""
     most = most_tokens(state, target_ms)
     if len(state.live) == 1 or len(state.live) > MANY:
@@ -56,7 +56,7 @@ def _tokens_now(state: State, num_behind: int, target_ms: int) -> int:
     return min(most, max(least, num_behind // WAITING_STEPS))
 
 
-def most_tokens(state: State, target_ms: int) -> int:
+def most_tokens(state: SchedulerState, target_ms: int) -> int:
     """Return how many tokens a step may have when many wait, all rows together; with a target of 0, what the budget allows."""
     if target_ms <= 0:
         return state.limits.max_batched

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 LEAST_TOKENS = 64
 """Prompts get at least so many tokens of every step: below, it is the weights that a step waits for, not the tokens."""
@@ -27,10 +27,10 @@ def build(setup: Setup) -> Feature | None:
     """On where the policy is to finish a batch soonest, and prompts may be cut."""
     scheduler = setup.scheduler
     is_on = scheduler.policy == "longest" and scheduler.enable_chunked_prefill
-    return Feature("just_in_time", clamp=Pieces().clamp) if is_on else None
+    return Feature("just_in_time", clamp=PacedChunks().clamp) if is_on else None
 
 
-class Pieces:
+class PacedChunks:
     """Remembers, from the first prompt of a step to its last, how much of the budget they leave alone.
 
     A function of the state that is looked up once a step: for each prompt, it would take time that grows with the
@@ -43,7 +43,7 @@ class Pieces:
         self._step: int | None = None
         self._left_alone = 0
 
-    def clamp(self, state: State, request: Request, wanted: int, budget: int) -> int:
+    def clamp(self, state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         """Give the request what is left of the prompt tokens that this step needs."""
         if state.step != self._step:
             self._step = state.step
@@ -51,7 +51,7 @@ class Pieces:
         return max(0, min(wanted, budget - self._left_alone))
 
 
-def num_needed(state: State, budget: int) -> int:
+def num_needed(state: SchedulerState, budget: int) -> int:
     """Return how many prompt tokens a step must compute, if it can; asked before it has any but decoding rows."""
     if state.num_unpromised < 0:
         return budget

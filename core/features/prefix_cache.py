@@ -1,17 +1,17 @@
 """Prefix cache: begin a request behind the longest run of full blocks that already holds its first tokens.
 
-Finding is here; a block is made findable by `State.publish` once it is full, computed in some plan, and its tokens are
+Finding is here; a block is made findable by `SchedulerState.publish` once it is full, computed in some plan, and its tokens are
 known: those of a prompt when they are planned, those that were drawn when they come back. Of a model with states there are
 also ends, in the middle of a block (`quintet.core.kv.prefix`): what a request had computed when it ended, and most of its prompt.
 """
 
 from __future__ import annotations
 
-from quintet.core.hooks import Feature, Found, Setup
-from quintet.core.kv.group_blocks import Held
+from quintet.core.hooks import Feature, PrefixMatch, Setup
+from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.kv.prefix import extend_chain
 from quintet.core.request import Request, Status
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
@@ -19,7 +19,7 @@ def build(setup: Setup) -> Feature | None:
     return Feature("prefix_cache", source=source) if setup.cache.enable_prefix_caching else None
 
 
-def source(state: State, request: Request) -> Found | None:
+def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Find the request's tokens in the cache, leaving at least one to compute: a step must have something to draw from."""
     if not request.params.reads_prefix_cache:
         return None
@@ -33,14 +33,14 @@ def source(state: State, request: Request) -> Found | None:
     end = _longest_end(state, request, num_found)
     if end is not None:
         num_found, shared, tails = end
-    return Found(
+    return PrefixMatch(
         num_found, shared, tails, num_cached=min(num_found, request.num_prompt), num_queried=num_tokens
     )
 
 
 def _longest_end(
-    state: State, request: Request, least: int
-) -> tuple[int, list[Held], list[int | None]] | None:
+    state: SchedulerState, request: Request, least: int
+) -> tuple[int, list[GroupBlocks], list[int | None]] | None:
     """Find an end behind more than ``least`` of a request's tokens: behind how many, what each group reads, and the tails.
 
     A running request takes none: it would have to copy what it has. Nor is there one where blocks are scarce: tails are held

@@ -1,13 +1,13 @@
 """Quarantine: while suspects are tried for making the executor fail, only they run.
 
-Who is tried, and for how long, is `quintet.core.poison_isolation.suspects`' to say, by way of `State.trial`.
+Who is tried, and for how long, is `quintet.core.poison_isolation.suspects`' to say, by way of `SchedulerState.trial`.
 """
 
 from __future__ import annotations
 
 from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
@@ -15,6 +15,6 @@ def build(setup: Setup) -> Feature | None:
     return Feature("quarantine", gate=gate)
 
 
-def gate(state: State, request: Request) -> bool:
+def gate(state: SchedulerState, request: Request) -> bool:
     """Hold back whoever is not on trial."""
     return state.may_run(request)

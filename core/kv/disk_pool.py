@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
-from quintet.core.kv.fetch_cost import Cost
-from quintet.core.kv.prefetch import Fetches
+from quintet.core.kv.fetch_cost import FetchCost
+from quintet.core.kv.prefetch import Prefetches
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import FileOrder, KvAnswers, KvOrders
+from quintet.wire.kv_disk import FileRequest, KvTierRequests, KvTierResults
 
 
 class DiskPool:
@@ -50,16 +50,16 @@ class DiskPool:
         """Content -> where it is, used longest ago first."""
         self.storing: dict[bytes, int] = {}
         """Content -> the place that it is being written to."""
-        self.fetches = Fetches(first_host_block, num_host_blocks)
+        self.fetches = Prefetches(first_host_block, num_host_blocks)
         self.pinned: Container[bytes] = ()
         """Contents that do not give way."""
-        self.file_orders: list[FileOrder] = []
+        self.file_orders: list[FileRequest] = []
         """What is to be done with prefixes in files of their own, of what was not ordered yet."""
         self._drops: list[tuple[int, bytes]] = []
         """Places and contents to be forgotten, of what was not ordered yet."""
         self._unwanted: set[bytes] = set()
         """Contents that are being written, and are to be forgotten when they are."""
-        self.cost = Cost()
+        self.cost = FetchCost()
         """Of fetching a block."""
         self._due: dict[bytes, int] = {}
         """Content -> the device block to store it from, of what was not ordered yet."""
@@ -130,7 +130,7 @@ class DiskPool:
     # --- fetching ---
 
     def ask(self, request_id: int, keys: Sequence[bytes], num_tokens: int, *, whole: bool) -> bool:
-        """Fetch these contents, which are on disk, for a request: see `Fetches.ask`. Return whether any is fetched."""
+        """Fetch these contents, which are on disk, for a request: see `Prefetches.ask`. Return whether any is fetched."""
         new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
         if new is None:
             return False
@@ -156,7 +156,7 @@ class DiskPool:
         """Contents that are to be stored and were not ordered yet, and the device blocks that hold them."""
         return self._due
 
-    def add_orders(self, orders: KvOrders, now_ns: int) -> None:
+    def add_orders(self, orders: KvTierRequests, now_ns: int) -> None:
         """Add what is to be done: before the next plan is made."""
         self.fetches.begin_orders(now_ns)
         stores = list[int]()
@@ -177,7 +177,7 @@ class DiskPool:
         self._due.clear()
         self._ordered.clear()
 
-    def answer(self, answers: KvAnswers) -> None:
+    def answer(self, answers: KvTierResults) -> None:
         """Apply what became of orders."""
         for key in answers.stored:
             place = self.storing.pop(key, None)

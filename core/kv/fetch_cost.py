@@ -11,7 +11,7 @@ TRY_EVERY = 32
 """After so many requests for which computing looked cheaper, what was measured is forgotten: fetching may be faster now."""
 
 
-class Cost:
+class FetchCost:
     """How long fetching one thing takes, of one kind of things: a mean that fades."""
 
     __slots__ = ("_num_refused", "each_ns")

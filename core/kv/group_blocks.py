@@ -11,7 +11,7 @@ one and the same.
 from __future__ import annotations
 
 
-class Held:
+class GroupBlocks:
     """A run of a block table. Those that see everything begin at 0."""
 
     __slots__ = ("begin", "blocks")

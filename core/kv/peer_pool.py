@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from quintet.core.kv.prefetch import Fetches
+from quintet.core.kv.prefetch import Prefetches
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvAnswers, KvOrders, Pull
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults, Pull
 
 
 class PeerPool:
@@ -23,7 +23,7 @@ class PeerPool:
 
     def __init__(self, first_host_block: int, num_host_blocks: int) -> None:
         """Host blocks: those that contents are fetched into, consecutive numbers."""
-        self.fetches = Fetches(first_host_block, num_host_blocks)
+        self.fetches = Prefetches(first_host_block, num_host_blocks)
         self._next: tuple[tuple[int, int], int] | None = None
         """Rank and request: who has the next room, of those that found none."""
         self._due: dict[bytes, int] = {}
@@ -53,7 +53,7 @@ class PeerPool:
         *,
         whole: bool,
     ) -> bool:
-        """Fetch these contents from a peer, ``host:port``, for a request that may ask: see `Fetches.ask`.
+        """Fetch these contents from a peer, ``host:port``, for a request that may ask: see `Prefetches.ask`.
 
         Return whether there was room; if not, the next is the request's.
         """
@@ -79,7 +79,7 @@ class PeerPool:
         """Give up what was fetched for too long."""
         self.fetches.expire(now_ns)
 
-    def add_orders(self, orders: KvOrders, now_ns: int) -> None:
+    def add_orders(self, orders: KvTierRequests, now_ns: int) -> None:
         """Add what is to be done: before the next plan is made."""
         self.fetches.begin_orders(now_ns)
         orders.offers = pack_i32(self._due.values())
@@ -91,7 +91,7 @@ class PeerPool:
         self._due.clear()
         self._ordered.clear()
 
-    def answer(self, answers: KvAnswers) -> None:
+    def answer(self, answers: KvTierResults) -> None:
         """Apply what became of orders."""
         self.fetches.settle(unpack_i32(answers.pulled), missed=False)
         self.fetches.settle(unpack_i32(answers.lacking), missed=True)

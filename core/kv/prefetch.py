@@ -1,4 +1,4 @@
-"""Fetches: what waiting requests want of a tier that takes its time, and the host blocks that it comes to.
+"""Prefetches: what waiting requests want of a tier that takes its time, and the host blocks that it comes to.
 
 A request's wish is *pending* until the executor has answered for all of it; the plan that lets the request enter copies the
 contents to the device. A host block that is being written gets no other content before the answer is here, whoever wanted it:
@@ -24,7 +24,7 @@ MOST_NS = 60_000_000_000
 
 
 @dataclass(slots=True)
-class Wish:
+class FetchRequest:
     """What a waiting request has asked for, once it was looked up: perhaps nothing."""
 
     num_tokens: int = 0
@@ -38,7 +38,7 @@ class Wish:
     """No deadline is later; None: soon known."""
 
 
-class Fetches:
+class Prefetches:
     """Who wants what, and what of it is on its way."""
 
     __slots__ = ("_awaited", "_num_asked", "_number_of", "_untimed", "room", "wishes")
@@ -46,14 +46,14 @@ class Fetches:
     def __init__(self, first_host_block: int, num_host_blocks: int) -> None:
         """Host blocks: those that contents are fetched into, consecutive numbers."""
         self.room = HostPool(num_host_blocks, first_host_block)
-        self.wishes: dict[int, Wish] = {}
+        self.wishes: dict[int, FetchRequest] = {}
         """By request."""
         self._awaited: dict[int, bytes] = {}
         """Host block -> the content that is being read into it."""
         self._num_asked = 0
         self._number_of: dict[int, int] = {}
         """Host block -> the number of the fetch that it is for; fetches are answered in this order, or nearly."""
-        self._untimed: list[Wish] = []
+        self._untimed: list[FetchRequest] = []
         """Whose patience begins with the next orders."""
 
     def ask(
@@ -76,13 +76,13 @@ class Fetches:
                 new.append((block, key))
         pending = {key for key in wanted if self.room.block_of[key] in self._awaited}
         last = max((self._number_of[self.room.block_of[key]] for key in pending), default=0)
-        self.wishes[request_id] = wish = Wish(num_tokens, pending, last)
+        self.wishes[request_id] = wish = FetchRequest(num_tokens, pending, last)
         self._untimed.append(wish)
         return new
 
     def wish_nothing(self, request_id: int) -> None:
         """Note that a request was looked up, and that there is nothing for it."""
-        self.wishes[request_id] = Wish()
+        self.wishes[request_id] = FetchRequest()
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
         """See `quintet.core.kv.tiers.Tier.fetch`."""

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from hashlib import sha256
 
-from quintet.core.kv.group_blocks import Held
+from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.wire.kv_spec import KvGroup
 
 DIGEST_BYTES = 32
@@ -198,30 +198,30 @@ class PrefixIndex:
         end: tuple[bytes, int],
         groups: Sequence[KvGroup],
         block_size: int,
-    ) -> tuple[list[Held], list[int | None]] | None:
+    ) -> tuple[list[GroupBlocks], list[int | None]] | None:
         """Return what each group reads that goes on behind an end, and the tails; None where some of it is gone."""
         (digest, length), block_of = end, self.block_of
         keys = [key_of(digest, index) for index in range(len(groups))]
-        shared: list[Held] = []
+        shared: list[GroupBlocks] = []
         for index, group in enumerate(groups):
             begin = 0 if group.is_state else group.first_seen(num_blocks * block_size + length) // block_size
             before = [key_of(each, index) for each in digests[begin:num_blocks]]
             wanted = [keys[index]] if group.is_state else before
             if keys[index] not in block_of or any(key not in block_of for key in wanted):
                 return None
-            shared.append(Held(begin, [block_of[key] for key in wanted]))
+            shared.append(GroupBlocks(begin, [block_of[key] for key in wanted]))
         return shared, [block_of[key] for key, group in zip(keys, groups, strict=True) if not group.is_state]
 
     def longest(
         self, digests: list[bytes], max_blocks: int, groups: Sequence[KvGroup], block_size: int
-    ) -> tuple[int, list[Held]]:
+    ) -> tuple[int, list[GroupBlocks]]:
         """Return behind how many blocks of a chain a request can begin, at most ``max_blocks``, and what each group then reads.
 
         Of a group of states that is the one block with the state.
         """
         if len(groups) == 1 and groups[0].kind == "full":
             blocks = self._run(digests, max_blocks)
-            return len(blocks), [Held(0, blocks)]
+            return len(blocks), [GroupBlocks(0, blocks)]
         num_blocks = reach(self.block_of, digests, max_blocks, groups, block_size)
         return num_blocks, [
             self._read(digests, num_blocks, index, group, block_size) for index, group in enumerate(groups)
@@ -238,8 +238,10 @@ class PrefixIndex:
             found.append(block)
         return found
 
-    def _read(self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int) -> Held:
+    def _read(
+        self, digests: list[bytes], end: int, index: int, group: KvGroup, block_size: int
+    ) -> GroupBlocks:
         """Return the blocks that a token behind ``end`` blocks reads, all of which are known."""
         begin = max(0, end - 1) if group.is_state else group.first_seen(end * block_size) // block_size
         blocks = [self.block_of[key_of(digests[position], index)] for position in range(begin, end)]
-        return Held(0 if group.is_state else begin, blocks)
+        return GroupBlocks(0 if group.is_state else begin, blocks)

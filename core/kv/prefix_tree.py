@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Sequence
 from quintet.wire.codec import pack_i32
 
 LOOKED_AT = 2
-"""Trails that are looked at when one is added: more than one, so that those of what is gone do not add up."""
+"""PrefixPaths that are looked at when one is added: more than one, so that those of what is gone do not add up."""
 
 
-class Trail:
+class PrefixPath:
     """What one request left behind."""
 
     __slots__ = ("digests", "tokens", "used_ns")
@@ -35,14 +35,14 @@ class Trail:
         self.used_ns = used_ns
 
 
-class Trails:
+class PrefixPaths:
     """All of one engine."""
 
     __slots__ = ("_by_end", "_trails", "block_size", "now_ns", "reach")
 
     def __init__(self) -> None:
-        self._trails: deque[Trail] = deque()
-        self._by_end: dict[bytes, Trail] = {}
+        self._trails: deque[PrefixPath] = deque()
+        self._by_end: dict[bytes, PrefixPath] = {}
         """Of those that were looked at: the last block that is held -> the newest."""
         self.now_ns = 0
         """When the newest plan was begun."""
@@ -56,11 +56,11 @@ class Trails:
 
     def add(self, digests: list[bytes], tokens: list[int] | None) -> None:
         """Hear of a request that has ended."""
-        self._trails.append(Trail(digests, None if tokens is None else array("i", tokens), self.now_ns))
+        self._trails.append(PrefixPath(digests, None if tokens is None else array("i", tokens), self.now_ns))
         for _ in range(min(LOOKED_AT, len(self._trails))):
             self._look_at(self._trails.popleft())
 
-    def _look_at(self, trail: Trail) -> None:
+    def _look_at(self, trail: PrefixPath) -> None:
         """Keep a trail if something of it is held, and no newer one says as much."""
         last = trail.digests[-1]
         if self._by_end.get(last) is trail:
@@ -70,7 +70,7 @@ class Trails:
             return
         if num_held < len(trail.digests):  # in another one, as a tree may have this one
             tokens = None if trail.tokens is None else trail.tokens[: num_held * self.block_size]
-            trail = Trail(trail.digests[:num_held], tokens, trail.used_ns)
+            trail = PrefixPath(trail.digests[:num_held], tokens, trail.used_ns)
         end = trail.digests[-1]
         other = self._by_end.get(end)
         if other is not None:
@@ -79,22 +79,22 @@ class Trails:
         self._by_end[end] = trail
         self._trails.append(trail)
 
-    def tree(self, live: Iterable[Trail]) -> Tree:
+    def tree(self, live: Iterable[PrefixPath]) -> PrefixTree:
         """Return what is held, of these trails and of requests that live; it is to be grown."""
         trails = [*live, *sorted(self._trails, key=lambda trail: -trail.used_ns)]
-        return Tree(trails, self.reach)
+        return PrefixTree(trails, self.reach)
 
 
-class Tree:
+class PrefixTree:
     """Prefixes at one moment, or, where it grows in several turns, at several."""
 
-    def __init__(self, trails: list[Trail], reach: Callable[[list[bytes]], int]) -> None:
+    def __init__(self, trails: list[PrefixPath], reach: Callable[[list[bytes]], int]) -> None:
         """trails: those that were used last first."""
         self._trails = trails
         self._reach = reach
         self._num_grown = 0
         """Of the trails."""
-        self.places: dict[bytes, tuple[Trail, int]] = {}
+        self.places: dict[bytes, tuple[PrefixPath, int]] = {}
         """Digest -> the newest trail that it is on, and where."""
         self._num_next: dict[bytes, int] = {}
         self._ends: dict[bytes, None] = {}
@@ -109,7 +109,7 @@ class Tree:
                 num_blocks -= len(trail.digests)
         return self._num_grown == len(self._trails)
 
-    def _add(self, trail: Trail) -> None:
+    def _add(self, trail: PrefixPath) -> None:
         digests, is_new = trail.digests, False
         for position in range(self._reach(digests) - 1, -1, -1):
             digest = digests[position]

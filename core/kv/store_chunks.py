@@ -1,4 +1,4 @@
-"""Runs: what a shared store keeps as one object, and how they are called.
+"""StoreChunks: what a shared store keeps as one object, and how they are called.
 
 Of a group that holds tokens a run is so many blocks that follow each other; of a group of states it is one state, of those that
 are kept regularly. A run is called by the key of its last block::
@@ -24,7 +24,7 @@ RUN_TOKENS = 256
 
 
 @dataclass(slots=True, frozen=True)
-class Runs:
+class StoreChunks:
     """Which runs there are."""
 
     groups: Groups
@@ -34,7 +34,7 @@ class Runs:
     """Behind every so many blocks a state is kept: a multiple of ``num_blocks``."""
 
     @classmethod
-    def of(cls, groups: Groups, block_size: int, keep_every: int) -> Runs:
+    def of(cls, groups: Groups, block_size: int, keep_every: int) -> StoreChunks:
         """Return the runs of blocks of this size. keep_every: behind so many tokens, rounded up to blocks, states are kept."""
         every = -(-keep_every // block_size)
         most = max(1, RUN_TOKENS // block_size)

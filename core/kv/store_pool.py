@@ -19,16 +19,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from quintet.core.kv.fetch_cost import Cost
-from quintet.core.kv.prefetch import PATIENCE_NS, Fetches
-from quintet.core.kv.store_chunks import Runs
+from quintet.core.kv.fetch_cost import FetchCost
+from quintet.core.kv.prefetch import PATIENCE_NS, Prefetches
+from quintet.core.kv.store_chunks import StoreChunks
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_store import Get, Put, Search, StoreAnswers, StoreOrders
+from quintet.wire.kv_store import Get, Put, Search, StoreRequests, StoreResults
 
 MAX_KNOWN = 1 << 18
-"""Runs that are believed to be there."""
+"""StoreChunks that are believed to be there."""
 MAX_DUE = 1 << 14
-"""Runs that wait on the device to be kept."""
+"""StoreChunks that wait on the device to be kept."""
 MAX_NAMES = 1 << 16
 """Looked for by one message, and one request's more: what a message may hold is bounded."""
 SILENCE_NS = 30_000_000_000
@@ -68,16 +68,18 @@ class StorePool:
         "search_cost",
     )
 
-    def __init__(self, runs: Runs, first_host_block: int, num_host_blocks: int, most_putting: int) -> None:
+    def __init__(
+        self, runs: StoreChunks, first_host_block: int, num_host_blocks: int, most_putting: int
+    ) -> None:
         """Host blocks: those that contents are fetched into, consecutive numbers. most_putting: blocks on their way to the
         store at once, and a run more."""
         self.runs = runs
-        self.fetches = Fetches(first_host_block, num_host_blocks)
+        self.fetches = Prefetches(first_host_block, num_host_blocks)
         self.known: dict[bytes, None] = {}
         """Names of runs that are believed to be there, used longest ago first."""
         self.lookups: dict[int, Lookup] = {}
         """By request."""
-        self.get_cost, self.search_cost = Cost(), Cost()
+        self.get_cost, self.search_cost = FetchCost(), FetchCost()
         """Of a run; of a search."""
         self._asked: list[Search] = []
         """What was not ordered yet."""
@@ -158,7 +160,7 @@ class StorePool:
         *,
         whole: bool,
     ) -> bool:
-        """Fetch these contents, which are at these places, for a request: see `Fetches.ask`. Return whether any is fetched."""
+        """Fetch these contents, which are at these places, for a request: see `Prefetches.ask`. Return whether any is fetched."""
         new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
         if new is None:
             return False
@@ -196,10 +198,10 @@ class StorePool:
 
     # --- orders and answers ---
 
-    def orders(self, block_of: Mapping[bytes, int], now_ns: int) -> StoreOrders | None:
+    def orders(self, block_of: Mapping[bytes, int], now_ns: int) -> StoreRequests | None:
         """Return what is to be done before the next plan is made, if anything. block_of: what the device has, by its keys."""
         self.fetches.begin_orders(now_ns)
-        orders = StoreOrders(searches=self._take_asked(), gets=[*self._ordered.values()])
+        orders = StoreRequests(searches=self._take_asked(), gets=[*self._ordered.values()])
         self._ordered.clear()
         for search in orders.searches:
             lookup = self.lookups.get(search.request_id)
@@ -224,7 +226,7 @@ class StorePool:
         taken, self._asked = self._asked[:number], self._asked[number:]
         return taken
 
-    def answer(self, answers: StoreAnswers) -> None:
+    def answer(self, answers: StoreResults) -> None:
         """Apply what became of orders."""
         for name in (*answers.kept, *answers.unkept):
             self._num_putting -= self._putting.pop(name, 0)

@@ -37,7 +37,7 @@ def fingerprint_of(request: Request) -> bytes:
     return fingerprint(pack_i32(request.tokens[: request.num_prompt]), request.params, request.embeds)
 
 
-class Refusals:
+class Rejections:
     """Fingerprints of the convicted, why, and until when."""
 
     def __init__(self, max_refused: int = MAX_REFUSED) -> None:

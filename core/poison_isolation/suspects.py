@@ -34,7 +34,7 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from quintet.core.scheduler_state import Flight
+from quintet.core.scheduler_state import InFlightPlan
 
 DEATHS_ALONE = 3
 """So often a request has to be alone in an executor that dies, without one success in between, to be convicted."""
@@ -45,14 +45,14 @@ Marks = dict[int, int]
 
 @dataclass(slots=True)
 class Group:
-    """Suspects that will be tried together, unless it is known by then that one of them is guilty."""
+    """PoisonIsolation that will be tried together, unless it is known by then that one of them is guilty."""
 
     marks: Marks
     has_culprit: bool
     """Whether a loss without them was not explained, should those who are tried before them pass."""
 
 
-class Suspects:
+class PoisonIsolation:
     """The present trial, and the groups that are tried after it."""
 
     __slots__ = ("_behind", "_deaths_alone", "_groups", "_trial")
@@ -81,7 +81,7 @@ class Suspects:
         """Return whether a request is under suspicion still."""
         return request_id in self._behind or any(request_id in group.marks for group in self._groups)
 
-    def lose(self, flights: Iterable[Flight], live: Container[int], *, raised: bool) -> int | None:
+    def lose(self, flights: Iterable[InFlightPlan], live: Container[int], *, raised: bool) -> int | None:
         """Take note that the executor failed with ``flights``, oldest first; return who is convicted of it, if anyone.
 
         ``raised``: it raised in the oldest; else it died in any of them. Afterwards a trial is open, unless nobody
@@ -116,7 +116,7 @@ class Suspects:
         self._begin(lost)
         return None
 
-    def note_step(self, flight: Flight) -> None:
+    def note_step(self, flight: InFlightPlan) -> None:
         """Take note that a step succeeded."""
         behind = self._behind
         for request, end in zip(flight.rows, flight.ends, strict=True):
@@ -162,7 +162,7 @@ class Suspects:
         self._trial, self._behind = marks, dict(marks)
 
 
-def _marks_of(flights: Iterable[Flight]) -> Marks:
+def _marks_of(flights: Iterable[InFlightPlan]) -> Marks:
     """Return who is in these steps, and how far each must come to be cleared."""
     marks: Marks = {}
     for flight in flights:

@@ -5,15 +5,15 @@ Who is suspected is `quintet.core.poison_isolation.suspects`' to know; this file
 
 from __future__ import annotations
 
-from quintet.core.poison_isolation.rejections import REFUSE_S, Refusals, fingerprint_of
-from quintet.core.poison_isolation.suspects import DEATHS_ALONE, Suspects
-from quintet.core.scheduler_state import State
-from quintet.core.token_messages import Effects, TokensBuilders
+from quintet.core.poison_isolation.rejections import REFUSE_S, Rejections, fingerprint_of
+from quintet.core.poison_isolation.suspects import DEATHS_ALONE, PoisonIsolation
+from quintet.core.scheduler_state import SchedulerState
+from quintet.core.token_messages import StepMessages, TokensBuilders
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Failed
 
 
-def hold_trial(state: State, suspects: Suspects) -> bool:
+def hold_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
     """Begin the next trial when the present one is over. Return whether a step may be planned now."""
     if not suspects.have_passed(state.live):
         return True
@@ -27,15 +27,20 @@ def hold_trial(state: State, suspects: Suspects) -> bool:
     return True
 
 
-def call_off(state: State, suspects: Suspects) -> None:
+def call_off(state: SchedulerState, suspects: PoisonIsolation) -> None:
     """Let everybody run: whatever those on trial wait for, it is not on trial, and would wait for them."""
     suspects.acquit_all()
     state.trial = None
 
 
 def convict(
-    state: State, suspects: Suspects, refusals: Refusals, request_id: int, failure: str, now_ns: int
-) -> Effects:
+    state: SchedulerState,
+    suspects: PoisonIsolation,
+    refusals: Rejections,
+    request_id: int,
+    failure: str,
+    now_ns: int,
+) -> StepMessages:
     """End the request, every choice of it, that made the executor fail; refuse what asks for the same.
 
     ``failure`` is what its step raised; empty when the executor died. Of the requests that ask for the same, those end

@@ -20,18 +20,18 @@ import uvloop
 
 from quintet.deploy.config.memory import parse_size
 from quintet.deploy.config.network import listed
-from quintet.deploy.router.app import OPEN_PATHS, App, Door
+from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, App
 from quintet.deploy.router.attempts import Hedging
-from quintet.deploy.router.dns_servers import Names, parsed
+from quintet.deploy.router.dns_servers import DnsServers, parsed
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.metrics import Figures
-from quintet.deploy.router.proxy import Patience
+from quintet.deploy.router.metrics import RouterMetrics
+from quintet.deploy.router.proxy import ProxyTimeouts
 from quintet.deploy.router.server_choice import Picker, by_address
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.frontend.http.auth import Keys
-from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.connection import bound_send_buffer
 from quintet.frontend.main import HttpServer, allow_many_connections, make_server
 from quintet.process.log import configure_logging
@@ -291,18 +291,22 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
     )
     has_picker = arguments.endpoint_picker is not None
     check = by_address if has_picker else parsed
-    watch = Watch(servers, arguments.engine, arguments.engines, pulse, Names(arguments.engines_at), check)
+    watch = Watch(
+        servers, arguments.engine, arguments.engines, pulse, DnsServers(arguments.engines_at), check
+    )
     max_bytes = parse_size(arguments.max_body_bytes, "--max-body-bytes")
-    door = Door(
+    door = AccessPolicy(
         Keys(arguments.api_key, OPEN_PATHS.__contains__),
         Limits(arguments.max_open_per_key, arguments.max_per_minute_per_key, time.monotonic),
-        Bodies(
+        BodyBuffers(
             max_bytes, max_open_bytes=max(max_bytes, parse_size(arguments.max_held_bytes, "--max-held-bytes"))
         ),
         arguments.engine_api_key,
     )
-    patience = Patience(arguments.first_timeout, arguments.resume_timeout, Hedging(arguments.hedge_after))
-    figures = Figures(servers)
+    patience = ProxyTimeouts(
+        arguments.first_timeout, arguments.resume_timeout, Hedging(arguments.hedge_after)
+    )
+    figures = RouterMetrics(servers)
     app, picker = App(servers, figures, patience, door), Picker(servers, figures, door)
     gateways = await _open_to_gateways(picker, arguments) if has_picker else None
     server = make_server(app, for_pages(arguments))

@@ -26,7 +26,7 @@ from quintet.deploy.config.memory import available_ram_bytes, format_size
 from quintet.deploy.config.rules import check_ranges
 from quintet.deploy.supervisor import run_dirs
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener, bind_unix, check_free
-from quintet.deploy.supervisor.prefork import Nursery, roles_to_fork
+from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
 from quintet.deploy.supervisor.store_lock import alone
 from quintet.process.log import configure_logging
 from quintet.process.sockets import make_run_dir
@@ -132,12 +132,12 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
     try:
         check_ranges(options)
         listener = bind_unix(options.uds) if options.uds else bind_listener(options.host, options.port)
-        nursery = Nursery(run_dir, listener)
+        nursery = Prefork(run_dir, listener)
         nursery.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
         # What follows is imported while the children import theirs.
         from quintet.deploy.supervisor.service_manager import ServiceManager
-        from quintet.deploy.supervisor.startup_log import PrintedStory
-        from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+        from quintet.deploy.supervisor.startup_log import PrintedStartupLog
+        from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
 
         resolution = resolve(of_first(options, run_dir), run_dir)
         resolution.notes.extend(notes)
@@ -149,8 +149,8 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
             )
         check_peer_ports(config)
         with alone(config), _with_others(options, config) as (config, look_around):
-            story = PrintedStory(config, opening_lines(resolution))
-            surroundings = Surroundings(
+            story = PrintedStartupLog(config, opening_lines(resolution))
+            surroundings = SupervisorContext(
                 listener=listener, parent_fd=parent_fd, nursery=nursery, manager=ServiceManager(os.environ),
                 look_around=look_around,
             )  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 from quintet.deploy.config.endings import configured_ids
 from quintet.deploy.config.implementation import check_transformers_card, choose_implementation
 from quintet.deploy.config.own_head import has_own_head, untied
-from quintet.executor.checkpoints.quant.formats.kv_cache import KvWish, wish_of
+from quintet.executor.checkpoints.quant.formats.kv_cache import KvFormat, wish_of
 from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import Format
 from quintet.executor.model_config.card import ModelCard
@@ -54,7 +54,7 @@ class ModelFacts:
     """Text of its ``config.json``, with what another file says of how the weights are quantized."""
     stored: Format | None
     """How they are; None where they are not."""
-    kv_wish: KvWish | None
+    kv_wish: KvFormat | None
     """What the checkpoint asks of keys and values; None where it says nothing, or where they are not ours."""
     architecture: str
     implementation: ModelImpl

@@ -9,7 +9,7 @@ from quintet.executor.checkpoints.quant.formats.cut import why_not
 from quintet.executor.checkpoints.quant.formats.scheme import Format, StoredLayer
 from quintet.executor.model_config.experts import ExpertsSpec
 from quintet.executor.model_config.fitting import has_experts
-from quintet.executor.model_config.share import Kept, Share
+from quintet.executor.model_config.share import KeptRange, Share
 from quintet.executor.model_config.spec import AttentionSpec, DecoderSpec, LatentSpec, LayerSpec
 
 DIVIDED_FORMATS = (
@@ -45,7 +45,7 @@ def why_not_stored(stored: Format, spec: DecoderSpec, share: Share, device: str)
     return None
 
 
-def _inputs_of(layer: LayerSpec, share: Share) -> Iterator[tuple[str, Kept]]:
+def _inputs_of(layer: LayerSpec, share: Share) -> Iterator[tuple[str, KeptRange]]:
     """Yield which inputs a rank has of layers whose inputs are divided."""
     attention, state, mlp = layer.attention, layer.state, layer.mlp
     if isinstance(attention, AttentionSpec):

@@ -27,7 +27,7 @@ from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
 from quintet.deploy.supervisor import run_dirs
-from quintet.frontend.inbox_handlers import ACCOUNT_S, Dispatch, ForRequests
+from quintet.frontend.inbox_handlers import ACCOUNT_S, ForRequests, InboxHandlers
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR
 from quintet.process.sockets import Bus, Inbox, Peers, address_of, make_run_dir
 from quintet.wire.config import EngineConfig
@@ -35,7 +35,7 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError, ErrorCode, RequestErro
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import largest_frame, largest_frames
 from quintet.wire.supervision import Drain, MetricsReport, Stop, Topology
-from quintet.wire.validate import Sense
+from quintet.wire.validate import Validator
 
 log = logging.getLogger(__name__)
 
@@ -133,14 +133,14 @@ class LocalServer:
                 address_of(run_dir, me),
                 accepts,
                 largest_frame(Role.FRONTEND, self.config),
-                Sense(self.config).accepts,
+                Validator(self.config).accepts,
             )
             self._peers = Peers(self._bus, largest_frames(self.config))
         except BaseException:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise
         self._peers.connect(SUPERVISOR, address_of(run_dir, SUPERVISOR))
-        self._dispatch = Dispatch(me, self._peers.send, self.config)
+        self._dispatch = InboxHandlers(me, self._peers.send, self.config)
         self.sessions, self.queries = self._dispatch.sessions, self._dispatch.queries
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None

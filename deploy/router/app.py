@@ -10,18 +10,18 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.metrics import Figures
-from quintet.deploy.router.proxy import Passing, Patience
-from quintet.deploy.router.request_summary import Asked, read
+from quintet.deploy.router.metrics import RouterMetrics
+from quintet.deploy.router.proxy import ProxiedRequest, ProxyTimeouts
+from quintet.deploy.router.request_summary import RequestSummary, read
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import RELAY, Outgoing
 from quintet.frontend.api.anthropic import errors as anthropic_errors
 from quintet.frontend.api.openai import errors as openai_errors
 from quintet.frontend.api.routing import SESSION_HEADER
 from quintet.frontend.http.auth import Keys
-from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import ClientGone, Exchange, tidy_path
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.metrics import CONTENT_TYPE
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
@@ -32,12 +32,12 @@ OPEN_PATHS = frozenset({"/livez", "/readyz"})
 _log = logging.getLogger("quintet")
 
 
-class Door(NamedTuple):
+class AccessPolicy(NamedTuple):
     """Who may ask, and how much."""
 
     keys: Keys
     limits: Limits
-    bodies: Bodies
+    bodies: BodyBuffers
     servers_key: str
     """Sent to the servers in the place of a client's; "" passes the client's on."""
 
@@ -45,7 +45,9 @@ class Door(NamedTuple):
 class App:
     """One router."""
 
-    def __init__(self, servers: Servers, figures: Figures, patience: Patience, door: Door) -> None:
+    def __init__(
+        self, servers: Servers, figures: RouterMetrics, patience: ProxyTimeouts, door: AccessPolicy
+    ) -> None:
         self._servers, self._figures, self._patience, self._door = servers, figures, patience, door
         self.is_draining = False
         self.num_open = 0
@@ -54,7 +56,7 @@ class App:
         if scope["type"] != "http":
             raise RuntimeError(f"this router speaks HTTP, not {scope['type']}")
         scope["path"] = tidy_path(scope["path"])
-        exchange = Exchange(scope, receive, send, errors_of(scope["path"]))
+        exchange = HttpRequest(scope, receive, send, errors_of(scope["path"]))
         if self.is_draining:
             exchange.headers_out.append((b"connection", b"close"))
         self.num_open += 1
@@ -62,7 +64,7 @@ class App:
             await self._answer(exchange, scope["headers"])
         except RequestError as error:
             await self._end(exchange, error)
-        except ClientGone:
+        except ClientDisconnected:
             pass
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
             _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
@@ -71,7 +73,7 @@ class App:
         finally:
             self.num_open -= 1
 
-    async def _end(self, exchange: Exchange, error: RequestError) -> None:
+    async def _end(self, exchange: HttpRequest, error: RequestError) -> None:
         """Tell a client of an error: as a response, or as the last event of a stream."""
         if not exchange.started:
             await exchange.respond_error(error)
@@ -86,7 +88,7 @@ class App:
         )
         await exchange.write(frame, last=True)
 
-    async def _answer(self, exchange: Exchange, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _answer(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]]) -> None:
         key = self._door.keys.check(exchange)
         match exchange.path:
             case "/livez":
@@ -106,7 +108,7 @@ class App:
             case _:
                 await self._pass_on(exchange, headers, key)
 
-    async def _pass_on(self, exchange: Exchange, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
+    async def _pass_on(self, exchange: HttpRequest, headers: list[tuple[bytes, bytes]], key: bytes) -> None:
         door = self._door
         if self.is_draining:  # it came over a connection that was open
             raise RequestError(ErrorCode.UNAVAILABLE, "The router is ending; connect again.", retry_s=1)
@@ -123,7 +125,7 @@ class App:
             if body:
                 door.bodies.keep(len(body))
                 num_kept = len(body)
-            asked = read(body, exchange.header(SESSION_HEADER) or "") if body else Asked()
+            asked = read(body, exchange.header(SESSION_HEADER) or "") if body else RequestSummary()
             outgoing = Outgoing(
                 "GET" if exchange.method == "HEAD" else exchange.method,
                 quote(exchange.path),
@@ -134,7 +136,9 @@ class App:
                 door.servers_key,
                 RELAYED if asked.is_streamed else (),
             )
-            await Passing(self._servers, self._figures, self._patience, exchange).answer(outgoing, asked)
+            await ProxiedRequest(self._servers, self._figures, self._patience, exchange).answer(
+                outgoing, asked
+            )
         finally:
             door.bodies.let_go(num_kept)
             door.limits.leave(account)

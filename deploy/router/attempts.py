@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quintet.deploy.router.connection_pool import Flow, Unreachable
-from quintet.deploy.router.servers import Held, Server
+from quintet.deploy.router.connection_pool import ResponseFlow, Unreachable
+from quintet.deploy.router.servers import HeldPrefixes, Server
 from quintet.deploy.router.upstream import Outgoing
 
 MAX_HEDGED = 0.05
@@ -22,16 +22,16 @@ MIN_ERROR = 400
 """From this status on a copy's answer is no beginning: one refused at once must not beat what the first is making."""
 
 
-class Sending:
+class Attempt:
     """A request's stay at one server."""
 
-    def __init__(self, held: Held) -> None:
+    def __init__(self, held: HeldPrefixes) -> None:
         self.held = held
-        self.flow: Flow | None = None
+        self.flow: ResponseFlow | None = None
         self.is_gone = False
         """Whether its client is."""
 
-    async def send(self, outgoing: Outgoing, is_fresh: bool = False) -> Flow:
+    async def send(self, outgoing: Outgoing, is_fresh: bool = False) -> ResponseFlow:
         """Send it and wait for the head of its answer, over a new connection if ``is_fresh``. Raises `ConnectionError`."""
         lines = self.held.server.lines
         while True:
@@ -84,17 +84,19 @@ class Hedging:
         self._saved -= 1
 
 
-class Race:
+class HedgedAttempt:
     """A request and its copy. Whoever begins to answer first has it; a refusal, a loss or the copy's error is none."""
 
-    def __init__(self, first: Sending, outgoing: Outgoing, is_refusal: Callable[[Flow], bool]) -> None:
+    def __init__(
+        self, first: Attempt, outgoing: Outgoing, is_refusal: Callable[[ResponseFlow], bool]
+    ) -> None:
         self._outgoing, self._is_refusal = outgoing, is_refusal
-        self._tasks: dict[asyncio.Task[Flow], Sending] = {}
+        self._tasks: dict[asyncio.Task[ResponseFlow], Attempt] = {}
         self.lost: list[tuple[Server, Exception]] = []
         """Of who did not win: servers that were lost while they had the request, and how."""
         self._enter(first)
 
-    def _enter(self, sending: Sending) -> None:
+    def _enter(self, sending: Attempt) -> None:
         self._tasks[asyncio.get_running_loop().create_task(sending.send(self._outgoing))] = sending
 
     async def has_begun(self, within_s: float) -> bool:
@@ -102,7 +104,7 @@ class Race:
         done, _ = await asyncio.wait(self._tasks, timeout=within_s)
         return bool(done)
 
-    async def run(self, copy: Sending | None) -> tuple[Sending, asyncio.Task[Flow]]:
+    async def run(self, copy: Attempt | None) -> tuple[Attempt, asyncio.Task[ResponseFlow]]:
         """Return who won, with its task, which is done; the other is let go. Without a copy, or where both fail, the first."""
         if copy is not None:
             self._enter(copy)
@@ -120,10 +122,10 @@ class Race:
                 self._retire(task, sending)
         return self._tasks[won], won
 
-    def _is_beginning(self, flow: Flow, is_first: bool) -> bool:
+    def _is_beginning(self, flow: ResponseFlow, is_first: bool) -> bool:
         return not self._is_refusal(flow) if is_first else flow.status < MIN_ERROR
 
-    def _retire(self, task: asyncio.Task[Flow], sending: Sending) -> None:
+    def _retire(self, task: asyncio.Task[ResponseFlow], sending: Attempt) -> None:
         """Let go of who did not win, and remember a server that was lost, or at which nobody listens."""
         server = sending.held.server
         match task.exception() if task.done() else None:

@@ -36,7 +36,7 @@ def _any(index: int, num_pieces: int) -> bool:
     return True
 
 
-class Shortlist:
+class CandidateIndex:
     """The servers that get requests, by what they have to do."""
 
     def __init__(self, load_of: Callable[[int], Load | None], rng: Random) -> None:

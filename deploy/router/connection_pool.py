@@ -23,7 +23,7 @@ class Unreachable(ConnectionError):
 
 
 @dataclass(slots=True, eq=False)
-class Flow:
+class ResponseFlow:
     """One answer on its way: its head, and the pieces of its body that have come and were not taken."""
 
     connection: Connection
@@ -95,7 +95,7 @@ class Flow:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
-class Lines:
+class ConnectionPool:
     """The connections to one server."""
 
     def __init__(self, target: Target, connect_s: float) -> None:
@@ -117,15 +117,15 @@ class Lines:
         if not _says_nothing(payload):
             self.last_told_s = now_s
 
-    async def send(self, request: bytes, *, is_fresh: bool = False) -> Flow:
+    async def send(self, request: bytes, *, is_fresh: bool = False) -> ResponseFlow:
         """Send a request, over a new connection if it must be ``is_fresh``. Raises `Unreachable`; the flow tells what follows."""
         connection = (None if is_fresh else self._take_idle()) or await self._connect()
-        flow = Flow(connection, asyncio.get_running_loop().create_future(), heard=self.heard)
+        flow = ResponseFlow(connection, asyncio.get_running_loop().create_future(), heard=self.heard)
         flow.whole = connection.send(request, flow, flow.note_head)
         flow.whole.add_done_callback(flow.wake)
         return flow
 
-    def was_stale(self, flow: Flow) -> bool:
+    def was_stale(self, flow: ResponseFlow) -> bool:
         """Whether a flow was lost because its connection, kept from earlier, was closed already: nobody had the request.
 
         Only a loss at once says so: a server that had time to compute may have been lost of the request.
@@ -136,7 +136,7 @@ class Lines:
             connection.num_exchanges > 1 and not connection.heard and took_s < STALE_S + 2 * self.round_trip_s
         )
 
-    def give_back(self, flow: Flow) -> None:
+    def give_back(self, flow: ResponseFlow) -> None:
         """Keep the connection of an answer that was read to its end; end one that was not."""
         whole = flow.whole
         if whole.done() and not whole.cancelled() and whole.exception() is None and flow.connection.reusable:

@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import msgspec
 
-from quintet.deploy.router.attempts import Sending
+from quintet.deploy.router.attempts import Attempt
 from quintet.deploy.router.connection_pool import Unreachable
-from quintet.deploy.router.metrics import Figures
-from quintet.deploy.router.request_summary import Asked
-from quintet.deploy.router.servers import Held, Servers
+from quintet.deploy.router.metrics import RouterMetrics
+from quintet.deploy.router.request_summary import RequestSummary
+from quintet.deploy.router.servers import HeldPrefixes, Servers
 from quintet.deploy.router.upstream import Outgoing
 from quintet.deploy.tools.load_client.connection import HttpAnswer
 from quintet.wire.codec import UNREADABLE
@@ -56,11 +56,11 @@ class _Computed(msgspec.Struct):
 
 async def computed_apart(
     servers: Servers,
-    figures: Figures,
+    figures: RouterMetrics,
     outgoing: Outgoing,
-    asked: Asked,
-    held: Held,
-    enter: Callable[[Sending | None], None],
+    asked: RequestSummary,
+    held: HeldPrefixes,
+    enter: Callable[[Attempt | None], None],
     lose: Callable[[], None],
 ) -> Outgoing:
     """Have another server compute the prompt, where that is worth it; return what the server is sent that answers.
@@ -74,7 +74,7 @@ async def computed_apart(
     if fields is None:
         chosen.leave()
         return outgoing
-    sending, params = Sending(chosen), b""
+    sending, params = Attempt(chosen), b""
     try:
         enter(sending)
         async with asyncio.timeout(PROMPT_S):

@@ -23,7 +23,7 @@ async def addresses_of(host: str, port: int) -> Sequence[str]:
     return [str(address[0]) for *_, address in found]
 
 
-class Names:
+class DnsServers:
     """What was found last behind each name. A lookup that fails changes nothing: a resolver that is ill ends no server."""
 
     def __init__(self, urls: Sequence[str], look_up: LookUp = addresses_of) -> None:

@@ -41,7 +41,7 @@ from google.protobuf.struct_pb2 import Struct
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer, add_HealthServicer_to_server
 
-from quintet.deploy.router.server_choice import Head, Picker, Visit
+from quintet.deploy.router.server_choice import GatewayRequest, Picker, RequestHead
 from quintet.deploy.router.upstream import RELAY
 from quintet.frontend.http.error_shape import headers_of, status_of
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
@@ -74,8 +74,8 @@ class Talk:
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
-        self._visit: Visit | None = None
-        self._head = Head("", {})
+        self._visit: GatewayRequest | None = None
+        self._head = RequestHead("", {})
         self._is_picked = False
         self._request_mode = self._answer_mode = int(_DUPLEX)
         """What the protocol asks of gateways, where they do not tell."""
@@ -156,7 +156,7 @@ class Talk:
         elif head.end_of_stream or self._request_mode != _DUPLEX:  # no body comes in time
             yield self._picked(self._visit_now().pick(), "request_headers")
 
-    def _on_body(self, visit: Visit, body: HttpBody) -> Iterator[ProcessingResponse]:
+    def _on_body(self, visit: GatewayRequest, body: HttpBody) -> Iterator[ProcessingResponse]:
         if self._is_picked:
             yield ProcessingResponse(request_body=BodyResponse())
             return
@@ -167,7 +167,7 @@ class Talk:
         elif body.end_of_stream or body.end_of_stream_without_message:
             yield from self._on_end(visit, has_trailers=False)
 
-    def _on_end(self, visit: Visit, has_trailers: bool) -> Iterator[ProcessingResponse]:
+    def _on_end(self, visit: GatewayRequest, has_trailers: bool) -> Iterator[ProcessingResponse]:
         """The whole request has come: choose, and let head and body go on."""
         if self._request_mode != _DUPLEX:
             return
@@ -179,7 +179,7 @@ class Talk:
             piece = StreamedBodyResponse(body=body[start : start + MAX_CHUNK], end_of_stream=is_last)
             yield ProcessingResponse(request_body=_body_response(piece))
 
-    def _visit_now(self) -> Visit:
+    def _visit_now(self) -> GatewayRequest:
         assert self._visit is not None
         return self._visit
 
@@ -243,7 +243,7 @@ def _plain(head: HttpHeaders) -> dict[str, str]:
     return {each.key.lower(): each.value or each.raw_value.decode("latin-1") for each in head.headers.headers}
 
 
-def _head_of(said: ProcessingRequest) -> Head:
+def _head_of(said: ProcessingRequest) -> RequestHead:
     headers = _plain(said.request_headers)
     path = unquote(headers.get(":path", "").partition("?")[0])
     hints = said.metadata_context.filter_metadata
@@ -252,7 +252,7 @@ def _head_of(said: ProcessingRequest) -> Head:
         hint = hints[SUBSET_NAMESPACE].fields[SUBSET]
         listed = [each.string_value for each in hint.list_value.values] or hint.string_value.split(",")
         among = frozenset(endpoint.strip() for endpoint in listed if endpoint.strip())
-    return Head(path, headers, among)
+    return RequestHead(path, headers, among)
 
 
 class Processor(ExternalProcessorServicer):

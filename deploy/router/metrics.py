@@ -34,7 +34,7 @@ MOST = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ServerMetrics:
     """A server's figures, under the names that vLLM and Quintet share, of all its engines together."""
 
     num_running: int
@@ -51,7 +51,7 @@ class Reading:
     """What answers have had so far, on average; 0 where it does not tell."""
 
 
-def read_figures(text: str) -> Reading:
+def read_figures(text: str) -> ServerMetrics:
     """Read `/metrics` of a server; what it does not tell, or not as a number, is nothing."""
     sums: defaultdict[str, float] = defaultdict(float)
     usages: list[float] = []
@@ -68,7 +68,7 @@ def read_figures(text: str) -> Reading:
     kv_tokens = sum(map(_kv_tokens, _CACHE.findall(text)))
     kv_usage = sum(usages) / len(usages) if usages else 0.0
     duty = role[1] if role is not None else ""
-    return Reading(running, waiting, sums["tokens"], kv_tokens, duty, kv_usage, num_outputs)
+    return ServerMetrics(running, waiting, sums["tokens"], kv_tokens, duty, kv_usage, num_outputs)
 
 
 def _kv_tokens(labels: str) -> int:
@@ -85,7 +85,7 @@ def _number(text: str) -> float:
     return value if 0 < value < MOST else 0.0
 
 
-class Figures(Collector):
+class RouterMetrics(Collector):
     """The router's own."""
 
     def __init__(self, servers: Servers) -> None:

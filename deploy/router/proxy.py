@@ -14,13 +14,13 @@ import random
 import time
 from dataclasses import dataclass, field
 
-from quintet.deploy.router.attempts import Hedging, Race, Sending
-from quintet.deploy.router.connection_pool import Flow, Unreachable
+from quintet.deploy.router.attempts import Attempt, HedgedAttempt, Hedging
+from quintet.deploy.router.connection_pool import ResponseFlow, Unreachable
 from quintet.deploy.router.disaggregation import computed_apart
 from quintet.deploy.router.events import Events
-from quintet.deploy.router.metrics import Figures
-from quintet.deploy.router.request_summary import Asked
-from quintet.deploy.router.servers import Held, Server, Servers
+from quintet.deploy.router.metrics import RouterMetrics
+from quintet.deploy.router.request_summary import RequestSummary
+from quintet.deploy.router.servers import HeldPrefixes, Server, Servers
 from quintet.deploy.router.upstream import (
     RELAY,
     Outgoing,
@@ -30,7 +30,7 @@ from quintet.deploy.router.upstream import (
     retry_after_s,
     the_rest,
 )
-from quintet.frontend.http.http_request import ClientGone, Exchange
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.streams import UNPROVEN_TOKENS
 from quintet.wire.errors import ErrorCode, RequestError
 
@@ -55,7 +55,7 @@ _log = logging.getLogger("quintet")
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ProxyTimeouts:
     """How long the router waits."""
 
     first_s: float
@@ -65,19 +65,21 @@ class Patience:
     hedging: Hedging = field(default_factory=Hedging)
 
 
-class Passing:
+class ProxiedRequest:
     """One exchange."""
 
-    def __init__(self, servers: Servers, figures: Figures, patience: Patience, exchange: Exchange) -> None:
+    def __init__(
+        self, servers: Servers, figures: RouterMetrics, patience: ProxyTimeouts, exchange: HttpRequest
+    ) -> None:
         self._servers = servers
         self._figures = figures
         self._patience = patience
         self._exchange = exchange
         self._events = Events(is_relayed=False)
         self._ticket = b""
-        self._sending: Sending | None = None
+        self._sending: Attempt | None = None
         """Where the request is."""
-        self._copy: Sending | None = None
+        self._copy: Attempt | None = None
         """Where it is as well, until one of the two begins."""
         self._is_gone = False
         self._tried: set[Server] = set()
@@ -89,8 +91,8 @@ class Passing:
         self._back_from = ""
         """Where the client was when the server that had its stream was asked for the rest."""
 
-    async def answer(self, outgoing: Outgoing, asked: Asked) -> None:
-        """Answer the client. Raises `RequestError` before anything was written, or `ClientGone`."""
+    async def answer(self, outgoing: Outgoing, asked: RequestSummary) -> None:
+        """Answer the client. Raises `RequestError` before anything was written, or `ClientDisconnected`."""
         watcher = self._exchange.watch_disconnect(self._leave)
         try:
             flow = await self._begin(outgoing, asked)
@@ -114,7 +116,7 @@ class Passing:
             )
         except (ConnectionError, asyncio.CancelledError):
             if self._is_gone:
-                raise ClientGone from None
+                raise ClientDisconnected from None
             raise
         finally:
             watcher.cancel()
@@ -129,9 +131,9 @@ class Passing:
 
     # --- before the first byte --------------------------------------------------------------------------------
 
-    async def _begin(self, outgoing: Outgoing, asked: Asked) -> Flow:
+    async def _begin(self, outgoing: Outgoing, asked: RequestSummary) -> ResponseFlow:
         """Return the flow of an answer of which the head has come, or all of it."""
-        tried, refused = self._tried, list[Flow]()
+        tried, refused = self._tried, list[ResponseFlow]()
         until_s = time.monotonic() + self._patience.first_s
         is_kept = outgoing.path.startswith(KEPT) or any(name == LAST_EVENT for name, _ in outgoing.headers)
         is_once = outgoing.path.startswith(ONCE) and outgoing.method != "GET"
@@ -139,7 +141,7 @@ class Passing:
         may_copy = bool(self._patience.hedging.after_s and outgoing.path in HEDGED and not is_kept)
         while True:
             if self._is_gone:
-                raise ClientGone
+                raise ClientDisconnected
             held = None if len(refused) == MAX_REFUSALS else self._servers.choose(asked, tried)
             if held is None:
                 if refused:
@@ -168,7 +170,7 @@ class Passing:
             except ConnectionError as error:
                 self._let_go()
                 if self._is_gone:
-                    raise ClientGone from None
+                    raise ClientDisconnected from None
                 _tell_loss(held.server, error, outgoing)
                 self._note_loss(0)
                 if is_once:
@@ -190,30 +192,32 @@ class Passing:
                 return flow
             self._let_go()
 
-    async def _ready_for(self, held: Held, outgoing: Outgoing, asked: Asked) -> Outgoing:
+    async def _ready_for(self, held: HeldPrefixes, outgoing: Outgoing, asked: RequestSummary) -> Outgoing:
         """Return what a server is sent for a request, its prompt computed by another where that is worth it."""
-        self._sending = Sending(held)
+        self._sending = Attempt(held)
 
-        def enter(sending: Sending | None) -> None:
+        def enter(sending: Attempt | None) -> None:
             self._copy = sending
 
         ready = await computed_apart(
             self._servers, self._figures, outgoing, asked, held, enter, lambda: self._note_loss(0)
         )
         if self._is_gone:
-            raise ClientGone
+            raise ClientDisconnected
         return ready
 
-    async def _send(self, held: Held, outgoing: Outgoing, is_fresh: bool = False) -> Flow:
+    async def _send(self, held: HeldPrefixes, outgoing: Outgoing, is_fresh: bool = False) -> ResponseFlow:
         """Send to a server and wait for the head of its answer. Raises `ConnectionError`."""
-        self._sending = Sending(held)
+        self._sending = Attempt(held)
         return await self._sending.send(outgoing, is_fresh)
 
-    async def _send_twice(self, held: Held, outgoing: Outgoing, asked: Asked) -> tuple[Flow, Held]:
+    async def _send_twice(
+        self, held: HeldPrefixes, outgoing: Outgoing, asked: RequestSummary
+    ) -> tuple[ResponseFlow, HeldPrefixes]:
         """The same, with a copy to another server if nothing comes for a while; return who it is at, too."""
         hedging = self._patience.hedging
-        self._sending = Sending(held)
-        race = Race(self._sending, outgoing, lambda flow: flow.status in ELSEWHERE)
+        self._sending = Attempt(held)
+        race = HedgedAttempt(self._sending, outgoing, lambda flow: flow.status in ELSEWHERE)
         try:
             if not await race.has_begun(hedging.after_s) and hedging.may():
                 other = self._servers.choose(asked, self._tried)
@@ -221,7 +225,7 @@ class Passing:
                     hedging.spend()
                     self._figures.hedges.inc()
                     self._tried.add(other.server)
-                    self._copy = Sending(other)
+                    self._copy = Attempt(other)
             won, task = await race.run(self._copy)
             self._sending = won
         except asyncio.CancelledError:
@@ -264,7 +268,7 @@ class Passing:
 
     # --- after it ---------------------------------------------------------------------------------------------
 
-    async def _pass_on(self, flow: Flow, outgoing: Outgoing, asked: Asked) -> bool:
+    async def _pass_on(self, flow: ResponseFlow, outgoing: Outgoing, asked: RequestSummary) -> bool:
         """Write a stream to its end. False where it was lost before anything but comments was written."""
         exchange = self._exchange
         content_type = header_of(flow.headers, b"content-type")
@@ -278,7 +282,7 @@ class Passing:
             except ConnectionError:
                 is_lost, piece = not events.is_over, b""
             if self._is_gone:
-                raise ClientGone
+                raise ClientDisconnected
             told = events.take(piece) if piece else b"" if is_lost else events.flush()
             if self._sending is not None and events.has_begun:
                 self._sending.held.answer()
@@ -295,7 +299,7 @@ class Passing:
                     return False
                 flow = await self._go_on(outgoing, asked)
 
-    async def _go_on(self, outgoing: Outgoing, asked: Asked) -> Flow:
+    async def _go_on(self, outgoing: Outgoing, asked: RequestSummary) -> ResponseFlow:
         """Return the flow of what comes behind what the client has."""
         lost = self._sending.held.server if self._sending is not None else None
         is_withdrawn = self._events.is_withdrawn
@@ -313,7 +317,7 @@ class Passing:
                 if (request := going_on(outgoing, self._ticket, position, outputs)) is not None:
                     flow = await self._elsewhere(request, asked, lost, num_told)
         if self._is_gone:
-            raise ClientGone
+            raise ClientDisconnected
         if flow is None:
             self._figures.broken.inc()
             raise RequestError(
@@ -324,7 +328,7 @@ class Passing:
         self._ticket = header_of(flow.headers, RELAY) or self._ticket
         return flow
 
-    async def _back_at(self, server: Server, request: Outgoing) -> Flow | None:
+    async def _back_at(self, server: Server, request: Outgoing) -> ResponseFlow | None:
         """Ask the server that had a stream for the rest of it. None where it is lost, or does not have it any more."""
         try:
             flow = await self._send(self._servers.hold(server), request)
@@ -338,7 +342,9 @@ class Passing:
             return None
         return flow
 
-    async def _elsewhere(self, request: Outgoing, asked: Asked, lost: Server, num_told: int) -> Flow | None:
+    async def _elsewhere(
+        self, request: Outgoing, asked: RequestSummary, lost: Server, num_told: int
+    ) -> ResponseFlow | None:
         """Have another server go on, or the lost one when it is back. None where nobody did in time.
 
         Raises `RequestError` where one server too many was lost with it.
@@ -379,7 +385,7 @@ def _tell_loss(server: Server, error: Exception, outgoing: Outgoing) -> None:
     _log.info("%s: %s; it had request %s", server.url, error, outgoing.request_id)
 
 
-def _says_its_end(flow: Flow) -> bool:
+def _says_its_end(flow: ResponseFlow) -> bool:
     """Whether a stream that was cut off cannot look as if it had ended."""
     headers = flow.headers
     return bool(header_of(headers, b"transfer-encoding") or header_of(headers, b"content-length"))

@@ -37,7 +37,7 @@ _decode = msgspec.json.Decoder(_Body).decode
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestSummary:
     """What decides where a request goes."""
 
     names: list[int] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Asked:
     """Tokens that its answer may have; 0 where it does not say."""
 
 
-def read(body: bytes, session: str) -> Asked:
+def read(body: bytes, session: str) -> RequestSummary:
     """Read a request. What cannot be read is a server's to refuse: nothing is known of it."""
     try:
         given = _decode(body)
@@ -59,13 +59,13 @@ def read(body: bytes, session: str) -> Asked:
         salt = _text(given.cache_salt)
         of_body = _text(given.prompt_cache_key) or _text(given.user)
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError, ValueError, RecursionError):
-        return Asked(session=session)
+        return RequestSummary(session=session)
     names = names_of(prompt, salt)
     is_streamed = bytes(given.stream) in (b"true", b'"true"', b"1")
     max_outputs = next(
         filter(None, map(_count, (given.max_completion_tokens, given.max_output_tokens, given.max_tokens))), 0
     )
-    return Asked(names, num_prompt_tokens(prompt), is_streamed, session or of_body, max_outputs)
+    return RequestSummary(names, num_prompt_tokens(prompt), is_streamed, session or of_body, max_outputs)
 
 
 def _prompt_of(body: _Body) -> Prompt:

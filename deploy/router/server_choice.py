@@ -10,11 +10,11 @@ import ipaddress
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from quintet.deploy.router.app import Door, check_path, errors_of
+from quintet.deploy.router.app import AccessPolicy, check_path, errors_of
 from quintet.deploy.router.dns_servers import parsed
-from quintet.deploy.router.metrics import Figures
-from quintet.deploy.router.request_summary import Asked, read
-from quintet.deploy.router.servers import Held, Server, Servers
+from quintet.deploy.router.metrics import RouterMetrics
+from quintet.deploy.router.request_summary import RequestSummary, read
+from quintet.deploy.router.servers import HeldPrefixes, Server, Servers
 from quintet.deploy.tools.load_client.connection import Target
 from quintet.frontend.api.routing import SESSION_HEADER
 from quintet.frontend.http.error_shape import ErrorShape
@@ -22,7 +22,7 @@ from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class RequestHead:
     """The head of a request."""
 
     path: str
@@ -41,7 +41,7 @@ class Head:
 class Picker:
     """The choices that one router makes for gateways."""
 
-    def __init__(self, servers: Servers, figures: Figures, door: Door) -> None:
+    def __init__(self, servers: Servers, figures: RouterMetrics, door: AccessPolicy) -> None:
         self.servers, self.figures, self.door = servers, figures, door
         self.is_draining = False
         self.num_open = 0
@@ -52,8 +52,8 @@ class Picker:
         """Whether a server takes requests, and this router."""
         return bool(self.servers.usable) and not self.is_draining
 
-    def enter(self, head: Head) -> Visit:
-        """Let a request in; `Visit.leave` ends it. Raises `RequestError` as the router's door does."""
+    def enter(self, head: RequestHead) -> GatewayRequest:
+        """Let a request in; `GatewayRequest.leave` ends it. Raises `RequestError` as the router's door does."""
         if self.is_draining:
             raise RequestError(ErrorCode.UNAVAILABLE, "The endpoint picker is ending; ask again.", retry_s=1)
         no_path = ""  # none is open here: what is let in asks servers by the router's own key
@@ -65,17 +65,17 @@ class Picker:
             self.figures.limited.inc()
             raise
         self.num_open += 1
-        return Visit(self, head, account)
+        return GatewayRequest(self, head, account)
 
 
-class Visit:
+class GatewayRequest:
     """One request, from its head to the end of its answer."""
 
-    def __init__(self, picker: Picker, head: Head, account: bytes) -> None:
+    def __init__(self, picker: Picker, head: RequestHead, account: bytes) -> None:
         self._picker, self._head, self._account = picker, head, account
         self._pieces: list[bytes] = []
         self._num_bytes = 0
-        self._held: Held | None = None
+        self._held: HeldPrefixes | None = None
 
     def take(self, piece: bytes) -> None:
         """Keep a piece of the body. Raises `RequestError` where it is too much."""
@@ -103,7 +103,7 @@ class Visit:
         servers, among = self._picker.servers, self._head.among
         session = self._head.headers.get(SESSION_HEADER, "")
         body = b"".join(self._pieces)
-        asked = read(body, session) if body else Asked(session=session)
+        asked = read(body, session) if body else RequestSummary(session=session)
         without = () if among is None else [server for server in servers if endpoint_of(server) not in among]
         self._held = servers.choose(asked, without)
         if self._held is None:

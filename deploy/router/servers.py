@@ -15,14 +15,20 @@ from dataclasses import dataclass, field
 from random import Random
 from statistics import median_low
 
-from quintet.deploy.router.candidate_index import Load, Shortlist
-from quintet.deploy.router.connection_pool import Lines
-from quintet.deploy.router.request_summary import Asked
+from quintet.deploy.router.candidate_index import CandidateIndex, Load
+from quintet.deploy.router.connection_pool import ConnectionPool
+from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.tools.load_client.connection import Target
 from quintet.frontend.load_balancing.engine_load import USUAL_OVER
-from quintet.frontend.load_balancing.engine_speed import Pace, Usual
-from quintet.frontend.load_balancing.load_balancer import RUNNING_TOKENS, Candidate, Choice, choose, has_room
-from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOKENS, Beginnings, Holders
+from quintet.frontend.load_balancing.engine_speed import EngineSpeeds, LinearFit
+from quintet.frontend.load_balancing.load_balancer import (
+    RUNNING_TOKENS,
+    Candidate,
+    EngineChoice,
+    choose,
+    has_room,
+)
+from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOKENS, Holders, PrefixAffinity
 from quintet.wire.config import Routing
 
 MAX_ALL_NAMES = 1 << 22
@@ -46,7 +52,7 @@ class Server:
 
     index: int
     url: str
-    lines: Lines
+    lines: ConnectionPool
     trouble: str = "not asked yet"
     """Why it gets nothing new; "" while it is well."""
     is_leaving: bool = False
@@ -67,8 +73,8 @@ class Server:
     """Those that others took when it was last asked."""
     num_outputs: int = 0
     """What its answers have on average, in tokens; 0 where it does not tell."""
-    beginnings: Beginnings = field(default_factory=Beginnings)
-    pace: Pace = field(default_factory=lambda: Pace(Usual()))
+    beginnings: PrefixAffinity = field(default_factory=PrefixAffinity)
+    pace: EngineSpeeds = field(default_factory=lambda: EngineSpeeds(LinearFit()))
     clock: Callable[[], float] = time.monotonic
     max_names: int = MAX_NAMES
     """That there is room for."""
@@ -78,7 +84,7 @@ class Server:
     """What it says that it does of requests that two servers compute; "" for nothing."""
     changed: Callable[[int], None] = lambda index: None
     """Told its index whenever what it has to do, or whether it gets requests, has changed."""
-    holds: set[Held] = field(default_factory=set)
+    holds: set[HeldPrefixes] = field(default_factory=set)
 
     def note(self, trouble: str) -> None:
         """Note how it is: "" for well. What it had computed is forgotten when it goes."""
@@ -118,7 +124,7 @@ class Server:
         self,
         num_running: int,
         num_waiting: int,
-        before: Collection[Held] = (),
+        before: Collection[HeldPrefixes] = (),
         kv_tokens: int = 0,
         kv_usage: float = 0.0,
         num_outputs: int = 0,
@@ -139,11 +145,11 @@ class Server:
 
 
 @dataclass(slots=True, eq=False)
-class Held:
+class HeldPrefixes:
     """A request's account with a server, from when it was sent there until it left."""
 
     server: Server
-    choice: Choice
+    choice: EngineChoice
     num_queued: int
     num_kept: int = 0
     """Tokens of KV memory that it takes there."""
@@ -194,7 +200,7 @@ class Servers:
         self._apart_from = apart_from
         self._others_share = others_share
         self._clock = clock
-        self._usual_pace = Usual()
+        self._usual_pace = LinearFit()
         self._num_outputs = 0
         """What answers have on average, in tokens, at the server in the middle of those that tell it."""
         self._with_role: dict[int, Server] = {}
@@ -204,7 +210,7 @@ class Servers:
         self._all: list[Server] = []
         self._by_index: dict[int, Server] = {}
         self._holders = Holders()
-        self._shortlist = Shortlist(self._load_of, rng or Random())
+        self._shortlist = CandidateIndex(self._load_of, rng or Random())
         self._num_chosen = 0
         self._num_made = 0
         self._usual = 0.0
@@ -237,9 +243,9 @@ class Servers:
     def _add(self, url: str, connect_s: float) -> None:
         index = self._num_made
         self._num_made += 1
-        beginnings = Beginnings(holders=self._holders, who=index)
-        lines = Lines(Target.parse(url), connect_s)
-        pace, changed = Pace(self._usual_pace), self._shortlist.change
+        beginnings = PrefixAffinity(holders=self._holders, who=index)
+        lines = ConnectionPool(Target.parse(url), connect_s)
+        pace, changed = EngineSpeeds(self._usual_pace), self._shortlist.change
         server = Server(
             index, url, lines, beginnings=beginnings, pace=pace, clock=self._clock, changed=changed
         )
@@ -275,7 +281,7 @@ class Servers:
         is_full = self._policy == "prefix" and server.beginnings.is_full
         return (server.pace.slowness(self._clock()), is_full), server.load
 
-    def choose(self, asked: Asked, without: Collection[Server]) -> Held | None:
+    def choose(self, asked: RequestSummary, without: Collection[Server]) -> HeldPrefixes | None:
         """Choose who answers a request, and count it there; None where nobody is left."""
         turn = self._num_chosen + 1
         session = asked.session or (str(asked.names[0]) if asked.names else "")
@@ -303,7 +309,7 @@ class Servers:
         held.num_before, held.sent_s = num_before, self._clock()
         return held
 
-    def choose_for_prompt(self, asked: Asked, held: Held) -> Held | None:
+    def choose_for_prompt(self, asked: RequestSummary, held: HeldPrefixes) -> HeldPrefixes | None:
         """Choose who computes the prompt of a request that was given to a server, and count it there; None where that does it.
 
         It does where there is little to compute, where nobody else is answered whom that would stop, and where the prompt would
@@ -340,7 +346,7 @@ class Servers:
         self._num_outputs = median_low(told) if told else 0  # of which one server that errs is no matter
 
     def _candidates(
-        self, asked: Asked, without: Collection[int], turn: int, session: str, num_kept: int
+        self, asked: RequestSummary, without: Collection[int], turn: int, session: str, num_kept: int
     ) -> dict[int, int]:
         """Return who is worth comparing, with how many pieces of the prompt each has: not more than decide."""
         if self._policy in ("load", "prefix") or (self._policy == "session" and not session):
@@ -367,10 +373,12 @@ class Servers:
         return self._homes.get(session)
 
     def hold(
-        self, server: Server, choice: Choice | None = None, num_queued: int = 0, num_kept: int = 0
-    ) -> Held:
+        self, server: Server, choice: EngineChoice | None = None, num_queued: int = 0, num_kept: int = 0
+    ) -> HeldPrefixes:
         """Count a request at this server."""
-        held = Held(server, choice or Choice(server.index, "it has the request"), num_queued, num_kept)
+        held = HeldPrefixes(
+            server, choice or EngineChoice(server.index, "it has the request"), num_queued, num_kept
+        )
         server.give(1, num_queued, num_kept)
         server.holds.add(held)
         return held

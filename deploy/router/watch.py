@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from quintet.deploy.router.dns_servers import Names, parsed
-from quintet.deploy.router.metrics import Reading, read_figures
+from quintet.deploy.router.dns_servers import DnsServers, parsed
+from quintet.deploy.router.metrics import ServerMetrics, read_figures
 from quintet.deploy.router.servers import Server, Servers
 from quintet.deploy.router.upstream import Outgoing
 from quintet.deploy.tools.load_client.connection import HttpAnswer
@@ -46,13 +46,13 @@ class Watch:
         urls: Sequence[str],
         file: Path | None,
         pulse: Pulse,
-        names: Names | None = None,
+        names: DnsServers | None = None,
         check: Callable[[str], object] = parsed,
     ) -> None:
         """Raise `ConfigError` where the list cannot be used; ``check`` does, for an address that cannot."""
         self._check = check
         self._servers, self._urls, self._file, self._pulse = servers, urls, file, pulse
-        self._names = names or Names([])
+        self._names = names or DnsServers([])
         self._stamp: tuple[int, int] | None = None
         self._tasks: dict[Server, asyncio.Task[None]] = {}
         self._figures_status: dict[Server, int] = {}
@@ -159,7 +159,7 @@ class Watch:
                 server.note(trouble)
             await asyncio.sleep(self._pulse.every_s)
 
-    async def _ask(self, server: Server) -> tuple[str, Reading | None]:
+    async def _ask(self, server: Server) -> tuple[str, ServerMetrics | None]:
         """Return what keeps a server from taking requests, "" for nothing, and its figures, if it tells them.
 
         Raises `OSError`, or `ValueError` where what it says cannot be read.
@@ -198,7 +198,7 @@ class Watch:
                 server.lines.give_back(flow)
 
 
-def _moves(reading: Reading, num_tokens: float | None) -> bool:
+def _moves(reading: ServerMetrics, num_tokens: float | None) -> bool:
     """Whether a server computed something since it had these tokens, or has nothing to compute."""
     return reading.num_tokens != num_tokens or not reading.num_running + reading.num_waiting
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import setproctitle
 
-from quintet.deploy.supervisor.prefork import Nursery, roles_to_fork
-from quintet.deploy.supervisor.startup_log import Failure, ReportedStory
+from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
+from quintet.deploy.supervisor.startup_log import Failure, ReportedStartupLog
 from quintet.deploy.supervisor.store_lock import alone
-from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
 from quintet.process.log import configure_logging
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig
@@ -35,7 +35,7 @@ def main() -> int:
     setproctitle.setproctitle("quintet-supervisor")
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
     configure_logging("supervisor", config.log_level)
-    nursery = Nursery(arguments.run_dir, None)
+    nursery = Prefork(arguments.run_dir, None)
     nursery.fork(roles_to_fork(config.executor.kind != "mock", has_frontends=False))
     signals = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
     if arguments.parent_fd is not None:
@@ -43,8 +43,8 @@ def main() -> int:
             signal.SIGINT, signal.SIG_IGN
         )  # a terminal's Ctrl-C reaches the parent too, which decides
         signals.remove(signal.SIGINT)
-    surroundings = Surroundings(parent_fd=arguments.parent_fd, signals=signals, nursery=nursery)
-    story = ReportedStory(arguments.report_fd)
+    surroundings = SupervisorContext(parent_fd=arguments.parent_fd, signals=signals, nursery=nursery)
+    story = ReportedStartupLog(arguments.report_fd)
     try:
         with alone(config):
             return Supervisor(config, story, surroundings).run()

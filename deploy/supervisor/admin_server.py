@@ -13,7 +13,7 @@ from quintet.deploy.config.memory import available_ram_bytes
 from quintet.deploy.supervisor.changes import Changes
 from quintet.deploy.supervisor.commands import CommandError, Scale, Status, parse, status_lines
 from quintet.deploy.supervisor.memory_check import check_room
-from quintet.deploy.supervisor.process_slots import SeatTable
+from quintet.deploy.supervisor.process_slots import SlotTable
 from quintet.process.runtime import SUPERVISOR
 from quintet.process.sockets import Bus
 from quintet.wire.codec import encode
@@ -41,11 +41,11 @@ class Asker:
         self._outbox.close(drop=False)
 
 
-class Desk:
+class AdminServer:
     """Takes one command after the other; changes take their time and are one at a time."""
 
     def __init__(
-        self, config: EngineConfig, bus: Bus, seats: SeatTable, changes: Changes, *, has_frontends: bool
+        self, config: EngineConfig, bus: Bus, seats: SlotTable, changes: Changes, *, has_frontends: bool
     ) -> None:
         self._config = config
         self._bus = bus

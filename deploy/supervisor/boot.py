@@ -8,17 +8,17 @@ exit status 78 (configuration)                 always fatal
 
 from __future__ import annotations
 
-from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
-from quintet.deploy.supervisor.startup_log import Failure, Story
+from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
+from quintet.deploy.supervisor.startup_log import Failure, StartupLog
 from quintet.wire.errors import EXIT_CONFIG
 from quintet.wire.ids import Role
-from quintet.wire.supervision import SeatState
+from quintet.wire.supervision import SlotState
 
 
 class Boot:
     """Reads the process slots and reports each role to the story, once."""
 
-    def __init__(self, seats: SeatTable, story: Story, timeout_s: float) -> None:
+    def __init__(self, seats: SlotTable, story: StartupLog, timeout_s: float) -> None:
         self._seats = seats
         self._story = story
         self._timeout_s = timeout_s
@@ -32,7 +32,7 @@ class Boot:
             self.has_served = self._is_able_to_serve()
 
     def _is_able_to_serve(self) -> bool:
-        ready = {(seat.role, seat.index) for seat in self._seats.own() if seat.state is SeatState.READY}
+        ready = {(seat.role, seat.index) for seat in self._seats.own() if seat.state is SlotState.READY}
         engines = [index for role, index in ready if role is Role.CORE and (Role.EXECUTOR, index) in ready]
         roles = {role for role, _ in ready}
         return bool(engines) and roles.issuperset((Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND))
@@ -40,7 +40,7 @@ class Boot:
     def report(self, role: Role) -> None:
         """Report a role to the story the first time that all its processes are ready."""
         siblings = [seat for seat in self._seats.own() if seat.role is role]
-        if role not in self._reported and all(seat.state is SeatState.READY for seat in siblings):
+        if role not in self._reported and all(seat.state is SlotState.READY for seat in siblings):
             self._reported.add(role)
             self._story.role_ready(siblings)
 
@@ -48,11 +48,11 @@ class Boot:
         """Whether every process is ready and the frontends know it: none may refuse the first request."""
         version = self._seats.version
         return all(
-            seat.state is SeatState.READY and (seat.role is not Role.FRONTEND or seat.topology == version)
+            seat.state is SlotState.READY and (seat.role is not Role.FRONTEND or seat.topology == version)
             for seat in self._seats.own()
         )
 
-    def is_fatal(self, seat: SeatRecord, exit_status: int) -> bool:
+    def is_fatal(self, seat: SlotRecord, exit_status: int) -> bool:
         """Whether the death of a slot's process ends the server at once."""
         return exit_status == EXIT_CONFIG or not (seat.was_ready or self.has_served)
 

@@ -16,9 +16,9 @@ from typing import Protocol
 
 import msgspec
 
-from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.wire.ids import Role
-from quintet.wire.supervision import Drain, SeatState, Stop
+from quintet.wire.supervision import Drain, SlotState, Stop
 
 SCALABLE = (Role.FRONTEND, Role.TOKENIZER, Role.DETOKENIZER)
 """Roles whose processes come and go alone."""
@@ -31,7 +31,7 @@ Waiting = Generator[Condition, None, None]
 Send = Callable[[Role, int, msgspec.Struct], bool]
 
 
-class Answering(Protocol):
+class CommandReply(Protocol):
     """Whoever asked for the change."""
 
     def say(self, line: str) -> None:
@@ -48,17 +48,17 @@ class ChangeFailed(Exception):
 class Changes:
     """The change in progress, if there is one. One at a time."""
 
-    def __init__(self, seats: SeatTable, fill: Callable[[SeatRecord], None], send: Send) -> None:
+    def __init__(self, seats: SlotTable, fill: Callable[[SlotRecord], None], send: Send) -> None:
         self._seats = seats
         self._fill = fill
         self._send = send
-        self._answer: Answering | None = None
+        self._answer: CommandReply | None = None
         self._steps: Waiting | None = None
         self._condition: Condition = lambda: True
         self.name = ""
         """What is being done, in the words of whoever asked; empty when nothing is."""
 
-    def begin(self, name: str, steps: Waiting, answer: Answering) -> None:
+    def begin(self, name: str, steps: Waiting, answer: CommandReply) -> None:
         """Begin with what `restart` or `scale` returned; ``answer`` hears how it goes. Nothing may be in progress."""
         assert not self.name, f"{name} while {self.name}"
         self.name, self._steps, self._answer, self._condition = name, steps, answer, lambda: True
@@ -106,7 +106,7 @@ class Changes:
             else:
                 say(f"there are {count} of {role} already")
 
-    def _with_partners(self, seats: Sequence[SeatRecord]) -> list[SeatRecord]:
+    def _with_partners(self, seats: Sequence[SlotRecord]) -> list[SlotRecord]:
         """Return these seats and those that come and go with them."""
         wanted = {(role, seat.index) for seat in seats for role in TOGETHER.get(seat.role, (seat.role,))}
         return [seat for seat in self._seats.own() if (seat.role, seat.index) in wanted]
@@ -132,18 +132,18 @@ class Changes:
         yield self._seats.is_known
         say(f"{_names(newcomers)} ready after {time.monotonic() - began:.1f} s")
 
-    def _retire(self, leaving: Sequence[SeatRecord], timeout_s: float, say: Callable[[str], None]) -> Waiting:
+    def _retire(self, leaving: Sequence[SlotRecord], timeout_s: float, say: Callable[[str], None]) -> Waiting:
         for seat in leaving:
             seat.is_retiring, seat.restart_at = True, None
         self._seats.is_changed = True
         say(f"retiring {_names(leaving)}")
 
-        def staying() -> list[SeatRecord]:
+        def staying() -> list[SlotRecord]:
             return [seat for seat in leaving if seat.process is not None]
 
         yield lambda: self._seats.is_known() or not staying()
 
-        def busy() -> list[SeatRecord]:
+        def busy() -> list[SlotRecord]:
             return [seat for seat in staying() if not (seat.is_drained or seat.role is Role.EXECUTOR)]
 
         for seat in busy():
@@ -158,19 +158,19 @@ class Changes:
         self._seats.is_changed = True
         say(f"{_names(leaving)} left")
 
-    def _renew(self, seat: SeatRecord, say: Callable[[str], None]) -> Waiting:
+    def _renew(self, seat: SlotRecord, say: Callable[[str], None]) -> Waiting:
         before, began = seat.worker, time.monotonic()
         say(f"stopping {before}; its requests wait")
         self._stop([seat] if seat.process is not None else [])
-        yield lambda: seat.worker != before and seat.state is SeatState.READY
+        yield lambda: seat.worker != before and seat.state is SlotState.READY
         yield self._seats.is_known
         say(f"{seat.worker} ready after {time.monotonic() - began:.1f} s")
 
-    def _stop(self, seats: Sequence[SeatRecord]) -> None:
+    def _stop(self, seats: Sequence[SlotRecord]) -> None:
         for seat in seats:
             seat.stopped_at = time.monotonic()
             self._send(seat.role, seat.index, Stop())
 
 
-def _names(seats: Sequence[SeatRecord]) -> str:
+def _names(seats: Sequence[SlotRecord]) -> str:
     return ", ".join(str(seat.worker) for seat in seats)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quintet.deploy.supervisor.changes import SCALABLE
 from quintet.wire.ids import Role
-from quintet.wire.supervision import ProcessFigures
+from quintet.wire.supervision import ProcessMetrics
 
 RESTARTABLE = (Role.FRONTEND, Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 MAX_PROCESSES = 64
@@ -96,7 +96,7 @@ def _count(word: str) -> tuple[Role, int]:
     return role, count
 
 
-def status_lines(figures: Sequence[ProcessFigures]) -> list[str]:
+def status_lines(figures: Sequence[ProcessMetrics]) -> list[str]:
     """Return a table of the processes."""
     rows = [
         ("process", "state", "pid", "up", "completed", "pending", "heartbeat", "restarts", "cpu", "note"),

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import FrameType
 
 
-class Doorbell:
+class EventLoop:
     """Waits for any of the above. Signal handlers do nothing: the numbers are read from a pipe, by the loop.
 
     Belongs to the main thread, as Python's signals do.

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.deploy.supervisor.process_slots import SeatTable
+from quintet.deploy.supervisor.process_slots import SlotTable
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import MetricsQuery, TellFigures
+from quintet.wire.supervision import MetricsQuery, ReportMetrics
 
 PATIENCE_S = 0.05
 
@@ -21,10 +21,10 @@ class _Looker:
     until: float
 
 
-class Lookers:
+class MetricsRefresh:
     """Who waits for the newest figures, and for whose."""
 
-    def __init__(self, seats: SeatTable, send: Callable[[Role, int, msgspec.Struct], bool]) -> None:
+    def __init__(self, seats: SlotTable, send: Callable[[Role, int, msgspec.Struct], bool]) -> None:
         self._seats = seats
         self._send = send
         self._waiting: list[_Looker] = []
@@ -34,7 +34,7 @@ class Lookers:
         awaited: set[WorkerId] = set()
         for seat in self._seats.own():
             if seat.process is not None and seat.ready_at is not None and seat.worker != query.asker:
-                self._send(seat.role, seat.index, TellFigures())
+                self._send(seat.role, seat.index, ReportMetrics())
                 if seat.role is not Role.EXECUTOR:
                     awaited.add(seat.worker)
         self._waiting.append(_Looker(query, awaited, now + PATIENCE_S))

@@ -84,7 +84,7 @@ class ForkedProcess:
         return self._exit_status
 
 
-class Nursery:
+class Prefork:
     """Children that wait for their seats. Belongs to the main thread: children die with the thread that made them."""
 
     def __init__(

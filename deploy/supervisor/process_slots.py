@@ -15,11 +15,11 @@ from quintet.process.sockets import address_of
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.metrics import decode_snapshot, encode_snapshot, merged, supervised
-from quintet.wire.supervision import Heartbeat, ProcessFigures, Seat, SeatPast, SeatState, Topology
+from quintet.wire.supervision import Heartbeat, ProcessMetrics, ProcessSlot, SlotHistory, SlotState, Topology
 
 
 @dataclass(slots=True)
-class SeatRecord:
+class SlotRecord:
     """What the supervisor knows of one seat. Times are ``time.monotonic()``."""
 
     role: Role
@@ -29,7 +29,7 @@ class SeatRecord:
     epoch: int = 1
     process: ChildProcess | None = None
     pid: int = 0
-    state: SeatState = SeatState.DOWN
+    state: SlotState = SlotState.DOWN
     note: str = ""
     facts: dict[str, str] = field(default_factory=dict)
     spawned_at: float = 0.0
@@ -44,7 +44,7 @@ class SeatRecord:
     cpu_ns: int = 0
     metrics: bytes = b""
     past: bytes = b""
-    """What the seat's former processes had counted, encoded; see `SeatPast`."""
+    """What the seat's former processes had counted, encoded; see `SlotHistory`."""
     topology: int = 0
     """Version of the topology that the process has acknowledged."""
     aborted_at: float | None = None
@@ -72,11 +72,11 @@ class SeatRecord:
     @property
     def is_retired(self) -> bool:
         """Whether nobody fills the seat, and nobody shall."""
-        return self.is_retiring and self.state is SeatState.DOWN
+        return self.is_retiring and self.state is SlotState.DOWN
 
     def fill(self, process: ChildProcess, now: float) -> None:
-        """Seat a process that has just been started."""
-        self.process, self.pid, self.state, self.note = process, process.pid, SeatState.STARTING, ""
+        """ProcessSlot a process that has just been started."""
+        self.process, self.pid, self.state, self.note = process, process.pid, SlotState.STARTING, ""
         self.facts, self.metrics = {}, b""
         self.spawned_at, self.ready_at, self.aborted_at, self.restart_at = now, None, None, None
         self.stopped_at = None
@@ -85,7 +85,7 @@ class SeatRecord:
 
     def became_ready(self, facts: dict[str, str], now: float) -> None:
         """The process says that it can work."""
-        self.state, self.facts, self.ready_at, self.is_on_trial = SeatState.READY, facts, now, False
+        self.state, self.facts, self.ready_at, self.is_on_trial = SlotState.READY, facts, now, False
         self.was_ready = True
         self.last_beat = self.progress_at = self.busy_at = now
 
@@ -110,7 +110,7 @@ class SeatRecord:
 
     def vacate(self, note: str) -> None:
         """The process is gone."""
-        self.process, self.state, self.note = None, SeatState.DOWN, note
+        self.process, self.state, self.note = None, SlotState.DOWN, note
         self.ready_at = self.aborted_at = self.stopped_at = None
         self.pending = 0
         self._keep_counts()
@@ -125,7 +125,7 @@ class SeatRecord:
         self.restarts -= restarts
 
 
-class SeatTable:
+class SlotTable:
     """All seats of one server, in the order in which they are started. A seat once made stays: its epoch must not return."""
 
     def __init__(self, run_dir: Path, processes: ProcessesConfig) -> None:
@@ -141,30 +141,30 @@ class SeatTable:
             (Role.FRONTEND, processes.frontends),
         )
         self._seats = {
-            (role, index): SeatRecord(role, index) for role, count in counts for index in range(count)
+            (role, index): SlotRecord(role, index) for role, count in counts for index in range(count)
         }
         for index in range(processes.frontends, processes.frontends + processes.external_frontends):
-            self._seats[Role.FRONTEND, index] = SeatRecord(
-                Role.FRONTEND, index, external=True, state=SeatState.READY
+            self._seats[Role.FRONTEND, index] = SlotRecord(
+                Role.FRONTEND, index, external=True, state=SlotState.READY
             )
 
-    def __iter__(self) -> Iterator[SeatRecord]:
+    def __iter__(self) -> Iterator[SlotRecord]:
         return iter(self._seats.values())
 
-    def own(self) -> list[SeatRecord]:
+    def own(self) -> list[SlotRecord]:
         """Return the seats that the supervisor fills."""
         return [seat for seat in self if not seat.external]
 
-    def lasting(self, role: Role) -> list[SeatRecord]:
+    def lasting(self, role: Role) -> list[SlotRecord]:
         """Return the role's seats that are filled, or will be again."""
         return [seat for seat in self.own() if seat.role is role and not seat.is_retiring]
 
-    def of(self, worker: WorkerId) -> SeatRecord | None:
+    def of(self, worker: WorkerId) -> SlotRecord | None:
         """Return the seat that ``worker`` fills now; None for a process of an earlier epoch."""
         seat = self._seats.get((worker.role, worker.index))
         return seat if seat is not None and seat.worker == worker else None
 
-    def vacancy(self, *roles: Role) -> list[SeatRecord]:
+    def vacancy(self, *roles: Role) -> list[SlotRecord]:
         """Return seats of one index for one more process of each role: retired ones, under their next epoch, or new ones."""
         index = 0
         while not all(self._is_free(role, index) for role in roles):
@@ -173,7 +173,7 @@ class SeatTable:
         for role in roles:
             seat = self._seats.get((role, index))
             if seat is None:
-                seat = self._seats[role, index] = SeatRecord(role, index)
+                seat = self._seats[role, index] = SlotRecord(role, index)
             else:
                 seat.epoch += 1
             seats.append(seat)
@@ -186,7 +186,7 @@ class SeatTable:
     def is_known(self) -> bool:
         """Whether every process that listens has acknowledged how things are now."""
         return not self.is_changed and all(
-            seat.topology == self._version for seat in self.own() if seat.state is SeatState.READY
+            seat.topology == self._version for seat in self.own() if seat.state is SlotState.READY
         )
 
     @property
@@ -200,20 +200,20 @@ class SeatTable:
         self.is_changed = False
         return Topology(self._version, [self._seat(seat) for seat in self], draining)
 
-    def _seat(self, seat: SeatRecord) -> Seat:
-        is_leaving = seat.is_retiring and seat.state is not SeatState.DOWN
-        state = SeatState.RETIRING if is_leaving else seat.state
+    def _seat(self, seat: SlotRecord) -> ProcessSlot:
+        is_leaving = seat.is_retiring and seat.state is not SlotState.DOWN
+        state = SlotState.RETIRING if is_leaving else seat.state
         address = address_of(self._run_dir, seat.worker)
-        return Seat(seat.worker, address, seat.pid, state, seat.note, seat.is_retired, seat.was_ready)
+        return ProcessSlot(seat.worker, address, seat.pid, state, seat.note, seat.is_retired, seat.was_ready)
 
-    def past(self) -> list[SeatPast]:
+    def past(self) -> list[SlotHistory]:
         """Return what processes that are gone had counted."""
-        return [SeatPast(seat.role, seat.index, seat.past) for seat in self if seat.past]
+        return [SlotHistory(seat.role, seat.index, seat.past) for seat in self if seat.past]
 
-    def figures(self, now: float) -> list[ProcessFigures]:
+    def figures(self, now: float) -> list[ProcessMetrics]:
         """Return everybody's newest figures."""
         return [
-            ProcessFigures(
+            ProcessMetrics(
                 seat.worker,
                 seat.pid,
                 self._seat(seat).state,

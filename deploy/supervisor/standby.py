@@ -22,7 +22,7 @@ MAX_LOSSES = 3
 """A role whose spares die unused so often has none any more."""
 
 
-class Spares:
+class StandbyProcesses:
     """One waiting process for each of ``roles``."""
 
     def __init__(self, spawner: Spawner, roles: Sequence[Role]) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol, TextIO
 
 from quintet.deploy import embedded
-from quintet.deploy.supervisor.process_slots import SeatRecord
+from quintet.deploy.supervisor.process_slots import SlotRecord
 from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import EXIT_CONFIG
@@ -37,10 +37,10 @@ class Failure:
         return f"{self.role}: {self.cause}{hint}"
 
 
-class Story(Protocol):
+class StartupLog(Protocol):
     """Whoever wants to hear how the boot goes."""
 
-    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
         """All processes of one role are ready."""
 
     def all_ready(self) -> None:
@@ -50,7 +50,7 @@ class Story(Protocol):
         """The server exits with ``failure.exit_code``."""
 
 
-class PrintedStory:
+class PrintedStartupLog:
     """Tells the story on a terminal."""
 
     def __init__(self, config: EngineConfig, opening: Sequence[str], out: TextIO | None = None) -> None:
@@ -60,7 +60,7 @@ class PrintedStory:
         for line in opening:
             self._say(line)
 
-    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
         """Say how long the role took, and the facts that its first process told."""
         slowest = max((seat.ready_at or seat.spawned_at) - seat.spawned_at for seat in seats)
         name = seats[0].role + (f" ×{len(seats)}" if len(seats) > 1 else "")
@@ -90,13 +90,13 @@ class PrintedStory:
             self._out.flush()
 
 
-class ReportedStory:
+class ReportedStartupLog:
     """Tells a program the ending alone: one JSON line to a descriptor, ``{"ready": true}`` or ``{"error": "…"}``."""
 
     def __init__(self, report_fd: int | None) -> None:
         self._report_fd = report_fd
 
-    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
         """Stay silent."""
 
     def all_ready(self) -> None:
@@ -173,7 +173,7 @@ def curl_line(config: EngineConfig) -> str:
     )
 
 
-def child_failure(run_dir: Path, seat: SeatRecord, exit_status: int) -> Failure:
+def child_failure(run_dir: Path, seat: SlotRecord, exit_status: int) -> Failure:
     """Explain a child's end with its own first exception, if it left one."""
     words_file = error_file(run_dir, seat.worker)
     words = words_file.read_text().strip() if words_file.exists() else ""

@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 from quintet.deploy.supervisor import run_dirs
-from quintet.deploy.supervisor.admin_server import Desk
+from quintet.deploy.supervisor.admin_server import AdminServer
 from quintet.deploy.supervisor.boot import Boot
 from quintet.deploy.supervisor.changes import Changes
-from quintet.deploy.supervisor.event_loop import Doorbell
-from quintet.deploy.supervisor.metrics_refresh import Lookers
-from quintet.deploy.supervisor.prefork import Nursery
-from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
+from quintet.deploy.supervisor.event_loop import EventLoop
+from quintet.deploy.supervisor.metrics_refresh import MetricsRefresh
+from quintet.deploy.supervisor.prefork import Prefork
+from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.service_manager import ServiceManager
 from quintet.deploy.supervisor.spawn import MODULES, Spawner
-from quintet.deploy.supervisor.standby import SPARE_ROLES, Spares
-from quintet.deploy.supervisor.startup_log import Failure, Story, base_url, child_failure
+from quintet.deploy.supervisor.standby import SPARE_ROLES, StandbyProcesses
+from quintet.deploy.supervisor.startup_log import Failure, StartupLog, base_url, child_failure
 from quintet.deploy.supervisor.watch import STOP_GRACE_S, Watch
 from quintet.process.runtime import CONFIG_FILE, SUPERVISOR, error_file
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
@@ -48,10 +48,10 @@ from quintet.wire.supervision import (
     MetricsQuery,
     MetricsReport,
     Ready,
-    SeatState,
+    SlotState,
     Stop,
 )
-from quintet.wire.validate import Sense
+from quintet.wire.validate import Validator
 
 _TICK_S = 0.2
 """The loop turns at least so often: what counts is also what does not come."""
@@ -69,7 +69,7 @@ class Phase(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class SupervisorContext:
     """What the supervisor is given besides the configuration."""
 
     listener: socket.socket | None = None
@@ -77,7 +77,7 @@ class Surroundings:
     parent_fd: int | None = None
     """End of a pipe whose other end lives as long as the process that wants this server."""
     modules: Mapping[Role, str] = field(default_factory=lambda: MODULES)
-    nursery: Nursery | None = None
+    nursery: Prefork | None = None
     """With children that were forked off before, and wait for seats."""
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     restart_policy: Callable[[Role, int | None], RestartPolicy] = policy_of
@@ -92,33 +92,33 @@ class Supervisor:
     The run folder is the supervisor's: it is removed when `run` returns.
     """
 
-    def __init__(self, config: EngineConfig, story: Story, surroundings: Surroundings) -> None:
+    def __init__(self, config: EngineConfig, story: StartupLog, surroundings: SupervisorContext) -> None:
         self._config = config
         self._story = story
         self._surroundings = surroundings
         self._run_dir = Path(config.run_dir)
         self._listener = surroundings.listener
         self._log = logging.getLogger("quintet")
-        self._seats = SeatTable(self._run_dir, config.processes)
+        self._seats = SlotTable(self._run_dir, config.processes)
         self._spawner = Spawner(
             self._run_dir, surroundings.modules, self._listener.fileno() if self._listener else None
         )
-        self._nursery = surroundings.nursery or Nursery(self._run_dir, self._listener)
+        self._nursery = surroundings.nursery or Prefork(self._run_dir, self._listener)
         self._bus = Bus(self._run_dir)
         accepts: Any = Ready | Heartbeat | MetricsQuery | Drained | Command
         self._inbox: Inbox[Any] = Inbox(
-            self._bus, address_of(self._run_dir, SUPERVISOR), accepts, makes_sense=Sense(config).accepts
+            self._bus, address_of(self._run_dir, SUPERVISOR), accepts, makes_sense=Validator(config).accepts
         )
         self._peers = Peers(self._bus)
-        self._spares = Spares(self._spawner, SPARE_ROLES if config.processes.spares else ())
+        self._spares = StandbyProcesses(self._spawner, SPARE_ROLES if config.processes.spares else ())
         self._watch = Watch(self._seats, config.processes)
         self._boot_state = Boot(self._seats, story, config.processes.boot_timeout_s)
         self._changes = Changes(self._seats, self._fill, self._peers.send)
-        self._lookers = Lookers(self._seats, self._peers.send)
-        self._desk = Desk(
+        self._lookers = MetricsRefresh(self._seats, self._peers.send)
+        self._desk = AdminServer(
             config, self._bus, self._seats, self._changes, has_frontends=self._listener is not None
         )
-        self._bell = Doorbell(self._inbox.fileno(), surroundings.signals, surroundings.parent_fd)
+        self._bell = EventLoop(self._inbox.fileno(), surroundings.signals, surroundings.parent_fd)
         self._phase = Phase.BOOTING
         self._deadline = 0.0
         self._exit_code = 0
@@ -157,7 +157,7 @@ class Supervisor:
             match message:
                 case Ready(worker=worker, facts=facts):
                     seat = self._seats.of(worker)
-                    if seat is not None and seat.state is SeatState.STARTING:
+                    if seat is not None and seat.state is SlotState.STARTING:
                         self._seat_ready(seat, facts, now)
                 case Heartbeat(worker=worker):
                     seat = self._seats.of(worker)
@@ -208,14 +208,14 @@ class Supervisor:
         for seat in self._seats.own():
             self._fill(seat)
 
-    def _fill(self, seat: SeatRecord) -> None:
+    def _fill(self, seat: SlotRecord) -> None:
         error_file(self._run_dir, seat.worker).unlink(missing_ok=True)
         now = time.monotonic()
         waiting = self._nursery.take(seat.worker) or self._spares.take(seat.worker, now)
         seat.fill(waiting or self._spawner.spawn(seat.worker), now)
         self._seats.is_changed = True
 
-    def _seat_ready(self, seat: SeatRecord, facts: dict[str, str], now: float) -> None:
+    def _seat_ready(self, seat: SlotRecord, facts: dict[str, str], now: float) -> None:
         seat.became_ready(facts, now)
         self._seats.is_changed = True
         self._boot_state.look()
@@ -264,12 +264,12 @@ class Supervisor:
             if self._finished:
                 return
 
-    def _time_of_last_words(self, seat: SeatRecord) -> float:
+    def _time_of_last_words(self, seat: SlotRecord) -> float:
         """Order children that died together: the first to leave word is the cause."""
         words = error_file(self._run_dir, seat.worker)
         return words.stat().st_mtime if words.exists() else float("inf")
 
-    def _replace(self, seat: SeatRecord, exit_status: int) -> None:
+    def _replace(self, seat: SlotRecord, exit_status: int) -> None:
         """Plan the restart of a seat whose process died, or give up."""
         failure = child_failure(self._run_dir, seat, exit_status)
         if self._phase is Phase.DRAINING and seat.role is Role.FRONTEND:
@@ -317,7 +317,7 @@ class Supervisor:
                 if seat.restart_at is not None and now >= seat.restart_at:
                     self._fill_again(seat)
 
-    def _fill_again(self, seat: SeatRecord) -> None:
+    def _fill_again(self, seat: SlotRecord) -> None:
         seat.epoch += 1
         seat.restarts += 1
         self._fill(seat)
@@ -371,7 +371,7 @@ class Supervisor:
             topology = self._seats.topology(self._phase in (Phase.DRAINING, Phase.STOPPING))
             self._peers.follow(topology.seats)
             for seat in self._seats:
-                if seat.state is not SeatState.DOWN:
+                if seat.state is not SlotState.DOWN:
                     self._peers.send(seat.role, seat.index, topology)
 
     def _close_listener(self) -> None:

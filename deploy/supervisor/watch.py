@@ -18,10 +18,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.wire.config import ProcessesConfig
 from quintet.wire.ids import Role
-from quintet.wire.supervision import SeatState
+from quintet.wire.supervision import SlotState
 
 PROC = Path("/proc")
 ABORT_GRACE_S = 2.0
@@ -41,7 +41,7 @@ class Watch:
 
     def __init__(
         self,
-        seats: SeatTable,
+        seats: SlotTable,
         processes: ProcessesConfig,
         waited_ns: Callable[[int], int] | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class Watch:
             if seat.process is not None:
                 self._look_at(seat, now)
 
-    def _look_at(self, seat: SeatRecord, now: float) -> None:
+    def _look_at(self, seat: SlotRecord, now: float) -> None:
         assert seat.process is not None
         limits = self._processes
         if seat.aborted_at is not None:
@@ -73,13 +73,13 @@ class Watch:
         elif seat.stopped_at is not None:
             if now - seat.stopped_at > STOP_GRACE_S:
                 seat.process.kill()
-        elif seat.state is SeatState.STARTING:
+        elif seat.state is SlotState.STARTING:
             if now - seat.spawned_at > limits.boot_timeout_s:
                 self._abort(seat, now, f"not ready within {limits.boot_timeout_s:g} s")
         else:
             self._judge(seat, now)
 
-    def _judge(self, seat: SeatRecord, now: float) -> None:
+    def _judge(self, seat: SlotRecord, now: float) -> None:
         limits = self._processes
         trouble = self.trouble(seat, now, limits.notice_s, limits.notice_s)
         if not trouble:
@@ -89,13 +89,13 @@ class Watch:
         ):
             self._abort(seat, now, trouble)
             return
-        state = SeatState.STALLED if trouble else SeatState.READY
+        state = SlotState.STALLED if trouble else SlotState.READY
         if state is not seat.state:
             seat.state, seat.note = state, trouble
             self._seats.is_changed = True
             self._log.warning("%s: %s", seat.worker, f"stalled: {trouble}" if trouble else "goes on")
 
-    def trouble(self, seat: SeatRecord, now: float, silent_s: float, stuck_s: float) -> str:
+    def trouble(self, seat: SlotRecord, now: float, silent_s: float, stuck_s: float) -> str:
         """Say what has been wrong with a process for longer than these limits; nothing when nothing is."""
         if now - seat.last_beat > silent_s:
             return f"no heartbeat for {now - seat.last_beat:.1f} s"
@@ -107,12 +107,12 @@ class Watch:
     def _is_executor_idle(self, engine: int, now: float, limit_s: float) -> bool:
         """Whether the executor of this engine is well and has had nothing to do for ``limit_s``."""
         return all(
-            seat.state is SeatState.READY and seat.pending == 0 and now - seat.busy_at > limit_s
+            seat.state is SlotState.READY and seat.pending == 0 and now - seat.busy_at > limit_s
             for seat in self._seats.own()
             if seat.role is Role.EXECUTOR and seat.index == engine
         )
 
-    def _is_starved(self, seat: SeatRecord, now: float) -> bool:
+    def _is_starved(self, seat: SlotRecord, now: float) -> bool:
         """Whether a process spends its time waiting for a processor: then the machine is overloaded, not the process ill."""
         waited_ns = self._ask_waited_ns(seat.pid)
         since, before_ns = self._waited_ns.setdefault(seat.pid, (now, waited_ns))
@@ -124,12 +124,12 @@ class Watch:
             return True  # watch for a moment before the verdict
         return (waited_ns - before_ns) * 1e-9 > watched_s / 2
 
-    def _abort(self, seat: SeatRecord, now: float, why: str) -> None:
+    def _abort(self, seat: SlotRecord, now: float, why: str) -> None:
         """Have the process dump its stacks and end, even one that was stopped."""
         assert seat.process is not None
         self._log.error("%s: %s; aborting it (its stack follows)", seat.worker, why)
         self._waited_ns.pop(seat.pid, None)
-        seat.aborted_at, seat.note, seat.state = now, why, SeatState.STALLED
+        seat.aborted_at, seat.note, seat.state = now, why, SlotState.STALLED
         self._seats.is_changed = True
         seat.process.send_signal(signal.SIGABRT)
         seat.process.send_signal(signal.SIGCONT)

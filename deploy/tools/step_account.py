@@ -68,7 +68,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProcessPart:
     """What one process of an executor that is several did from the first of the steps to the last."""
 
     process: str
@@ -85,7 +85,7 @@ class StepAccount:
     num_steps: int
     step_ms: float
     rows: list[Row]
-    parts: list[Part]
+    parts: list[ProcessPart]
     """Of an executor that is one process none."""
     all_s: float
     """From the first step's beginning to the last one's end."""
@@ -174,7 +174,7 @@ def account(bars: Sequence[Bar], steps: Sequence[Step]) -> StepAccount:
     )
 
 
-def _parts(bars: Sequence[Bar], begin_ns: int, end_ns: int) -> list[Part]:
+def _parts(bars: Sequence[Bar], begin_ns: int, end_ns: int) -> list[ProcessPart]:
     """Return what the processes of an executor that is several did between two moments."""
     parts = sorted({bar.process for bar in bars if bar.role == "executor" or " " in bar.process})
     if len(parts) == sum(" " not in process for process in parts):
@@ -188,7 +188,7 @@ def _parts(bars: Sequence[Bar], begin_ns: int, end_ns: int) -> list[Part]:
         )
         return spent / (end_ns - begin_ns)
 
-    return [Part(process, share(process, COMPUTE), share(process, WAITING)) for process in parts]
+    return [ProcessPart(process, share(process, COMPUTE), share(process, WAITING)) for process in parts]
 
 
 def _overlap_with(busy: Sequence[Bar]) -> Callable[[Bar], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from quintet.detokenizer_proc.parsers.pieces import Parser, Piece
+from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
 from quintet.detokenizer_proc.parsers.thinking import LateClose, Thinking
 from quintet.wire.channels import Channel
 
@@ -23,19 +23,19 @@ class Chain:
         """See `Parser`."""
         return self._reasoning.is_reasoning
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ChannelText]:
         """See `Parser`."""
         return self._pass_on(self._reasoning.push(text))
 
-    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """See `Parser`."""
         found = self._pass_on(self._reasoning.finish(is_cut=is_cut))
         told = self._tools.finish(is_cut=is_cut)
         found += told if self._reasoning.broken_off_at is None else self._without_close(told)
         return found + self._late.finish(is_cut=is_cut)
 
-    def _pass_on(self, pieces: Iterable[Piece]) -> list[Piece]:
-        found: list[Piece] = []
+    def _pass_on(self, pieces: Iterable[ChannelText]) -> list[ChannelText]:
+        found: list[ChannelText] = []
         for piece in pieces:
             if piece.channel is not Channel.CONTENT:
                 found.append(piece)
@@ -47,8 +47,8 @@ class Chain:
             found += self._without_close(told) if is_behind else told
         return found
 
-    def _without_close(self, pieces: list[Piece]) -> list[Piece]:
-        found: list[Piece] = []
+    def _without_close(self, pieces: list[ChannelText]) -> list[ChannelText]:
+        found: list[ChannelText] = []
         for piece in pieces:
             found += self._late.push(piece.text) if piece.channel is Channel.CONTENT else [piece]
         return found

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quintet.detokenizer_proc.parsers.marks import Marks
-from quintet.detokenizer_proc.parsers.pieces import Piece
+from quintet.detokenizer_proc.parsers.pieces import ChannelText
 from quintet.wire.channels import Channel
 
 MAX_NAME = 256
@@ -28,19 +28,19 @@ class Machine:
         self._text = ""
         self._over = False
         self._is_cut = False
-        self._pieces: list[Piece] = []
+        self._pieces: list[ChannelText] = []
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ChannelText]:
         """See `Parser`."""
         self._text += text
         return self._run()
 
-    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """See `Parser`."""
         self._over, self._is_cut = True, is_cut
         return self._run()
 
-    def _run(self) -> list[Piece]:
+    def _run(self) -> list[ChannelText]:
         while self._state(self):
             pass
         pieces, self._pieces = self._pieces, []
@@ -48,7 +48,7 @@ class Machine:
 
     def _tell(self, channel: Channel, text: str, call: int = 0) -> None:
         if text:
-            self._pieces.append(Piece(channel, call, text))
+            self._pieces.append(ChannelText(channel, call, text))
 
 
 class Prose:

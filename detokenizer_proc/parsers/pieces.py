@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from quintet.wire.channels import Channel
 
 
-class Piece(NamedTuple):
+class ChannelText(NamedTuple):
     """Some text of one channel. Texts are never empty; a name comes whole, before its call's arguments."""
 
     channel: Channel
@@ -28,19 +28,19 @@ class Parser(Protocol):
     def is_reasoning(self) -> bool:
         """Whether the text read last belongs to the reasoning."""
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str) -> list[ChannelText]:
         """Read on; return what has become certain."""
 
-    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+    def finish(self, *, is_cut: bool = False) -> list[ChannelText]:
         """End the text; return what was held back. ``is_cut``: a limit ended the output, not the model."""
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[ChannelText]) -> list[ChannelText]:
     """Return the pieces with neighbours of one channel and call made one."""
-    found: list[Piece] = []
+    found: list[ChannelText] = []
     for piece in pieces:
         if found and found[-1][:2] == piece[:2] and piece.channel is not Channel.NAME:
-            found[-1] = Piece(piece.channel, piece.call, found[-1].text + piece.text)
+            found[-1] = ChannelText(piece.channel, piece.call, found[-1].text + piece.text)
         else:
             found.append(piece)
     return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quintet.detokenizer_proc.parsers.machine import Machine, Prose
 from quintet.detokenizer_proc.parsers.marks import Marks
-from quintet.detokenizer_proc.parsers.pieces import Parser, Piece
+from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser
 from quintet.wire.channels import Channel, is_inside
 
 MAX_READ_AGAIN = 1024
@@ -176,7 +176,7 @@ class Thinking(Machine):
         return bool(mark)
 
 
-def _first_channel(pieces: list[Piece]) -> Channel | None:
+def _first_channel(pieces: list[ChannelText]) -> Channel | None:
     return pieces[0].channel if pieces else None
 
 

@@ -1,6 +1,6 @@
 """The executor's part in the talk with its core about blocks on disk, in a shared store and of other servers.
 
-What is done with them is the worker's (`KvElsewhere`).
+What is done with them is the worker's (`KvTierWorker`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import msgspec
 
-from quintet.executor.interface import KvDisk, KvElsewhere, StepWorker
+from quintet.executor.interface import KvDisk, KvTierWorker, StepWorker
 from quintet.process.kv_publisher import address_for
 from quintet.process.runtime import Process
-from quintet.process.wakeup import Bell
+from quintet.process.wakeup import Wakeup
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.ids import Role
 from quintet.wire.kv_admin import KvPins
-from quintet.wire.kv_disk import MAX_KEPT, DiskRang, KvKept, KvOrders
+from quintet.wire.kv_disk import MAX_KEPT, DiskResultsReady, KvTierRequests, StoredBlocks
 from quintet.wire.step import Capacity, StepPlan
 
 
@@ -33,29 +33,31 @@ def own_places(index: int, config: EngineConfig) -> EngineConfig:
     )
 
 
-def kv_talk(process: Process[StepPlan | KvOrders | KvPins], worker: StepWorker) -> KvTalk | None:
+def kv_talk(
+    process: Process[StepPlan | KvTierRequests | KvPins], worker: StepWorker
+) -> KvConnectorLoop | None:
     """Return the talk of a worker that keeps blocks elsewhere; None of one that does not."""
     if worker.kv_disk is None and worker.kv_peers is None and worker.kv_store is None:
         return None
-    return KvTalk(process, worker.kv_disk, worker.kv_peers, worker.kv_store)
+    return KvConnectorLoop(process, worker.kv_disk, worker.kv_peers, worker.kv_store)
 
 
-class KvTalk:
+class KvConnectorLoop:
     """Passes orders on, and answers back."""
 
     def __init__(
         self,
-        process: Process[StepPlan | KvOrders | KvPins],
+        process: Process[StepPlan | KvTierRequests | KvPins],
         disk: KvDisk | None,
-        peers: KvElsewhere | None,
-        store: KvElsewhere | None = None,
+        peers: KvTierWorker | None,
+        store: KvTierWorker | None = None,
     ) -> None:
         self._process = process
         self._disk = disk
         self._peers = peers
         self._store = store
-        self._all: tuple[KvElsewhere, ...] = tuple(each for each in (disk, peers, store) if each is not None)
-        self._bell = Bell(DiskRang)
+        self._all: tuple[KvTierWorker, ...] = tuple(each for each in (disk, peers, store) if each is not None)
+        self._bell = Wakeup(DiskResultsReady)
         process.inbox.hang(self._bell)
         for each in self._all:
             each.begin(self._bell.ring)
@@ -75,10 +77,10 @@ class KvTalk:
         for begin in range(0, len(kept), MAX_KEPT):
             some = kept[begin : begin + MAX_KEPT]
             places = pack_i32(place for place, _ in some)
-            message = KvKept(capacity.executor_epoch, capacity.tables, places, [key for _, key in some])
+            message = StoredBlocks(capacity.executor_epoch, capacity.tables, places, [key for _, key in some])
             self._process.peers.send(Role.CORE, self._process.me.index, message)
 
-    def order(self, orders: KvOrders) -> None:
+    def order(self, orders: KvTierRequests) -> None:
         """Have orders done."""
         asked = orders.store_keys or orders.fetch_keys or orders.drop_keys or orders.files
         if self._disk is not None and asked:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 
 from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks
-from quintet.executor.interface import KvDisk, KvElsewhere
+from quintet.executor.interface import KvDisk, KvTierWorker
 from quintet.executor.kv_transfer.block_bytes import WholeBlocks
 from quintet.executor.kv_transfer.disk.boot import open_kv_disk
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
@@ -18,7 +18,7 @@ from quintet.executor.kv_transfer.store.boot import open_kv_store
 from quintet.wire.config import EngineConfig
 
 
-class Elsewhere:
+class KvTiers:
     """All places there are."""
 
     def __init__(
@@ -34,11 +34,11 @@ class Elsewhere:
         """
         self._host_blocks = host_blocks
         self._num_host_blocks = host_blocks.num_blocks
-        self._places: list[tuple[int, int, KvElsewhere]] = []
+        self._places: list[tuple[int, int, KvTierWorker]] = []
         """Numbers of host blocks, from the first up to another, and what fetches into them."""
         self.disk: KvDisk | None = None
-        self.peers: KvElsewhere | None = None
-        self.store: KvElsewhere | None = None
+        self.peers: KvTierWorker | None = None
+        self.store: KvTierWorker | None = None
         cache, first = config.cache, self._num_host_blocks
         if not cache.leaves:
             return
@@ -57,7 +57,7 @@ class Elsewhere:
             self.store = open_kv_store(blocks, config, runner, first)
             self._next_behind(first, self.store)
 
-    def _next_behind(self, first: int, place: KvElsewhere) -> int:
+    def _next_behind(self, first: int, place: KvTierWorker) -> int:
         """Take note of a place's host blocks, numbered from ``first`` on; return the number behind them."""
         end = first + place.num_staging_blocks
         self._places.append((first, end, place))

@@ -53,7 +53,7 @@ StateT = TypeVar("StateT", MambaSpec, Mamba2Spec, ShortConvSpec, DeltaSpec)
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptRange:
     """Numbers ``[begin, end)`` of ``whole``."""
 
     begin: int
@@ -75,13 +75,13 @@ class Kept:
         """Which they are, behind the name of what they are of; of all nothing."""
         return "" if self.is_all else f" {self.begin}-{self.end}"
 
-    def times(self, width: int) -> Kept:
+    def times(self, width: int) -> KeptRange:
         """Return the same of things that are ``width`` numbers each."""
-        return Kept(self.begin * width, self.end * width, self.whole * width)
+        return KeptRange(self.begin * width, self.end * width, self.whole * width)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class BlockStripe:
     """Which blocks of KV memory are one process's of those that keep the memory together: every so-many-th."""
 
     size: int = 1
@@ -93,7 +93,7 @@ class Turn:
         return self.size == 1
 
 
-ALONE = Turn()
+ALONE = BlockStripe()
 """That of a process whose KV memory is its own."""
 
 
@@ -123,9 +123,9 @@ class Share:
         return self.rank // self.context_size
 
     @property
-    def turn(self) -> Turn:
+    def turn(self) -> BlockStripe:
         """Which of its blocks this rank writes."""
-        return Turn(self.context_size, self.rank % self.context_size)
+        return BlockStripe(self.context_size, self.rank % self.context_size)
 
     @property
     def is_all(self) -> bool:
@@ -161,19 +161,19 @@ class Share:
         words += [f"{self.context_size} ranks with one KV memory"] * (self.context_size > 1)
         return ", ".join(words)
 
-    def of(self, count: int) -> Kept:
+    def of(self, count: int) -> KeptRange:
         """Return the rank's part of so many: neighbours, each rank as many as any other but for one."""
-        return Kept(count * self.rank // self.size, count * (self.rank + 1) // self.size, count)
+        return KeptRange(count * self.rank // self.size, count * (self.rank + 1) // self.size, count)
 
-    def of_experts(self, count: int) -> Kept:
+    def of_experts(self, count: int) -> KeptRange:
         """Return the experts that the rank keeps, or keeps some columns of."""
-        return self.of(count) if self.by_experts else Kept(0, count, count)
+        return self.of(count) if self.by_experts else KeptRange(0, count, count)
 
-    def of_experts_width(self, width: int) -> Kept:
+    def of_experts_width(self, width: int) -> KeptRange:
         """Return which columns of them it keeps."""
-        return Kept(0, width, width) if self.by_experts else self.of(width)
+        return KeptRange(0, width, width) if self.by_experts else self.of(width)
 
-    def of_kv_heads(self, count: int) -> Kept:
+    def of_kv_heads(self, count: int) -> KeptRange:
         """Return the KV heads that the rank's queries meet: where there are fewer than ranks, several ranks keep the same one.
 
         So it is with groups of states, and heads of keys.
@@ -181,7 +181,7 @@ class Share:
         if count >= self.size:
             return self.of(count)
         head = count * self.rank // self.size
-        return Kept(head, head + 1, count)
+        return KeptRange(head, head + 1, count)
 
     def of_attention(self, spec: AttentionSpec) -> AttentionSpec:
         """Return what the rank computes of an attention."""

@@ -34,7 +34,7 @@ class StateNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Divided:
+class StateDivision:
     """What ranks divide of a mixer with a state."""
 
     count: int
@@ -66,9 +66,9 @@ class MambaSpec:
         return self.dt_rank + 2 * self.state_size
 
     @property
-    def divided(self) -> Divided:
+    def divided(self) -> StateDivision:
         """What ranks divide."""
-        return Divided(self.channels, 1, "channels of states")
+        return StateDivision(self.channels, 1, "channels of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them."""
@@ -107,9 +107,9 @@ class Mamba2Spec:
     """Of gate, channels, inputs, outputs and step widths, as projected."""
 
     @property
-    def divided(self) -> Divided:
+    def divided(self) -> StateDivision:
         """See `MambaSpec.divided`."""
-        return Divided(self.num_heads, self.groups, "heads of states")
+        return StateDivision(self.num_heads, self.groups, "heads of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them, of so many groups."""
@@ -147,9 +147,9 @@ class ShortConvSpec:
     biased: bool
 
     @property
-    def divided(self) -> Divided:
+    def divided(self) -> StateDivision:
         """See `MambaSpec.divided`."""
-        return Divided(self.channels, 1, "channels of states")
+        return StateDivision(self.channels, 1, "channels of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them."""
@@ -183,9 +183,9 @@ class DeltaSpec:
     queries, keys and values, all gates, all alphas and all betas (Qwen 3.5)."""
 
     @property
-    def divided(self) -> Divided:
+    def divided(self) -> StateDivision:
         """See `Mamba2Spec.divided`."""
-        return Divided(self.num_heads, self.key_heads, "heads of states")
+        return StateDivision(self.num_heads, self.key_heads, "heads of states")
 
     def with_part(self, count: int, groups: int) -> Self:
         """Return what has so many of them, which meet so many heads of keys."""

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
@@ -71,7 +71,7 @@ class ForwardPass(Protocol[ValueT]):
     def of_stage_before(self, width: int) -> ValueT:
         """Return what the stage before this process's has computed of each of the step's tokens."""
 
-    def of_all_ranks(self, x: ValueT, kept: Kept) -> ValueT:
+    def of_all_ranks(self, x: ValueT, kept: KeptRange) -> ValueT:
         """Return what all ranks have, side by side, where ``x`` is this one's: columns ``kept`` of it. Read once, and soon."""
 
     def head_linear(self, layer: HeadLinear, x: ValueT) -> ValueT:

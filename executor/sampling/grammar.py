@@ -44,7 +44,7 @@ MAX_THREADS = 8
 
 
 @dataclass(slots=True, eq=False)
-class Tenant:
+class SlotGrammar:
     """A slot's request, as far as its form is concerned."""
 
     slot: int
@@ -73,8 +73,8 @@ class Tenant:
 class StepMasks:
     """The masks of one step, being made."""
 
-    tenants: list[tuple[Tenant, int, int]]
-    """Tenant, the position its token will have, and which of the step's drawn tokens is its."""
+    tenants: list[tuple[SlotGrammar, int, int]]
+    """SlotGrammar, the position its token will have, and which of the step's drawn tokens is its."""
     _made: Future[Masks]
 
     def wait(self) -> Masks:
@@ -116,7 +116,7 @@ class Grammars:
         self._max_num_seqs = max_num_seqs
         self._model = model
         self._open = open_library
-        self._tenants: dict[int, Tenant] = {}
+        self._tenants: dict[int, SlotGrammar] = {}
         self._eos = frozenset(model.eos_token_ids)
 
     def admit(self, row: NewRow) -> bool:
@@ -126,7 +126,7 @@ class Grammars:
         if wanted is None:
             return False
         outputs = np.frombuffer(row.token_ids, np.int32)[row.num_prompt_tokens :].tolist()
-        self._tenants[row.slot] = Tenant(
+        self._tenants[row.slot] = SlotGrammar(
             row.slot,
             wanted.compiled,
             row.num_prompt_tokens,
@@ -163,7 +163,7 @@ class Grammars:
         words = mask_words(self._max_num_seqs, vocabulary.vocab_size)
         return _Library(vocabulary, LLExecutor(num_threads=threads), words)
 
-    def _make(self, tenants: list[tuple[Tenant, int, int]]) -> Masks:
+    def _make(self, tenants: list[tuple[SlotGrammar, int, int]]) -> Masks:
         """Advance the matchers and make their masks; runs in the thread."""
         library = self._library
         masks = Masks(library.words)
@@ -181,7 +181,7 @@ class Grammars:
             self._settle(tenant, words[tenant.slot])
         return masks
 
-    def _advance(self, tenant: Tenant) -> LLMatcher:
+    def _advance(self, tenant: SlotGrammar) -> LLMatcher:
         """Return a tenant's matcher, at the end of its outputs."""
         matcher = tenant.matcher
         if matcher is None:
@@ -205,7 +205,7 @@ class Grammars:
         kept.move_to_end(grammar)
         return kept[grammar].deep_copy()
 
-    def _settle(self, tenant: Tenant, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
+    def _settle(self, tenant: SlotGrammar, words: np.ndarray[tuple[int], np.dtype[np.uint32]]) -> None:
         """Let a tenant end, where its outputs are a whole answer, by what ends it, and by nothing else."""
         matcher = tenant.matcher
         assert matcher is not None

@@ -31,7 +31,7 @@ class DrawRows:
         return DrawRows(self.tables, self.slots[which], self.lengths[which], self.num_prompt[which])
 
 
-class Concern(Protocol):
+class LogitsProcessor(Protocol):
     """One reason to change logits. Keeps, per slot, what the slot's tenant asked for."""
 
     def admit(self, row: NewRow) -> bool:

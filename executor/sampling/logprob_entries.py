@@ -13,7 +13,7 @@ from quintet.executor.ragged import Int
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class LogprobEntries:
     """Of n rows, on the host."""
 
     ids: NDArray[np.int32]
@@ -26,7 +26,7 @@ class Entries:
     """``[n]``: a logit less this is its log-probability."""
 
 
-def entries(logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None) -> Entries:
+def entries(logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None) -> LogprobEntries:
     """Report on n rows of ``logits [S, vocab]``, of any dtype; computed in fp32.
 
     own: int32[n], the tokens asked about; rows: int64[n], or None for the first n. The reference of
@@ -39,7 +39,7 @@ def entries(logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | N
     mine = logprobs.gather(1, column)
     ranks = (logprobs > mine).sum(dim=-1).add_(1)
     top = logprobs.topk(num_top, dim=-1)
-    return Entries(
+    return LogprobEntries(
         torch.cat((column, top.indices), dim=1).to(torch.int32).cpu().numpy(),
         torch.cat((mine, top.values), dim=1).cpu().numpy(),
         ranks.to(torch.int32).cpu().numpy(),

@@ -14,7 +14,7 @@ from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_library import declare, open_library
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw_on_host import row_addresses
-from quintet.executor.sampling.logprob_entries import Entries, entries
+from quintet.executor.sampling.logprob_entries import LogprobEntries, entries
 
 _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
@@ -32,7 +32,7 @@ def _kernel() -> Callable[..., Any] | None:
 
 def entries_on_host(
     logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
-) -> Entries:
+) -> LogprobEntries:
     """See `entries`. Among equals the lower id comes first."""
     kernel = _kernel()
     if kernel is None:
@@ -40,7 +40,7 @@ def entries_on_host(
     address, stride = row_addresses(logits)
     own = own.to(torch.int32).contiguous()
     count = len(own)
-    found = Entries(
+    found = LogprobEntries(
         np.empty((count, 1 + num_top), np.int32),
         np.empty((count, 1 + num_top), np.float32),
         np.empty(count, np.int32),

@@ -14,7 +14,7 @@ import torch
 from quintet.executor.backends.platforms.platform import import_string
 from quintet.executor.ragged import Int
 from quintet.executor.sampling.draw import draw
-from quintet.executor.sampling.logprob_entries import Entries, entries
+from quintet.executor.sampling.logprob_entries import LogprobEntries, entries
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.settings import Settings
 
@@ -38,7 +38,7 @@ class ReportEntries(Protocol):
 
     def __call__(
         self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
-    ) -> Entries: ...
+    ) -> LogprobEntries: ...
 
 
 @dataclass(frozen=True, slots=True)

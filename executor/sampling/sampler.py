@@ -14,7 +14,7 @@ from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.logit_bias import LogitBias
-from quintet.executor.sampling.logits_processor import Concern, DrawRows, Int
+from quintet.executor.sampling.logits_processor import DrawRows, Int, LogitsProcessor
 from quintet.executor.sampling.logprobs import Logprobs
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.min_tokens import MinTokens
@@ -25,7 +25,13 @@ from quintet.executor.sampling.thinking import ThinkingBudgets
 from quintet.executor.slots import SlotTables
 from quintet.wire.step import NewRow, PromptLogprobs, TokenLogprobs
 
-SHAPING: tuple[Callable[[int, int], Concern], ...] = (AllowedIds, BadWords, MinTokens, LogitBias, Penalties)
+SHAPING: tuple[Callable[[int, int], LogitsProcessor], ...] = (
+    AllowedIds,
+    BadWords,
+    MinTokens,
+    LogitBias,
+    Penalties,
+)
 """What changes the logits of any row, in this order. Each is made with ``(max_num_seqs, vocab_size)``."""
 
 
@@ -39,7 +45,7 @@ class Sampler:
         vocab_size: int,
         tables: SlotTables,
         ops: SamplingOps,
-        shaping: Sequence[Callable[[int, int], Concern]] = SHAPING,
+        shaping: Sequence[Callable[[int, int], LogitsProcessor]] = SHAPING,
         grammars: Grammars | None = None,
     ) -> None:
         """shaping: `SHAPING`, or the same concerns in that order as a device computes them. grammars: None where nobody asks

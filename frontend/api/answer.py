@@ -14,7 +14,7 @@ import msgspec
 
 from quintet.frontend.api import sse
 from quintet.frontend.api.routing import explain
-from quintet.frontend.http.http_request import ClientGone, Exchange, Header
+from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
 from quintet.frontend.resume.partial_response import Told
 from quintet.frontend.resume.stream_cursor import StreamId
@@ -24,7 +24,7 @@ from quintet.wire.channels import Span
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Prompt
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Claim, Handover, Reading
+from quintet.wire.request import KvTransfer, OutputParsing, ResumeToken
 
 
 class AnswerWriter(Protocol):
@@ -112,8 +112,8 @@ def submit_all(
     arrival_ns: int,
     deadline_ns: int,
     limit_gives_way: bool,
-    claim: Claim | None = None,
-    reading: Reading | None = None,
+    claim: ResumeToken | None = None,
+    reading: OutputParsing | None = None,
     interval: int = 1,
     echo: bool = False,
     return_prompt_ids: bool = False,
@@ -121,7 +121,7 @@ def submit_all(
     begun: Sequence[Sequence[Told]] = (),
     told: bytes = b"",
     seeds: Sequence[int] = (),
-    handover: Handover | None = None,
+    handover: KvTransfer | None = None,
 ) -> Submissions:
     """Let a request in and send its prompts on their way, all with these checked parameters.
 
@@ -164,7 +164,7 @@ def submit_all(
 
 async def stream_answer(
     service: Service,
-    exchange: Exchange,
+    exchange: HttpRequest,
     submissions: Submissions,
     writer: AnswerWriter,
     before_end: BeforeEnd | None = None,
@@ -187,7 +187,7 @@ async def stream_answer(
             ready = await submissions.mailbox.wait()
             woken_ns = time.monotonic_ns()
             if submissions.client_gone:
-                raise ClientGone
+                raise ClientDisconnected
             frames: list[bytes] = []
             error: RequestError | None = None
             for stream in ready:
@@ -238,10 +238,10 @@ class Output:
     """What the text is made of: see `quintet.frontend.streams.pieces`."""
 
 
-async def whole_answer(exchange: Exchange, submissions: Submissions) -> list[Output]:
+async def whole_answer(exchange: HttpRequest, submissions: Submissions) -> list[Output]:
     """Wait until every stream has ended and return the choices in order, those of the first prompt first.
 
-    Raises the first stream's error, or `ClientGone`; either way what still runs is cancelled.
+    Raises the first stream's error, or `ClientDisconnected`; either way what still runs is cancelled.
     """
     bases: dict[int, int] = {}
     num_choices = 0
@@ -254,7 +254,7 @@ async def whole_answer(exchange: Exchange, submissions: Submissions) -> list[Out
         while submissions.num_unread:
             ready = await submissions.mailbox.wait()
             if submissions.client_gone:
-                raise ClientGone
+                raise ClientDisconnected
             for stream in ready:
                 batch = submissions.take(stream)
                 if batch.error is not None:

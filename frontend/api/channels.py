@@ -36,7 +36,7 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
             return "".join(DIGITS[number // len(DIGITS) ** place % len(DIGITS)] for place in range(9))
         return f"call_{digest.hexdigest()}"
 
-    def told(self, choice: int, text: str, spans: Sequence[Span]) -> Told:
+    def told(self, choice: int, text: str, spans: Sequence[Span]) -> TextByChannel:
         """Sort a text, or a part of it, by what is told how."""
         content: list[str] = []
         reasoning: list[str] = []
@@ -59,10 +59,10 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
             if "name" in told:
                 function = {"name": str(told.pop("name")), **function}
             told["function"] = function
-        return Told("".join(content), "".join(reasoning), list(calls.values()))
+        return TextByChannel("".join(content), "".join(reasoning), list(calls.values()))
 
 
-class Told(msgspec.Struct):
+class TextByChannel(msgspec.Struct):
     """A text by channels."""
 
     content: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.streams import Stream
 
 SESSION_HEADER = "x-session-id"
@@ -16,7 +16,7 @@ MAX_EXPLAINED = 16
 """Prompts of one request. Clients and proxies take headers of some thousand bytes."""
 
 
-def session_of(exchange: Exchange, *names: str | None) -> str:
+def session_of(exchange: HttpRequest, *names: str | None) -> str:
     """Return what a request has in common with others of its conversation: the header, else the first of ``names``."""
     for name in (exchange.header(SESSION_HEADER), *names):
         if name:
@@ -24,7 +24,7 @@ def session_of(exchange: Exchange, *names: str | None) -> str:
     return ""
 
 
-def explain(exchange: Exchange, streams: Sequence[Stream]) -> None:
+def explain(exchange: HttpRequest, streams: Sequence[Stream]) -> None:
     """Add to the response where its prompts were sent first, if the client asks; of a beam search, in its first round."""
     if exchange.header(EXPLAIN_HEADER) is None:
         return

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.process.frame_hmac import run_key
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -64,7 +64,7 @@ class Keys:
         self._keys, self._is_open = [key.encode() for key in keys], is_open
         self._operators = operators
 
-    def check(self, exchange: Exchange) -> bytes:
+    def check(self, exchange: HttpRequest) -> bytes:
         """Return the request's key, however it was sent; empty for none. Raises `RequestError` where it needs another."""
         return self.admit(exchange.path, exchange.header)
 

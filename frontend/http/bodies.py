@@ -1,6 +1,7 @@
 """What this process holds of request bodies that have not arrived whole, and how long it waits for the rest.
 
-Whoever keeps bodies that have come, to send them again, counts them here too (`Bodies.keep`): then all stay within one limit.
+Whoever keeps bodies that have come, to send them again, counts them here too (`BodyBuffers.keep`): then all stay
+within one limit.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class OpenBody:
 
 
 @dataclass(slots=True)
-class Bodies:
+class BodyBuffers:
     """The limits of request bodies, and those being received."""
 
     max_bytes: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
@@ -25,13 +25,13 @@ def _file(name: str) -> bytes:
     return files("quintet.frontend").joinpath("swagger", name).read_bytes()
 
 
-async def docs(_service: Service, exchange: Exchange) -> None:
+async def docs(_service: Service, exchange: HttpRequest) -> None:
     """Answer with the page."""
     headers = [(b"content-security-policy", POLICY)]
     await exchange.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
 
 
-async def docs_part(_service: Service, exchange: Exchange) -> None:
+async def docs_part(_service: Service, exchange: HttpRequest) -> None:
     """Answer with one of the files that the page loads."""
     name = exchange.path_params["name"]
     if name not in PARTS:

@@ -16,10 +16,10 @@ from urllib.parse import parse_qs
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from quintet.frontend.http.bodies import Bodies, OpenBody
+from quintet.frontend.http.bodies import BodyBuffers, OpenBody
 from quintet.frontend.http.encodings import ACCEPTED, Inflater, as_utf8, inflater_of
 from quintet.frontend.http.error_shape import ErrorShape, headers_of, status_of
-from quintet.frontend.resume.partial_response import Begun
+from quintet.frontend.resume.partial_response import PartialResponse
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN, shown
 
@@ -51,11 +51,11 @@ def tidy_path(path: str) -> str:
     )
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed the connection; there is nobody to answer."""
 
 
-class Exchange:
+class HttpRequest:
     """A request being answered. Found by endpoints in ``scope["exchange"]``."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, errors: ErrorShape) -> None:
@@ -75,7 +75,7 @@ class Exchange:
         self.headers_out: list[Header] = []
         self.before_start: Callable[[], Awaitable[list[Header]]] | None = None
         """Returns headers that are known only when the response begins."""
-        self.begun: Begun | None = None
+        self.begun: PartialResponse | None = None
         """The beginning of the answer, where another server told it."""
         self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
         self._query: bytes = scope["query_string"]
@@ -110,7 +110,7 @@ class Exchange:
 
     # --- in ---------------------------------------------------------------------------------------------------
 
-    async def read_json_body(self, bodies: Bodies) -> bytes:
+    async def read_json_body(self, bodies: BodyBuffers) -> bytes:
         """Return the whole body, decompressed and in UTF-8; refuse a wrong type or encoding (415), and what is too large (413).
 
         A missing content type passes, as it does with other servers. A client that stops sending is
@@ -126,11 +126,11 @@ class Exchange:
         """Hear that the exchange has ended. It and its scope refer to each other: only Python's search for cycles ends them."""
         self._body = None
 
-    def take_over(self, body: bytes, begun: Begun) -> None:
+    def take_over(self, body: bytes, begun: PartialResponse) -> None:
         """Have this body answered in the place of the one that came, behind what was told of the answer."""
         self._body, self.begun = body, begun
 
-    async def _receive_json(self, bodies: Bodies) -> bytes:
+    async def _receive_json(self, bodies: BodyBuffers) -> bytes:
         content_type = self.header("content-type") or ""
         kind = content_type.partition(";")[0].strip().lower()
         if kind and kind != "application/json" and not kind.endswith("+json"):
@@ -143,7 +143,7 @@ class Exchange:
             raise _too_large(f"is {announced[:MAX_SHOWN]} bytes", bodies.max_bytes)
         return as_utf8(await self._receive_whole(bodies), content_type)
 
-    async def _receive_whole(self, bodies: Bodies) -> bytes:
+    async def _receive_whole(self, bodies: BodyBuffers) -> bytes:
         """Return the body, decompressed: its size counts as it came and as it is then."""
         inflater = self._inflater()
         chunks: list[bytes] = []
@@ -153,7 +153,7 @@ class Exchange:
             while True:
                 message = await self._next_piece(bodies, body)
                 if message["type"] == "http.disconnect":
-                    raise ClientGone
+                    raise ClientDisconnected
                 piece: bytes = message.get("body", b"")
                 num_received += len(piece)
                 bodies.grow(body, len(piece))
@@ -186,7 +186,7 @@ class Exchange:
             self.headers_out.append((b"accept-encoding", ACCEPTED.encode()))
             raise
 
-    async def _next_piece(self, bodies: Bodies, body: OpenBody) -> Message:
+    async def _next_piece(self, bodies: BodyBuffers, body: OpenBody) -> Message:
         patience_s, is_slow = bodies.patience_s(body)
         try:
             async with asyncio.timeout(0 if body.is_given_up else patience_s) as body.waiting:

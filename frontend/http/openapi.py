@@ -13,10 +13,10 @@ from quintet.frontend.api.openai import types
 from quintet.frontend.api.openai.offered_tools import SentTool
 from quintet.frontend.api.responses import types as responses_types
 from quintet.frontend.http.auth import is_open, is_operators
-from quintet.frontend.http.http_request import MAX_REQUEST_ID, Exchange
+from quintet.frontend.http.http_request import MAX_REQUEST_ID, HttpRequest
 from quintet.frontend.http.openapi_responses import responses
 from quintet.frontend.kv import ExportBody, ImportBody, PrefixBody
-from quintet.frontend.resume.continue_stream import GoOnBody
+from quintet.frontend.resume.continue_stream import ContinueStreamBody
 from quintet.frontend.service import Service
 from quintet.wire.params import (
     MAX_CHOICES,
@@ -191,7 +191,7 @@ _OPERATIONS: tuple[tuple[str, str, str, type | None, Schema | None], ...] = (
         "post",
         "/v1/streams",
         "Go on with a stream that began at another server: its request, and what was told of its answer",
-        GoOnBody,
+        ContinueStreamBody,
         {
             "path": "/v1/completions",
             "request": {"prompt": "Once", "stream": True, "max_tokens": 8},
@@ -336,7 +336,7 @@ def _schemas() -> dict[str, Schema]:
         types.ChatMessage,
         SentTool,
         types.ErrorBody,
-        GoOnBody,
+        ContinueStreamBody,
         PrefixBody,
         ExportBody,
         ImportBody,
@@ -373,7 +373,7 @@ def _schemas() -> dict[str, Schema]:
     return schemas
 
 
-async def openapi(service: Service, exchange: Exchange) -> None:
+async def openapi(service: Service, exchange: HttpRequest) -> None:
     """Answer with the document."""
     config = service.config.frontend
     await exchange.respond_json(openapi_document(bool(config.api_keys), config.root_path))

@@ -31,7 +31,7 @@ class Reader:
     """When the write in progress began (`time.perf_counter`); None between writes."""
 
 
-class Patience:
+class WriteTimeout:
     """Ends the connections of readers that block a write for too long, or while too much is held back for them.
 
     Ending one looks like a disconnect to whoever writes: its requests are cancelled in the usual way.

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from quintet.frontend.load_balancing.engine_load import Engines
-from quintet.frontend.load_balancing.load_balancer import Seats
+from quintet.frontend.load_balancing.engine_load import EngineLoads
+from quintet.frontend.load_balancing.load_balancer import Workers
 from quintet.frontend.streams import Stream
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -21,7 +21,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, Started
 from quintet.wire.metrics import Metrics
-from quintet.wire.supervision import SeatState, Topology
+from quintet.wire.supervision import SlotState, Topology
 
 Send = Callable[[Role, int, msgspec.Struct], bool]
 """`quintet.process.sockets.Peers.send`: queues a message for a peer; False when there is no such peer."""
@@ -36,12 +36,12 @@ def too_large(error: FrameTooLarge) -> RequestError:
     )
 
 
-class Placement:
+class Dispatcher:
     """Chooses the workers of requests, and chooses again."""
 
     def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
-        self.seats = Seats(me)
-        self._engines = Engines(self.seats, config)
+        self.seats = Workers(me)
+        self._engines = EngineLoads(self.seats, config)
         self._send = send
         self._parked: list[Stream] = []
         self._lost_epochs: dict[int, int] = {}
@@ -158,7 +158,7 @@ class Placement:
         return frozenset(
             seat.worker.index
             for seat in topology.seats
-            if seat.worker.role is Role.DETOKENIZER and seat.state is SeatState.RETIRING
+            if seat.worker.role is Role.DETOKENIZER and seat.state is SlotState.RETIRING
         )
 
     def _lose(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:

@@ -9,9 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from quintet.frontend.load_balancing.engine_speed import Pace, Usual
-from quintet.frontend.load_balancing.load_balancer import RUNNING_TOKENS, Candidate, Choice, Seats, choose
-from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOKENS, Beginnings, names_of
+from quintet.frontend.load_balancing.engine_speed import EngineSpeeds, LinearFit
+from quintet.frontend.load_balancing.load_balancer import (
+    RUNNING_TOKENS,
+    Candidate,
+    EngineChoice,
+    Workers,
+    choose,
+)
+from quintet.frontend.load_balancing.prefix_affinity import MAX_NAMES, PIECE_TOKENS, PrefixAffinity, names_of
 from quintet.frontend.streams import Stream
 from quintet.wire.columns import ID_BYTES
 from quintet.wire.config import EngineConfig
@@ -22,47 +28,47 @@ USUAL_OVER = 256
 """Requests that what is usual is a mean of, about; before a quarter of them nothing is."""
 
 
-class Account:
+class EngineLoad:
     """One engine's."""
 
-    def __init__(self, max_names: int, usual: Usual) -> None:
+    def __init__(self, max_names: int, usual: LinearFit) -> None:
         self.num_queued = 0
         """Prompt tokens that it is to compute for requests that it has not begun."""
         self.num_kept = 0
         """Tokens of its KV memory that requests take, or will."""
-        self.beginnings = Beginnings(max_names)
-        self.pace = Pace(usual)
+        self.beginnings = PrefixAffinity(max_names)
+        self.pace = EngineSpeeds(usual)
 
 
-class Engines:
+class EngineLoads:
     """The accounts of one frontend seat."""
 
     def __init__(
-        self, seats: Seats, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+        self, seats: Workers, config: EngineConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._seats, self._clock = seats, clock
         self._kv, self._kv_tokens = config.model.kv, _kv_tokens(config)
         self._step_tokens = config.scheduler.max_num_batched_tokens
-        self._usual_pace = Usual()
+        self._usual_pace = LinearFit()
         self._num_ended = 0
         self._usual_outputs = 0.0
         """Tokens that choices have when they end, a mean that forgets."""
         shares = config.cache.enable_prefix_caching
         self._policy = config.frontend.routing if shares or config.frontend.routing != "prefix" else "load"
-        self._accounts: dict[int, Account] = {}
+        self._accounts: dict[int, EngineLoad] = {}
         self._max_names = _max_names(config)
         self._num_chosen = 0
         self._usual = 0.0
         """Tokens that prompts have left to compute, a mean that forgets."""
 
-    def choose(self, stream: Stream) -> Choice | None:
+    def choose(self, stream: Stream) -> EngineChoice | None:
         """Choose for a request; None while no engine is there. One that is bound to an engine goes there if it lives."""
         bound = stream.bound_to
         if bound is not None and self._seats.epoch(Role.CORE, bound):
-            return Choice(bound, "it has the request")
+            return EngineChoice(bound, "it has the request")
         indexes = self._seats.engines()
         if len(indexes) < 2:
-            return Choice(indexes[0], "it is the only one there") if indexes else None
+            return EngineChoice(indexes[0], "it is the only one there") if indexes else None
         self._num_chosen += 1
         submit = stream.submit
         names = stream.beginnings = names_of(submit.prompt, submit.spec.cache_salt)
@@ -99,7 +105,7 @@ class Engines:
         kv, num_tokens = self._kv, stream.num_prompt + stream.num_open * int(num_outputs)
         return kv.most_blocks(num_tokens, self._step_tokens) * kv.block_size // max(1, len(kv.groups))
 
-    def enter(self, stream: Stream, choice: Choice) -> None:
+    def enter(self, stream: Stream, choice: EngineChoice) -> None:
         """A request was sent to this engine."""
         account = self._account(choice.index)
         stream.choice = choice
@@ -143,7 +149,7 @@ class Engines:
             self._usual_outputs += (num_outputs - self._usual_outputs) / min(self._num_ended, USUAL_OVER)
         self._seats.add_load(Role.CORE, choice.index, -stream.num_placed)
 
-    def _dequeue(self, stream: Stream, choice: Choice) -> None:
+    def _dequeue(self, stream: Stream, choice: EngineChoice) -> None:
         self._account(choice.index).num_queued -= stream.num_queued
         stream.num_queued = 0
 
@@ -153,10 +159,10 @@ class Engines:
         account.beginnings.clear()
         account.pace.forget()
 
-    def _account(self, index: int) -> Account:
+    def _account(self, index: int) -> EngineLoad:
         account = self._accounts.get(index)
         if account is None:
-            account = self._accounts[index] = Account(self._max_names, self._usual_pace)
+            account = self._accounts[index] = EngineLoad(self._max_names, self._usual_pace)
         return account
 
     def can_leave(self, stream: Stream) -> bool:

@@ -31,7 +31,7 @@ KNOWN_S = 60.0
 """What was measured last so long ago is not known any more. So who is avoided because it was slow is tried again."""
 
 
-class Usual:
+class LinearFit:
     """What work takes at any of the engines: a line through what was measured, which fades."""
 
     def __init__(self) -> None:
@@ -66,10 +66,10 @@ class Usual:
         self._covariance += share * ((1 - share) * by_work * by_time - self._covariance)
 
 
-class Pace:
+class EngineSpeeds:
     """One engine's."""
 
-    def __init__(self, usual: Usual) -> None:
+    def __init__(self, usual: LinearFit) -> None:
         self._usual = usual
         self._num = self._took_s = self._expected_s = 0.0
         """Sums over its requests that fade."""

@@ -15,7 +15,7 @@ import msgspec
 
 from quintet.wire.config import Routing
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Seat, SeatState, Topology
+from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 SERVING_ROLES = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
 """Roles that must all be there for a request to be answered."""
@@ -44,7 +44,7 @@ class Candidate:
     """Whether what it computes takes the place of beginnings that it has, as far as those are known."""
 
 
-class Choice(msgspec.Struct, frozen=True):
+class EngineChoice(msgspec.Struct, frozen=True):
     """An engine, and why it."""
 
     index: int
@@ -77,7 +77,7 @@ def choose(
     num_tokens: int = 0,
     usual: float = 0.0,
     num_kept: int = 0,
-) -> Choice:
+) -> EngineChoice:
     """Choose the engine of one request.
 
     ``turn`` counts the choices made: who is equal takes turns. ``session``: what the requests of one conversation have in
@@ -110,7 +110,7 @@ def choose(
         reason += f", takes {slowness:.2g} times as long" if slowness != 1 else ""
         num_full = len(in_turn) - len(roomy)
         reason += f", has room as {num_full} of {len(in_turn)} have not" if num_full else ""
-    return Choice(best.index, reason, best.num_cached, best.used)
+    return EngineChoice(best.index, reason, best.num_cached, best.used)
 
 
 def has_room(kv_free: int | None, num_kept: int, num_shared: int) -> bool:
@@ -158,7 +158,7 @@ def _weight(session: str, engine: str | int) -> bytes:
     return blake2b(f"{engine} {session}".encode(errors="surrogatepass"), digest_size=8).digest()
 
 
-class Seats:
+class Workers:
     """The newest topology, and how much this process has outstanding at each worker."""
 
     def __init__(self, me: WorkerId) -> None:
@@ -179,18 +179,18 @@ class Seats:
             return []
         self.topology = topology
         self.ever_ready |= {
-            seat.worker.role for seat in topology.seats if seat.was_ready or seat.state is SeatState.READY
+            seat.worker.role for seat in topology.seats if seat.was_ready or seat.state is SlotState.READY
         }
         alive = {
             (seat.worker.role, seat.worker.index): seat.worker
             for seat in topology.seats
-            if seat.state is not SeatState.DOWN
+            if seat.state is not SlotState.DOWN
         }
         lost = [worker for key, worker in self._alive.items() if alive.get(key) != worker]
         self._alive = alive
         self._engines = self._usable_engines()
         self.num_frontends = sum(
-            seat.worker.role is Role.FRONTEND and seat.state is SeatState.READY for seat in topology.seats
+            seat.worker.role is Role.FRONTEND and seat.state is SlotState.READY for seat in topology.seats
         )
         self._able = {role: self._able_of(role) for role in SERVING_ROLES}
         return lost
@@ -210,7 +210,7 @@ class Seats:
 
     def _able_of(self, role: Role) -> list[int]:
         """Return the workers of a role that are ready; where none is, the stalled ones."""
-        for state in (SeatState.READY, SeatState.STALLED):
+        for state in (SlotState.READY, SlotState.STALLED):
             indexes = [
                 s.worker.index for s in self.topology.seats if s.worker.role is role and s.state is state
             ]
@@ -223,13 +223,13 @@ class Seats:
         well = {
             (seat.worker.role, seat.worker.index)
             for seat in self.topology.seats
-            if seat.state is SeatState.READY
+            if seat.state is SlotState.READY
         }
         return [index for role, index in well if role is Role.CORE and (Role.EXECUTOR, index) in well]
 
     def engines_without_executor(self) -> frozenset[int]:
         """Return the engines whose executor is down or not ready yet."""
-        absent = (SeatState.STARTING, SeatState.DOWN)
+        absent = (SlotState.STARTING, SlotState.DOWN)
         return frozenset(
             seat.worker.index
             for seat in self.topology.seats
@@ -266,12 +266,12 @@ class Seats:
 
     def missing(self) -> list[Role]:
         """Return the serving roles of which no worker is ready."""
-        ready = {seat.worker.role for seat in self.topology.seats if seat.state is SeatState.READY}
+        ready = {seat.worker.role for seat in self.topology.seats if seat.state is SlotState.READY}
         if Role.CORE in ready and not self.whole_engines():
             ready.discard(Role.EXECUTOR)  # those that are ready belong to other cores
         return [role for role in SERVING_ROLES if role not in ready]
 
-    def troubled(self) -> list[Seat]:
+    def troubled(self) -> list[ProcessSlot]:
         """Return the seats that are stalled or down, but for those that nobody shall fill."""
-        troubles = {SeatState.STALLED, SeatState.DOWN}
+        troubles = {SlotState.STALLED, SlotState.DOWN}
         return [s for s in self.topology.seats if s.state in troubles and not s.retired]

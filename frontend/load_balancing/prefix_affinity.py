@@ -110,7 +110,7 @@ class Holders:
         return 0 if held is None else -len(held) if isinstance(held, set) else -1
 
 
-class Beginnings:
+class PrefixAffinity:
     """What one engine has computed, and still has, as far as can be told: it forgets what was not used for longest."""
 
     def __init__(self, max_names: int = MAX_NAMES, holders: Holders | None = None, who: int = 0) -> None:

@@ -11,7 +11,7 @@ from quintet.wire.messages import Prompt
 from quintet.wire.params import SamplingParams
 
 
-class Backlog:
+class QueuedTokens:
     """The ledger. Three entries in a request's life, and each is a few additions."""
 
     def __init__(self, max_model_len: int) -> None:

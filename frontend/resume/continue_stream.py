@@ -18,8 +18,8 @@ from quintet.frontend.api.openai.completions import completions
 from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.api.responses.create import responses
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import Exchange
-from quintet.frontend.resume.partial_response import Begun
+from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.resume.partial_response import PartialResponse
 from quintet.frontend.service import Handler, Service
 from quintet.wire.params import check_token_ids, shown
 
@@ -35,7 +35,7 @@ HANDLERS: dict[str, tuple[Handler, ErrorShape]] = {
 MIN_SEED, MAX_SEED = -(1 << 63), (1 << 63) - 1
 
 
-class GoOnBody(msgspec.Struct):
+class ContinueStreamBody(msgspec.Struct):
     """A request, and what was told of its answer."""
 
     path: str
@@ -59,11 +59,11 @@ class _Going(msgspec.Struct):
     use_beam_search: bool | None = None
 
 
-_decoder = msgspec.json.Decoder(GoOnBody)
+_decoder = msgspec.json.Decoder(ContinueStreamBody)
 _going_decoder = msgspec.json.Decoder(_Going)
 
 
-async def go_on(service: Service, exchange: Exchange) -> None:
+async def go_on(service: Service, exchange: HttpRequest) -> None:
     """Answer one request."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     if body.path not in HANDLERS:
@@ -86,7 +86,7 @@ async def go_on(service: Service, exchange: Exchange) -> None:
     for ids in body.outputs:
         check_token_ids(ids, service.config.model.vocab_size, "outputs")
     exchange.take_over(
-        bytes(body.request), Begun(body.position, body.outputs, body.seeds, body.created, body.name)
+        bytes(body.request), PartialResponse(body.position, body.outputs, body.seeds, body.created, body.name)
     )
     handler, exchange.errors = HANDLERS[body.path]
     await handler(service, exchange)

@@ -16,7 +16,7 @@ Told = tuple[Sequence[int], bool] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class PartialResponse:
     """An answer's beginning."""
 
     position: str

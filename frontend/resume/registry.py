@@ -25,9 +25,9 @@ from quintet.frontend.api.responses.output import ResponsesAnswer
 from quintet.frontend.api.responses.response_history import keep_end
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.resume.resume_token import Answer
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import RelayedWriter
-from quintet.wire.request import Claim
+from quintet.wire.request import ResumeToken
 
 
 class Writer(AnswerWriter, RelayedWriter, Protocol):
@@ -39,7 +39,7 @@ class Dialect:
     """One of them."""
 
     errors: ErrorShape
-    writer: Callable[[Any, StreamId | None, Position | None], Writer]
+    writer: Callable[[Any, StreamId | None, StreamCursor | None], Writer]
     """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
     is_retold: bool = False
     """Whether the writer must be told an answer from its beginning, wherever its reader is."""
@@ -59,7 +59,7 @@ _KINDS: Any = functools.reduce(operator.or_, DIALECTS)
 _decode: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(_KINDS).decode
 
 
-def answer_of(claim: Claim) -> Answer:
+def answer_of(claim: ResumeToken) -> Answer:
     """Return what `claims.claim_for` was given."""
     return _decode(claim.answer)
 

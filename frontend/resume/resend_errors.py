@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.frontend.streams import Choice
+from quintet.frontend.streams import StreamChoice
 from quintet.wire.errors import ErrorCode, RequestError
 
 MAX_LOST = 3
@@ -18,7 +18,7 @@ def lost_request() -> RequestError:
     )
 
 
-def lost_output(choice: Choice, first_index: int, offset: int) -> RequestError:
+def lost_output(choice: StreamChoice, first_index: int, offset: int) -> RequestError:
     """Make the error for output that does not follow what was received."""
     return RequestError(
         ErrorCode.INTERNAL,

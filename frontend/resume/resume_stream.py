@@ -13,10 +13,10 @@ from urllib.parse import parse_qs
 from quintet.frontend.api.answer import Submissions, stream_answer
 from quintet.frontend.api.openai.answer import ChunkWriter
 from quintet.frontend.api.openai.usage_replay import recall
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.reattach import Seen
 from quintet.frontend.resume.registry import answer_of, dialect_of
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import relaying
 from quintet.frontend.service import Handler, Service
 from quintet.wire.codec import unpack_i32
@@ -28,7 +28,7 @@ NOTHING = (None, False)
 """What a client has seen of a choice that is told from its beginning."""
 
 
-async def streams(service: Service, exchange: Exchange) -> None:
+async def streams(service: Service, exchange: HttpRequest) -> None:
     """GET /v1/streams/{id}: the events after a position, given as ``from`` or in ``Last-Event-ID``."""
     query = parse_qs(exchange.query)
     given = query.get("from", [""])[0].replace(" ", "+")  # as forms spell a plus; no position has a space
@@ -39,7 +39,7 @@ async def streams(service: Service, exchange: Exchange) -> None:
 def resumable(handler: Handler) -> Handler:
     """Return an endpoint that goes on with the stream of ``Last-Event-ID`` if there is one, else does what it did."""
 
-    async def endpoint(service: Service, exchange: Exchange) -> None:
+    async def endpoint(service: Service, exchange: HttpRequest) -> None:
         event_id = exchange.header(LAST_EVENT)
         if not event_id:
             await handler(service, exchange)
@@ -51,7 +51,7 @@ def resumable(handler: Handler) -> Handler:
     return endpoint
 
 
-async def resume(service: Service, exchange: Exchange, stream_id: StreamId, given: str) -> None:
+async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, given: str) -> None:
     """Write what comes after a position of a stream. Raises `RequestError` when nobody knows the stream (any more)."""
     admit = _known(await service.queries.reclaim(stream_id.request_id, stream_id.key))
     assert admit.spec.claim is not None
@@ -60,7 +60,7 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
     exchange.errors = dialect.errors
     n = answer.num_choices
     total = answer.num_prompts * n
-    position = Position.parse(given, total)
+    position = StreamCursor.parse(given, total)
     service.admission.reenter(total)
     first_id = service.sessions.take_ids(total)
     reclaimed = [
@@ -88,7 +88,9 @@ async def resume(service: Service, exchange: Exchange, stream_id: StreamId, give
     await stream_answer(service, exchange, submissions, writer, dialect.before_end)
 
 
-def _told(reclaimed: Sequence[Reclaimed], position: Position, n: int) -> Iterator[tuple[int, Sequence[int]]]:
+def _told(
+    reclaimed: Sequence[Reclaimed], position: StreamCursor, n: int
+) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield each choice of which something was told, of ``n`` of each prompt, and those of its tokens."""
     outputs = [dict(each.choices) for each in reclaimed]
     for index, count in enumerate(position.counts):

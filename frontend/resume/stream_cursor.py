@@ -45,7 +45,7 @@ class StreamId:
         return f"{self.request_id:x}-{self.key.hex()}"
 
 
-class Position:
+class StreamCursor:
     """How much of each choice was told. Belongs to one `AnswerWriter`."""
 
     __slots__ = ("counts", "ended", "note")
@@ -58,7 +58,7 @@ class Position:
         """Of the dialect: what else was told."""
 
     @classmethod
-    def parse(cls, text: str, num_choices: int) -> Position:
+    def parse(cls, text: str, num_choices: int) -> StreamCursor:
         """Read what `__str__` wrote; ``0`` alone and nothing at all mean the beginning. Raises `RequestError`."""
         position = cls(num_choices)
         if text in ("", "0"):

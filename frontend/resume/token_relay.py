@@ -15,9 +15,9 @@ import msgspec
 
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
-from quintet.frontend.http.http_request import Exchange
-from quintet.frontend.resume.partial_response import Begun, Told
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.http.http_request import HttpRequest
+from quintet.frontend.resume.partial_response import PartialResponse, Told
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 
 RELAY_HEADER = "x-quintet-relay"
 TOLD_AT_ONCE = 1 << 15
@@ -59,7 +59,7 @@ def told_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
 
 
 def relaying(
-    exchange: Exchange,
+    exchange: HttpRequest,
     writer: WriterT,
     submissions: Submissions,
     told: Iterable[tuple[int, Sequence[int]]] = (),
@@ -80,8 +80,8 @@ def relaying(
 
 
 def behind(
-    begun: Begun | None, n: int, num_prompts: int
-) -> tuple[Sequence[int], Position | None, list[list[Told]]]:
+    begun: PartialResponse | None, n: int, num_prompts: int
+) -> tuple[Sequence[int], StreamCursor | None, list[list[Told]]]:
     """Return with what a request of ``n`` choices goes on: each prompt's seed, where its reader is, what was told of its choices.
 
     Nothing of a request that begins here. Raises `RequestError`.
@@ -93,7 +93,7 @@ def behind(
             f"seeds has {len(begun.seeds)} numbers; the request has {num_prompts} prompts: send the seed of each.",
             "seeds",
         )
-    position = Position.parse(begun.position, num_prompts * n)
+    position = StreamCursor.parse(begun.position, num_prompts * n)
     if len(begun.outputs) != num_prompts * n:
         raise parse.invalid(
             f"outputs has {len(begun.outputs)} lists; the request has {num_prompts * n} choices: send the tokens of each.",

@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import zmq
 
-from quintet.process.frame_hmac import SEAL_BYTES, Seal, run_key
+from quintet.process.frame_hmac import SEAL_BYTES, FrameHmac, run_key
 from quintet.wire import messages as m
 from quintet.wire import step as s
 from quintet.wire import supervision
@@ -31,8 +31,8 @@ HEARD: dict[Role, tuple[type[msgspec.Struct], ...]] = {
         supervision.MetricsQuery,
         supervision.Command,
     ),
-    Role.TOKENIZER: (m.Submit, m.Cancel, m.Handed, m.TokenizeQuery),
-    Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Reclaim, m.Live, m.Handed, s.StepResult),
+    Role.TOKENIZER: (m.Submit, m.Cancel, m.InFlightReport, m.TokenizeQuery),
+    Role.CORE: (m.Admit, m.Cancel, m.StopHit, m.Reclaim, m.Live, m.InFlightReport, s.StepResult),
     Role.EXECUTOR: (s.StepPlan,),
     Role.DETOKENIZER: (m.Tokens, m.DetokenizeQuery, m.Live),
     Role.FRONTEND: (
@@ -181,8 +181,8 @@ class BusFuzz:
         self._draw = draw
         self._frames = Frames(draw)
         inboxes = _inboxes(server)
-        self._seal = Seal(run_key(next(iter(inboxes)).parent))
-        self._stranger = Seal(draw.randbytes(32))
+        self._seal = FrameHmac(run_key(next(iter(inboxes)).parent))
+        self._stranger = FrameHmac(draw.randbytes(32))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._targets: list[tuple[zmq.Socket[bytes], tuple[type[msgspec.Struct], ...]]] = []
         for path in inboxes:

@@ -19,7 +19,7 @@ import msgspec
 
 from quintet.core.engine import Engine
 from quintet.core.hooks import FEATURES
-from quintet.core.token_messages import Effects
+from quintet.core.token_messages import StepMessages
 from quintet.wire import codec
 from quintet.wire.config import CacheConfig, ModelConfig, SchedulerConfig
 from quintet.wire.errors import ErrorCode
@@ -475,7 +475,7 @@ class World:
         num_answers = sum(place.num_answers for place in self.places)
         return len(self.plans), len(self.executor.results), self.num_losses, num_answers
 
-    def apply(self, effects: Effects) -> None:
+    def apply(self, effects: StepMessages) -> None:
         """Be all detokenizers: keep what they are told, and insist on its order."""
         self.failed |= {failed.request_id: failed.message for failed in effects.failed}
         self.codes |= {failed.request_id: failed.code for failed in effects.failed}

@@ -10,7 +10,7 @@ from quintet.core.engine import Engine
 from quintet.core.kv.prefix import extend_chain, key_of, salt_digest
 from quintet.wire import codec
 from quintet.wire.config import KvDiskConfig
-from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults, StoredBlocks
 from quintet.wire.step import Capacity
 
 Content = dict[int, tuple[int, int, bytes]]
@@ -44,7 +44,7 @@ class FakeDisk:
         self.files: dict[str, dict[bytes, Content]] = {}
         """Prefixes in files of their own."""
         self.past: Past = {}
-        self.answers: deque[KvAnswers] = deque()
+        self.answers: deque[KvTierResults] = deque()
         self.num_fetched = self.num_answers = 0
         self.is_losing = False
         """Whether what is there is not, when it is asked for."""
@@ -56,19 +56,19 @@ class FakeDisk:
         self._epoch = capacity.executor_epoch
         places = sorted(self.contents)
         keys = [self.contents[place][0] for place in places]
-        kept = KvKept(capacity.executor_epoch, capacity.tables, codec.pack_i32(places), keys)
+        kept = StoredBlocks(capacity.executor_epoch, capacity.tables, codec.pack_i32(places), keys)
         engine.disk.hear_kept(kept)
 
     def obey(
         self,
-        orders: KvOrders,
+        orders: KvTierRequests,
         capacity: Capacity,
         device: MutableMapping[int, Content],
         host: MutableMapping[int, Content],
     ) -> None:
         """Do as ordered at once, and answer later. device, host: what their blocks hold."""
         assert orders.tables == capacity.tables
-        answers = KvAnswers(self._epoch, orders.tables, fetch_ns=1)
+        answers = KvTierResults(self._epoch, orders.tables, fetch_ns=1)
         for place, key in zip(codec.unpack_i32(orders.drops), orders.drop_keys, strict=True):
             assert self.contents[place][0] == key
             del self.contents[place]
@@ -98,8 +98,8 @@ class FakeDisk:
         answers.fetched, answers.missed = codec.pack_i32(fetched), codec.pack_i32(missed)
         self.answers.append(answers)
 
-    def _obey_file(self, order: FileOrder, answers: KvAnswers) -> None:
-        answer = FileAnswer(order.task_id)
+    def _obey_file(self, order: FileRequest, answers: KvTierResults) -> None:
+        answer = FileResult(order.task_id)
         answers.files.append(answer)
         places = codec.unpack_i32(order.places)
         if order.verb == "export":

@@ -9,7 +9,7 @@ from collections.abc import MutableMapping
 from quintet.core.engine import Engine
 from quintet.wire import codec
 from quintet.wire.config import KvPeersConfig
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 from quintet.wire.step import Capacity
 
 from .fake_disk import Content
@@ -24,14 +24,14 @@ class FakePeers:
         self.num_staging_blocks = num_staging_blocks
         self.config = KvPeersConfig(role="both", listen=PEER, allowed=["10.0.0.0/8"])
         self.offered: dict[bytes, Content] = {}
-        self.answers: deque[KvAnswers] = deque()
+        self.answers: deque[KvTierResults] = deque()
         self.num_answers = self.num_fetched = 0
         self.is_losing = False
         """Whether what is there is not, when it is asked for."""
 
     def obey(
         self,
-        orders: KvOrders,
+        orders: KvTierRequests,
         capacity: Capacity,
         device: MutableMapping[int, Content],
         host: MutableMapping[int, Content],
@@ -55,7 +55,7 @@ class FakePeers:
                 self.num_fetched += 1
         if fetched or lacking:
             packed = {"pulled": codec.pack_i32(fetched), "lacking": codec.pack_i32(lacking)}
-            self.answers.append(KvAnswers(capacity.executor_epoch, orders.tables, **packed))
+            self.answers.append(KvTierResults(capacity.executor_epoch, orders.tables, **packed))
 
     def act(self, rng: random.Random, engine: Engine) -> None:
         """Answer, if there is something; from now on lose what is asked for, or not; let some of what is offered give way."""

@@ -10,8 +10,8 @@ from itertools import takewhile
 from quintet.core.engine import Engine
 from quintet.wire import codec
 from quintet.wire.config import KvStoreConfig
-from quintet.wire.kv_disk import KvAnswers, KvOrders
-from quintet.wire.kv_store import Found, StoreAnswers
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_store import LookupResult, StoreResults
 from quintet.wire.step import Capacity
 
 from .fake_disk import Content, Past, names_of
@@ -26,14 +26,14 @@ class FakeStore:
         self.runs: dict[bytes, dict[bytes, Content]] = {}
         """Name -> blocks by their keys, in order."""
         self.past: Past = {}
-        self.answers: deque[KvAnswers] = deque()
+        self.answers: deque[KvTierResults] = deque()
         self.num_answers = self.num_fetched = self.num_puts = self.num_searches = 0
         self.is_losing = self.is_full = False
         """Whether what is there is not, when it is asked for; whether nothing more is kept."""
 
     def obey(
         self,
-        orders: KvOrders,
+        orders: KvTierRequests,
         capacity: Capacity,
         device: MutableMapping[int, Content],
         host: MutableMapping[int, Content],
@@ -42,7 +42,7 @@ class FakeStore:
         assert orders.tables == capacity.tables
         if orders.store is None:
             return
-        answers = StoreAnswers(
+        answers = StoreResults(
             search_ns=1, get_ns=1, num_gets=len(orders.store.gets), num_searches=len(orders.store.searches)
         )
         for put in orders.store.puts:
@@ -57,7 +57,7 @@ class FakeStore:
         for search in orders.store.searches:
             self.num_searches += 1
             counts = [len([*takewhile(self.runs.__contains__, chain)]) for chain in search.chains]
-            answers.found.append(Found(search.request_id, codec.pack_i32(counts)))
+            answers.found.append(LookupResult(search.request_id, codec.pack_i32(counts)))
         first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
         for get in orders.store.gets:
             run = {} if self.is_losing else self.runs.get(get.name, {})
@@ -76,7 +76,7 @@ class FakeStore:
                     self.num_fetched += 1
                 else:
                     answers.missed += codec.pack_i32([block])
-        self.answers.append(KvAnswers(capacity.executor_epoch, orders.tables, store=answers))
+        self.answers.append(KvTierResults(capacity.executor_epoch, orders.tables, store=answers))
 
     def act(self, rng: random.Random, engine: Engine) -> None:
         """Answer, if there is something; from now on lose what is asked for, or not; let some give way; be full, or not."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.reconcile import Auditors
+from quintet.core.reconcile import Reconcilers
 
 from .fake import World
 
@@ -10,7 +10,7 @@ PROMPT = list(range(10, 21))
 
 
 def test_a_difference_counts_when_it_lasts() -> None:
-    auditors = Auditors()
+    auditors = Reconcilers()
     first = auditors.compare((0, 1), [1, 2, 3], [2, 3, 4])
     assert (first.orphans, first.unknown) == ([], [])
     second = auditors.compare((0, 1), [1, 2, 5], [2, 4, 6])
@@ -20,7 +20,7 @@ def test_a_difference_counts_when_it_lasts() -> None:
 
 
 def test_a_successor_begins_with_a_clean_sheet() -> None:
-    auditors = Auditors()
+    auditors = Reconcilers()
     auditors.compare((0, 1), [1], [])
     assert auditors.compare((0, 2), [1], []).unknown == []
     assert auditors.compare((1, 1), [1], []).unknown == []

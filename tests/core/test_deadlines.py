@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.deadlines import num_certain_outputs, predict
-from quintet.core.throughput import Pace
+from quintet.core.throughput import Throughput
 from quintet.wire.messages import FinishReason
 
 from .fake import World
@@ -199,7 +199,7 @@ def test_outputs_that_may_end_early_are_not_held_against_a_request() -> None:
 
 
 def test_steps_are_told_apart_by_what_is_in_them() -> None:
-    pace = Pace()
+    pace = Throughput()
     now = 0
     for _ in range(50):
         now += 10 * MS
@@ -211,7 +211,7 @@ def test_steps_are_told_apart_by_what_is_in_them() -> None:
 
 
 def test_a_process_that_was_stopped_is_no_measure() -> None:
-    pace = Pace()
+    pace = Throughput()
     for step in range(40):
         pace.note_step(4, 4, step * 10 * MS, (step + 1) * 10 * MS)
     pace.note_step(4, 4, 400 * MS, 60_000 * MS)

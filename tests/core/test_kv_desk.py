@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quintet.core import kv_admin, recurrent_state
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, Verb
@@ -24,7 +24,7 @@ OTHER = [*PROMPT[:8], *range(100, 113)]
 FULL = [KvGroup("full", [0])]
 
 
-def state_of(world: World) -> State:
+def state_of(world: World) -> SchedulerState:
     assert world.engine.state is not None
     return world.engine.state
 

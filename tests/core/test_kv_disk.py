@@ -7,9 +7,9 @@ import pytest
 from quintet.core.kv.disk_pool import DiskPool
 from quintet.core.kv.fetch_cost import MOST_SURPRISE, TRY_EVERY
 from quintet.core.kv.prefetch import PATIENCE_NS
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 
 from .fake import World, expected
 from .fake_disk import FakeDisk
@@ -20,7 +20,7 @@ PROMPT = list(range(10, 31))
 A, B, C = (bytes([letter]) * 32 for letter in b"abc")
 
 
-def state_of(world: World) -> State:
+def state_of(world: World) -> SchedulerState:
     assert world.engine.state is not None
     return world.engine.state
 
@@ -177,8 +177,8 @@ def test_such_traces_fetch() -> None:
 # --- the pool ---
 
 
-def orders_of(pool: DiskPool, now_ns: int = 0) -> KvOrders:
-    orders = KvOrders(0)
+def orders_of(pool: DiskPool, now_ns: int = 0) -> KvTierRequests:
+    orders = KvTierRequests(0)
     pool.add_orders(orders, now_ns)
     return orders
 
@@ -186,7 +186,7 @@ def orders_of(pool: DiskPool, now_ns: int = 0) -> KvOrders:
 def store(pool: DiskPool, *keys: bytes) -> None:
     for block, key in enumerate(keys):
         pool.stand(key, block)
-    pool.answer(KvAnswers(1, 0, stored=orders_of(pool).store_keys))
+    pool.answer(KvTierResults(1, 0, stored=orders_of(pool).store_keys))
     pool.check(set())
 
 
@@ -204,7 +204,7 @@ def test_progress_renews_patience_of_those_behind_it_alone() -> None:
     for request_id, key in enumerate((A, B, C)):
         assert pool.ask(request_id, [key], 4, whole=False)
         orders_of(pool)
-    pool.answer(KvAnswers(1, 0, fetched=pack_i32([pool.fetches.room.block_of[B]]), fetch_ns=8))
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([pool.fetches.room.block_of[B]]), fetch_ns=8))
     orders_of(pool, PATIENCE_NS)
     pool.expire(PATIENCE_NS + 1)
     waits = {request_id for request_id, wish in pool.fetches.wishes.items() if wish.pending}
@@ -218,7 +218,7 @@ def test_one_slow_read_is_not_the_last() -> None:
     pool.cost.each_ns = 10.0
     store(pool, A)
     pool.ask(1, [A], 4, whole=False)
-    pool.answer(KvAnswers(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
     assert pool.cost.each_ns == (3 * 10 + MOST_SURPRISE * 10) / 4
     assert pool.cost.is_cheaper(1, 28)
     tries = [pool.cost.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
@@ -229,7 +229,7 @@ def test_what_the_disk_does_not_take_is_not_there() -> None:
     pool = DiskPool(2, 0, 2)
     pool.stand(A, 0)
     orders_of(pool)
-    pool.answer(KvAnswers(1, 0, unstored=[A]))
+    pool.answer(KvTierResults(1, 0, unstored=[A]))
     pool.check(set())
     assert not pool.place_of and len(pool.free) == 2
 
@@ -246,9 +246,9 @@ def test_a_block_that_is_written_gets_no_other_content() -> None:
     assert pool.ask(2, [A], 4, whole=False)
     again = orders_of(pool)
     assert list(unpack_i32(again.fetches)) == [pool.place_of[A], 6]
-    pool.answer(KvAnswers(1, 0, fetched=pack_i32([5]), fetch_ns=8))
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([5]), fetch_ns=8))
     assert pool.fetch(2, [A]) is None
-    pool.answer(KvAnswers(1, 0, fetched=pack_i32([6]), fetch_ns=8))
+    pool.answer(KvTierResults(1, 0, fetched=pack_i32([6]), fetch_ns=8))
     assert pool.fetch(2, [A]) == [6] and pool.cost.each_ns == 8
     pool.take_copies()
     assert pool.fetches.room.free == [5]

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from quintet.core.kv.prefix import salt_digest
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.config import KvEventsConfig
 from quintet.wire.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from quintet.wire.kv_spec import KvGroup
@@ -18,7 +18,7 @@ from .test_groups import SLIDING
 FULL = [KvGroup("full", [0])]
 
 
-def state_of(world: World) -> State:
+def state_of(world: World) -> SchedulerState:
     assert world.engine.state is not None
     return world.engine.state
 

@@ -9,7 +9,7 @@ from quintet.core.hooks import FEATURES
 from quintet.core.kv.host_pool import HostPool
 from quintet.core.kv.pool import BlockPool
 from quintet.core.kv.tiers import Tiers
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
 
@@ -27,7 +27,7 @@ def crowded(**options: object) -> World:
     return World(**{"num_blocks": 14, "depth": 2, "num_host_blocks": 20, **options})
 
 
-def play(world: World) -> State:
+def play(world: World) -> SchedulerState:
     """Let the three requests run to their ends; return the state."""
     for request_id, prompt in PROMPTS.items():
         world.admit(request_id, prompt, max_tokens=13, ignore_eos=True)

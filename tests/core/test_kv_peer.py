@@ -8,11 +8,11 @@ import pytest
 
 from quintet.core import recurrent_state
 from quintet.core.kv.prefetch import MOST_NS, PATIENCE_NS
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvAnswers
+from quintet.wire.kv_disk import KvTierResults
 from quintet.wire.kv_spec import KvGroup
-from quintet.wire.request import Handover
+from quintet.wire.request import KvTransfer
 
 from .fake import World, expected
 from .fake_disk import FakeDisk
@@ -21,10 +21,10 @@ from .trace import assert_served, random_trace
 
 PROMPT = list(range(10, 31))
 """21 tokens: five full blocks of four, and a token to compute."""
-OFFERS = Handover(offers=True)
+OFFERS = KvTransfer(offers=True)
 
 
-def state_of(world: World) -> State:
+def state_of(world: World) -> SchedulerState:
     assert world.engine.state is not None
     return world.engine.state
 
@@ -38,7 +38,7 @@ def compute(world: World, request_id: int = 1, prompt: list[int] | None = None) 
 
 
 def admit(world: World, request_id: int, num_blocks: int = 5, prompt: list[int] | None = None) -> None:
-    handover = Handover(peer=PEER, num_blocks=num_blocks)
+    handover = KvTransfer(peer=PEER, num_blocks=num_blocks)
     world.admit(request_id, prompt or PROMPT, max_tokens=5, ignore_eos=True, handover=handover)
 
 
@@ -147,12 +147,12 @@ def test_a_peer_that_brings_a_block_now_and_then_keeps_nobody_for_long() -> None
         world.now += PATIENCE_NS // 2
         world.apply(world.engine.expire(world.now))
         one = pack_i32([blocks.popleft()])
-        world.engine.kv_answers(KvAnswers(whole.executor_epoch, whole.tables, pulled=one))
+        world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=one))
         world.plan()
     assert MOST_NS <= world.now - begun <= MOST_NS + PATIENCE_NS
     world.run()
     assert world.outcomes[2].num_cached == 0
-    world.engine.kv_answers(KvAnswers(whole.executor_epoch, whole.tables, pulled=pack_i32(blocks)))
+    world.engine.kv_answers(KvTierResults(whole.executor_epoch, whole.tables, pulled=pack_i32(blocks)))
     world.assert_idle()
 
 

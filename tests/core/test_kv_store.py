@@ -9,12 +9,12 @@ from quintet.core.kv import store_chunks as runs_module
 from quintet.core.kv import store_pool
 from quintet.core.kv.groups import Groups
 from quintet.core.kv.prefetch import PATIENCE_NS
-from quintet.core.kv.store_chunks import Runs
+from quintet.core.kv.store_chunks import StoreChunks
 from quintet.core.kv.store_pool import SILENCE_NS, StorePool
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import KvGroup, KvSpec
-from quintet.wire.kv_store import Found, Search, StoreAnswers, StoreOrders
+from quintet.wire.kv_store import LookupResult, Search, StoreRequests, StoreResults
 
 from .fake import World, expected
 from .fake_disk import FakeDisk
@@ -32,7 +32,7 @@ def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 8)
 
 
-def state_of(world: World) -> State:
+def state_of(world: World) -> SchedulerState:
     assert world.engine.state is not None
     return world.engine.state
 
@@ -178,14 +178,14 @@ def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
 
 
 def test_who_did_not_answer_is_not_asked_for_a_while() -> None:
-    pool = StorePool(Runs(Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64), 2, 2), 0, 8, 100)
+    pool = StorePool(StoreChunks(Groups(KvSpec([KvGroup("full", [0])], 1, 64, 4), 64), 2, 2), 0, 8, 100)
     pool.look_up(1, KEYS[:2])
-    assert pool.orders({}, 0) == StoreOrders(searches=[Search(1, [[KEYS[1]]])])
+    assert pool.orders({}, 0) == StoreRequests(searches=[Search(1, [[KEYS[1]]])])
     pool.expire(PATIENCE_NS)
     assert pool.lookups[1].is_pending and not pool.is_silent
     pool.expire(PATIENCE_NS + 1)
     assert not pool.lookups[1].is_pending and pool.is_silent
-    pool.answer(StoreAnswers(found=[Found(1, pack_i32([1]))], search_ns=5, num_searches=1))
+    pool.answer(StoreResults(found=[LookupResult(1, pack_i32([1]))], search_ns=5, num_searches=1))
     assert not pool.known, "too late: somebody may have given up for good reason"
     pool.expire(PATIENCE_NS + 1 + SILENCE_NS)
     assert not pool.is_silent
@@ -310,13 +310,15 @@ def test_runs_have_a_length_that_ends_where_states_are_kept(
     block_size: int, keep_every: int, length: int, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs_module, "RUN_TOKENS", 256)
-    runs = Runs.of(Groups(KvSpec([KvGroup("full", [0])], 1, 64, block_size), 64), block_size, keep_every)
+    runs = StoreChunks.of(
+        Groups(KvSpec([KvGroup("full", [0])], 1, 64, block_size), 64), block_size, keep_every
+    )
     assert (runs.num_blocks, runs.every) == (length, every)
 
 
 def test_runs_are_called_by_their_last_blocks() -> None:
     kv = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 4)
-    runs = Runs(Groups(kv, 64), 2, 4)
+    runs = StoreChunks(Groups(kv, 64), 2, 4)
     assert runs.chains(KEYS[:7]) == [
         [KEYS[1], KEYS[3], KEYS[5]],
         [KEYS[3] + b"\1\0"],

@@ -27,13 +27,13 @@ from quintet.wire.config import (
 )
 from quintet.wire.errors import ErrorCode
 from quintet.wire.ids import RequestIds, Role, WorkerId
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.messages import (
     Admit,
     Cancel,
     Failed,
-    Handed,
+    InFlightReport,
     Live,
     Reclaim,
     Reclaimed,
@@ -42,9 +42,9 @@ from quintet.wire.messages import (
 )
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Claim, Handover, RequestSpec
+from quintet.wire.request import KvTransfer, RequestSpec, ResumeToken
 from quintet.wire.step import Capacity, StepPlan
-from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
+from quintet.wire.supervision import Heartbeat, ProcessSlot, Ready, SlotState, Stop, Topology
 from tests.wire.respec import changed
 
 from ..small_frames import take_at_most
@@ -77,7 +77,8 @@ class Neighbours:
     def publish(self, *workers: WorkerId) -> None:
         self.version += 1
         seats = [
-            Seat(worker, address_of(self.config.run_dir, worker), 1, SeatState.READY) for worker in workers
+            ProcessSlot(worker, address_of(self.config.run_dir, worker), 1, SlotState.READY)
+            for worker in workers
         ]
         self.send(Topology(self.version, seats))
 
@@ -288,7 +289,7 @@ def test_an_attempt_sent_by_a_newer_topology_waits_for_it(driven: Driven) -> Non
 
 
 def test_a_question_for_tokens_that_an_executor_took_along_is_answered(driven: Driven) -> None:
-    neighbours, claim = driven.neighbours, Claim(b"k" * 16, b"")
+    neighbours, claim = driven.neighbours, ResumeToken(b"k" * 16, b"")
     for worker, accepts in ((EXECUTOR, StepPlan), (FRONTEND, Reclaimed)):
         neighbours.bind(worker, accepts)
     neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
@@ -431,8 +432,8 @@ def test_the_cancel_of_an_unknown_request_is_answered(driven: Driven) -> None:
     assert neighbours.receive(FRONTEND) == Unknown(codec.pack_i64([request_id]))
 
 
-def handed(attempts: dict[int, int]) -> Handed:
-    return Handed(FRONTEND, 0, 0, codec.pack_i64(attempts), codec.pack_i32(attempts.values()))
+def handed(attempts: dict[int, int]) -> InFlightReport:
+    return InFlightReport(FRONTEND, 0, 0, codec.pack_i64(attempts), codec.pack_i32(attempts.values()))
 
 
 def test_a_request_that_never_arrived_is_found(driven: Driven) -> None:
@@ -519,16 +520,16 @@ def test_waiting_for_kv_of_another_server_is_no_stall(config: EngineConfig) -> N
     cache = CacheConfig(memory_bytes=0, peers=peers)
     with contextlib.closing(Driven(msgspec.structs.replace(config, cache=cache))) as driven:
         neighbours, core = driven.neighbours, driven.core
-        neighbours.bind(EXECUTOR, StepPlan | KvOrders)
+        neighbours.bind(EXECUTOR, StepPlan | KvTierRequests)
         neighbours.publish(EXECUTOR, DETOKENIZER, FRONTEND)
         neighbours.send(Capacity(1, 32, 4, 8, 128, num_peer_blocks=8))
-        handover = Handover(peer="127.0.0.1:5600", num_blocks=2)
+        handover = KvTransfer(peer="127.0.0.1:5600", num_blocks=2)
         neighbours.send(changed(admit(RequestIds(0, 1).take(), PROMPT, 6), handover=handover))
         driven.deliver(3)
         orders = neighbours.receive(EXECUTOR)
-        assert isinstance(orders, KvOrders)
+        assert isinstance(orders, KvTierRequests)
         assert (core.engine.num_live, core.process.pending) == (1, 0)
-        neighbours.send(KvAnswers(1, 0, lacking=orders.pulls[0].host_blocks))
+        neighbours.send(KvTierResults(1, 0, lacking=orders.pulls[0].host_blocks))
         driven.deliver(1)
         assert core.engine.state is not None and core.engine.state.in_flight
         assert core.process.pending == 1

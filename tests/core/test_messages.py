@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quintet.wire import codec
 from quintet.wire.messages import Tokens
-from quintet.wire.request import Echo, Reading
+from quintet.wire.request import Echo, OutputParsing
 from quintet.wire.step import PromptLogprobs, StepResult, TokenLogprobs
 from tests.wire.respec import changed
 
@@ -50,7 +50,7 @@ def test_one_message_per_detokenizer_and_step() -> None:
 
 def test_a_detokenizer_is_told_how_the_output_is_read() -> None:
     world = World(depth=1)
-    reading = Reading("qwen3", "hermes", b"[]")
+    reading = OutputParsing("qwen3", "hermes", b"[]")
     world.admit(0, PROMPT, reading=reading)
     world.plan()
     ((_, tokens),) = told(world, world.executor.results.popleft())

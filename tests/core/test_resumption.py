@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.core.resumption import Shelf
+from quintet.core.resumption import RetainedRequests
 from quintet.wire import codec
 from quintet.wire.ids import RequestIds
 from quintet.wire.messages import FinishReason, Reclaim, Reclaimed
-from quintet.wire.request import Claim
+from quintet.wire.request import ResumeToken
 
 from .fake import World, expected
 
 PROMPT = list(range(10, 21))
 KEY = b"k" * 16
-CLAIM = Claim(KEY, b"how to answer")
+CLAIM = ResumeToken(KEY, b"how to answer")
 S = 10**9
 
 
@@ -206,7 +206,7 @@ def test_log_probabilities_are_computed_again_from_where_the_client_is() -> None
 
 def test_what_is_kept_is_bounded() -> None:
     world = World()
-    world.engine.shelf = Shelf(10 * S, max_bytes=5000)
+    world.engine.shelf = RetainedRequests(10 * S, max_bytes=5000)
     for request_id in range(1, 9):
         world.admit(request_id, PROMPT, ignore_eos=True, claim=CLAIM)
     world.run()
@@ -215,11 +215,11 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def test_all_that_came_with_a_kept_request_counts() -> None:
-    shapes = {"answer": Claim(KEY, b"a" * 10_000), "stop strings": CLAIM, "salt": CLAIM}
+    shapes = {"answer": ResumeToken(KEY, b"a" * 10_000), "stop strings": CLAIM, "salt": CLAIM}
     options = {"answer": {}, "stop strings": {"stop": ["s" * 4000] * 3}, "salt": {"cache_salt": "s" * 10_000}}
     for what, claim in shapes.items():
         world = World()
-        world.engine.shelf = Shelf(10 * S, max_bytes=10_000)
+        world.engine.shelf = RetainedRequests(10 * S, max_bytes=10_000)
         world.admit(1, PROMPT, ignore_eos=True, claim=claim, **options[what])
         world.run()
         assert reclaim(world, 1).admit is None, what

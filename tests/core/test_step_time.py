@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quintet.core.features.latency_target import ALONE, FIRST_TOKENS, LEAST_TOKENS, MANY, WAITING_STEPS
-from quintet.core.throughput import Pace
+from quintet.core.throughput import Throughput
 from quintet.wire import codec
 from quintet.wire.step import StepPlan
 
@@ -123,7 +123,7 @@ def test_whole_prompts_are_not_cut() -> None:
 
 
 def test_pace_forgets_a_hiccup() -> None:
-    pace = Pace()
+    pace = Throughput()
     for _ in range(20):
         pace.note_computing(100, 100 * MS)
     pace.note_computing(100, 2000 * MS)
@@ -135,6 +135,6 @@ def test_pace_forgets_a_hiccup() -> None:
 
 
 def test_small_steps_teach_nothing() -> None:
-    pace = Pace()
+    pace = Throughput()
     pace.note_computing(8, 30 * MS)
     assert pace.tokens_in(100 * MS) is None

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from quintet.core.hooks import FEATURES, Feature, Setup
-from quintet.core.poison_isolation.rejections import MAX_REFUSED, REFUSE_S, Refusals
+from quintet.core.poison_isolation.rejections import MAX_REFUSED, REFUSE_S, Rejections
 from quintet.core.poison_isolation.suspects import DEATHS_ALONE
 from quintet.core.request import Request
-from quintet.core.scheduler_state import State
+from quintet.core.scheduler_state import SchedulerState
 from quintet.wire import codec
 from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, FinishReason
@@ -256,7 +256,7 @@ def test_what_was_convicted_is_refused_for_a_while() -> None:
 
 
 def test_refusals_are_bounded() -> None:
-    refusals = Refusals()
+    refusals = Rejections()
     for number in range(MAX_REFUSED + 5):
         refusals.add(number.to_bytes(8, "little"), "it broke", 0)
     assert len(refusals) == MAX_REFUSED
@@ -300,7 +300,7 @@ def build(setup: Setup) -> Feature:
     return Feature("pairs", gate=gate)
 
 
-def gate(state: State, request: Request) -> bool:
+def gate(state: SchedulerState, request: Request) -> bool:
     """Hold back request 3 while request 4 does not run: no trial of 3 alone can ever begin."""
     return request.request_id != 3 or any(other.request_id == 4 for other in state.running)
 

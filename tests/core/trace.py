@@ -12,7 +12,7 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.kv_spec import Kind, KvGroup
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import seed_of_choice
-from quintet.wire.request import Handover
+from quintet.wire.request import KvTransfer
 from quintet.wire.step import NewRow
 
 from .fake import EOS, ExecutorFails, Fault, World, expected, no_fault
@@ -73,8 +73,8 @@ def random_groups(rng: random.Random) -> list[KvGroup]:
 
 HANDOVERS = [
     None,
-    Handover(offers=True),
-    *(Handover(peer=PEER, num_blocks=count) for count in (0, 3, 1 << 30)),
+    KvTransfer(offers=True),
+    *(KvTransfer(peer=PEER, num_blocks=count) for count in (0, 3, 1 << 30)),
 ]
 
 

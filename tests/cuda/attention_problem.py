@@ -13,7 +13,7 @@ from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_at
 from quintet.executor.backends.cuda.ops.attention_reference import paged_attention_reference
 from quintet.executor.backends.cuda.ops.formats import Planes
 from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.models.layers.attention import Sight
+from quintet.executor.models.layers.attention import AttentionWindow
 
 FP8 = torch.float8_e4m3fn
 Row = tuple[int, int]
@@ -43,7 +43,8 @@ class Shape:
         return AttentionPlan(
             device, 32, 2048, self.num_heads, self.num_kv_heads, self.head_dim, self.max_model_len,
             self.dtype, self.kv_dtype or self.dtype, fixed_splits=fixed_splits, value_dim=self.value_dim,
-            sights=(*(Sight(window) for window in self.windows), *(Sight(None, chunk) for chunk in self.chunks)),
+            sights=(*(AttentionWindow(window) for window in self.windows), *(AttentionWindow(None, chunk) for chunk in
+            self.chunks)),
         )  # fmt: skip
 
 

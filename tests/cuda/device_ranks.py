@@ -15,7 +15,7 @@ from tests.cuda.test_worker import model_on
 from quintet.executor.backends.cuda.follower import follow
 from quintet.executor.backends.cuda.leader import lead
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS, PackedPlan
-from quintet.executor.backends.cuda.rank_broadcast import Teller
+from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.ranks import open_device_ranks
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.wire.config import EngineConfig
@@ -51,7 +51,7 @@ def leading_worker(config: EngineConfig, *, captured: bool = True) -> Iterator[D
         is_over.set()
         nothing = slice(0, 0)
         last = PackedPlan(0, 0, 0, 0, HEADER_WORDS, nothing, nothing, nothing)
-        Teller(first).step(np.zeros(HEADER_WORDS, np.int32), last, None)
+        RankBroadcaster(first).step(np.zeros(HEADER_WORDS, np.int32), last, None)
         for thread in threads:
             thread.join()
         os.close(descriptor)

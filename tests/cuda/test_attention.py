@@ -9,7 +9,7 @@ from tests.cuda.attention_problem import FP8, Problem, Row, Shape
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
 from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.models.layers.attention import Sight
+from quintet.executor.models.layers.attention import AttentionWindow
 
 LENGTHS = [1, 15, 16, 17, 63, 64, 65, 300]
 ALONE: list[Row] = [(length - 1, 1) for length in LENGTHS]
@@ -178,7 +178,7 @@ def test_many_rows_are_planned(device: Device) -> None:
     empty = torch.empty(0, dtype=torch.int32)
     columns = (x.to(device.torch_device) for x in (starts, counts))
     plan.prepare(StepRows(num_rows, num_rows, 1, empty, *columns, empty, empty, empty, empty, empty, 16))
-    table = plan.table(Sight(), False).cpu()
+    table = plan.table(AttentionWindow(), False).cpu()
     parts = table[4 + num_rows + 1 :][:num_rows]
     assert bool((parts[counts == 1] <= starts[counts == 1] // 256 + 1).all())
     pieces = torch.where(counts == 1, 2 * parts, 0)
@@ -220,6 +220,7 @@ def _parts(plan: AttentionPlan, window: int | None, num_rows: int) -> tuple[list
     """How many pieces per patch and KV head each row has, by kernel."""
     first = 4 + plan.max_rows + 1
     decode, chunk = (
-        plan.table(Sight(window), of_chunks)[first : first + num_rows].tolist() for of_chunks in (False, True)
+        plan.table(AttentionWindow(window), of_chunks)[first : first + num_rows].tolist()
+        for of_chunks in (False, True)
     )
     return decode, chunk

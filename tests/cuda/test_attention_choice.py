@@ -15,7 +15,7 @@ from tests.cuda.rank_choices import chosen_by
 from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, UnsupportedError
 from quintet.executor.backends.cuda.attention.choice import (
     BACKENDS,
-    Choice,
+    BackendChoice,
     choose_as_first,
     choose_attention,
 )
@@ -26,7 +26,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.attention import AttentionPlan, paged_attention
 from quintet.executor.backends.platforms.platform import import_string
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.models.layers.attention import Sight
+from quintet.executor.models.layers.attention import AttentionWindow
 from quintet.wire.errors import ConfigError
 
 OURS = BACKENDS["quintet"]
@@ -36,7 +36,7 @@ NEEDS = AttentionNeeds(torch.bfloat16, torch.bfloat16, 4, 2, 64, 16, 0.125, 300)
 def make_plan(device: Device, needs: AttentionNeeds) -> AttentionPlan:
     return AttentionPlan(
         device, 8, 160, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.max_model_len,
-        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant, sights=tuple(map(Sight, needs.windows)),
+        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant, sights=tuple(map(AttentionWindow, needs.windows)),
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def choose(
     times_ms: dict[str, float] | None = None,
     needs: AttentionNeeds = NEEDS,
     **fakes: str,
-) -> Choice:
+) -> BackendChoice:
     """Choose among fakes; ``times_ms`` says how long those that are timed take, in the order they are."""
     times = iter((times_ms or {}).values())
 

@@ -36,7 +36,7 @@ from quintet.executor.backends.cuda.ops.peers import (
     RanksApart,
 )
 from quintet.executor.backends.cuda.ops.tables import PackedPlan
-from quintet.executor.backends.cuda.rank_broadcast import Hearer, StepOrder, Teller
+from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster, RankReceiver, StepOrder
 from quintet.executor.backends.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.embeds import StepEmbeds
 from quintet.executor.model_config.share import Share
@@ -167,7 +167,7 @@ def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
 
         def tell() -> None:
             second_is_there.wait()
-            teller = Teller(first)
+            teller = RankBroadcaster(first)
             teller.step(words, packed, embeds, 4)
             teller.logits(np.array([5, 6], np.int64))
 
@@ -176,7 +176,7 @@ def test_what_rank_0_tells_is_what_others_hear(tmp_path: Path) -> None:
         telling.start()
         second.done()
         second_is_there.set()
-        hearer = Hearer(second)
+        hearer = RankReceiver(second)
         step, logits = hearer.next(), hearer.next()
         telling.join()
     assert isinstance(step, StepOrder) and step.packed == packed and step.graph_rows == 4

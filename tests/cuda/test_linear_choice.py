@@ -13,12 +13,12 @@ import torch.nn.functional as F
 from tests.cuda.rank_choices import chosen_by
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, Way, captured_stopwatch
+from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, GemmBackend, captured_stopwatch
 from quintet.executor.backends.cuda.ops.linear import matmul, matvec
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.models.layers.linear import Linear
 
-CUBLAS, MATMUL, MATVEC = Way.CUBLAS, Way.MATMUL, Way.MATVEC
+CUBLAS, MATMUL, MATVEC = GemmBackend.CUBLAS, GemmBackend.MATMUL, GemmBackend.MATVEC
 
 
 def layer(
@@ -38,7 +38,7 @@ def clock(times: list[float]) -> Callable[[Callable[[], None]], float]:
     return lambda run: next(left)
 
 
-def rows_to_ways(linears: DeviceLinears, weight: torch.Tensor) -> dict[int, Way]:
+def rows_to_ways(linears: DeviceLinears, weight: torch.Tensor) -> dict[int, GemmBackend]:
     return {rows: linears.way(weight, rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65, 4096)}
 
 
@@ -87,7 +87,7 @@ def test_rank_0_chooses_for_all(device: Device) -> None:
     layers = [[layer(device, 24, 64), layer(device, 33 - rank, 64)] for rank in range(3)]
     clocks = ([5, 6, 4] * 3 + [5, 4] * 4) * 2, [6, 5, 7] * 3 + [5, 6] * 4
 
-    def choose(ranks: Ranks) -> list[dict[int, Way]]:
+    def choose(ranks: Ranks) -> list[dict[int, GemmBackend]]:
         rank = ranks.share.rank
         linears = DeviceLinears(device, batch_invariant=False)
         linears.measure(layers[rank], clock([*clocks[min(rank, 1)]]), ranks)
@@ -115,7 +115,9 @@ def test_layers_of_one_shape_are_timed_together_and_each_in_turn(device: Device)
     multiplied: list[int] = []
     run_one = linears._run
 
-    def watched(way: Way, x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None) -> torch.Tensor:
+    def watched(
+        way: GemmBackend, x: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor | None
+    ) -> torch.Tensor:
         multiplied.append(weight.data_ptr())
         return run_one(way, x, weight, *rest)
 
@@ -133,8 +135,8 @@ def test_layers_of_one_shape_are_timed_together_and_each_in_turn(device: Device)
     assert multiplied
 
 
-@pytest.mark.parametrize("way", list(Way))
-def test_whoever_multiplies(device: Device, way: Way) -> None:
+@pytest.mark.parametrize("way", list(GemmBackend))
+def test_whoever_multiplies(device: Device, way: GemmBackend) -> None:
     """cuBLAS against itself; ours against the kernels, which have tests of their own."""
     one = layer(device, 24, 64)
     weight, bias = one.method.table, one.method.bias
@@ -161,8 +163,8 @@ def test_whoever_multiplies(device: Device, way: Way) -> None:
     torch.testing.assert_close(linears.multiply(x, weight, None, out), bare)  # as above
 
 
-@pytest.mark.parametrize("way", list(Way))
-def test_an_output_layer_gives_float32_whoever_multiplies(device: Device, way: Way) -> None:
+@pytest.mark.parametrize("way", list(GemmBackend))
+def test_an_output_layer_gives_float32_whoever_multiplies(device: Device, way: GemmBackend) -> None:
     one = layer(device, 24, 64, result_dtype=torch.float32)
     weight, bias = one.method.table, one.method.bias
     assert weight is not None and bias is not None

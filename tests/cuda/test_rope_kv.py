@@ -9,7 +9,7 @@ import torch
 from tests.cuda.formats import FORMATS, assert_within_steps, noise, small_integers
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.ops.rope_kv import Turn, rope_kv, rope_kv_reference
+from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv, rope_kv_reference
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.model_config.spec import Temperature
 
@@ -129,7 +129,9 @@ def test_norm_has_the_references_bits_where_the_sum_is_exact(
     device: Device, dtype: torch.dtype, head_dim: int, rotary_dim: int
 ) -> None:
     world = make_world(device, dtype, head_dim, rotary_dim, whole_numbers=True)
-    turn = Turn(*(noise(head_dim, dtype=dtype, where=device.torch_device, seed=i) for i in (2, 3)), EPS)
+    turn = HeadTransform(
+        *(noise(head_dim, dtype=dtype, where=device.torch_device, seed=i) for i in (2, 3)), EPS
+    )
     kv = world.kv.clone()
     expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
     queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
@@ -143,7 +145,7 @@ def test_norm_of_widths_that_are_no_power_of_two(device: Device, head_dim: int, 
     """Some lanes have nothing to add. fp32, as a mean in another order is only some roundings off."""
     world = make_world(device, torch.float32, head_dim, rotary_dim)
     weight = noise(head_dim, dtype=torch.float32, where=device.torch_device, seed=2)
-    turn = Turn(weight, weight, EPS)
+    turn = HeadTransform(weight, weight, EPS)
     kv = world.kv.clone()
     expected = rope_kv_reference(*world.heads, world.cos, world.sin, kv, world.rows, turn)
     queries = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
@@ -170,13 +172,13 @@ def test_fp8_cache_saturates(device: Device, dtype: torch.dtype, head_dim: int, 
 @pytest.mark.parametrize(
     "turn",
     [
-        Turn(),
-        Turn(kv_scales=(0.013, 3.7)),
-        Turn(interleaved=True, kv_scales=(0.013, 3.7)),
+        HeadTransform(),
+        HeadTransform(kv_scales=(0.013, 3.7)),
+        HeadTransform(interleaved=True, kv_scales=(0.013, 3.7)),
     ],
     ids=["whole", "scaled", "scaled, plainly"],
 )
-def test_fp8_cache_of_rotated_numbers(device: Device, turn: Turn, head_dim: int) -> None:
+def test_fp8_cache_of_rotated_numbers(device: Device, turn: HeadTransform, head_dim: int) -> None:
     """What is stored is the number in the model's format, divided by the layer's scale, rounded again."""
     world = make_world(device, torch.bfloat16, head_dim, head_dim, kv_dtype=torch.float8_e4m3fn)
     kv = world.kv.clone()
@@ -213,7 +215,7 @@ def test_of_three_tensors(device: Device) -> None:
 def test_a_tokens_bits_do_not_depend_on_the_batch(device: Device, heads: tuple[int, int]) -> None:
     world = make_world(device, torch.float32, 96, 64, heads)
     weight = noise(96, dtype=torch.float32, where=device.torch_device, seed=2)
-    turn = Turn(weight, weight, EPS)
+    turn = HeadTransform(weight, weight, EPS)
     together = rope_kv(device, *world.heads, world.cos, world.sin, world.kv, world.rows, turn)
     kv = torch.ones_like(world.kv)
     for i, kv_row in enumerate(KV_ROWS):
@@ -226,15 +228,15 @@ def test_a_tokens_bits_do_not_depend_on_the_batch(device: Device, heads: tuple[i
 
 
 UNUSUAL = {
-    "neighbours": (64, 64, 64, Turn(interleaved=True)),
-    "neighbours of a part": (100, 36, 100, Turn(interleaved=True)),
-    "the tail": (72, 10, 40, Turn(rotary_first=62)),
-    "the tail, neighbours": (576, 64, 512, Turn(rotary_first=512, interleaved=True)),
-    "growing": (64, 32, 64, Turn(temperature=Temperature(0.5, 50, 1))),
-    "growing in parts": (64, 32, 64, Turn(temperature=Temperature(0.5, 50, -30, whole=False))),
-    "growing without rotation": (64, 0, 64, Turn(temperature=Temperature(0.5, 50, 1))),
-    "values of another width": (48, 48, 80, Turn()),
-    "no rotation": (80, 0, 80, Turn()),
+    "neighbours": (64, 64, 64, HeadTransform(interleaved=True)),
+    "neighbours of a part": (100, 36, 100, HeadTransform(interleaved=True)),
+    "the tail": (72, 10, 40, HeadTransform(rotary_first=62)),
+    "the tail, neighbours": (576, 64, 512, HeadTransform(rotary_first=512, interleaved=True)),
+    "growing": (64, 32, 64, HeadTransform(temperature=Temperature(0.5, 50, 1))),
+    "growing in parts": (64, 32, 64, HeadTransform(temperature=Temperature(0.5, 50, -30, whole=False))),
+    "growing without rotation": (64, 0, 64, HeadTransform(temperature=Temperature(0.5, 50, 1))),
+    "values of another width": (48, 48, 80, HeadTransform()),
+    "no rotation": (80, 0, 80, HeadTransform()),
 }
 """Width of keys, of what is rotated, of values, and the rest."""
 
@@ -243,7 +245,7 @@ UNUSUAL = {
 @pytest.mark.parametrize("case", UNUSUAL.values(), ids=UNUSUAL.keys())
 @pytest.mark.parametrize("norm_offset", [None, 0.0, 1.0])
 def test_every_turn(
-    device: Device, dtype: torch.dtype, case: tuple[int, int, int, Turn], norm_offset: float | None
+    device: Device, dtype: torch.dtype, case: tuple[int, int, int, HeadTransform], norm_offset: float | None
 ) -> None:
     head_dim, rotary_dim, value_dim, turn = case
     where = device.torch_device
@@ -287,7 +289,7 @@ def test_a_wrong_tensor_is_named(device: Device) -> None:
     with pytest.raises(ValueError, match=r"kv: expected torch.bfloat16 or torch.float8_e4m3fn"):
         rope_kv(device, q, k, v, world.cos, world.sin, world.kv.half(), world.rows)
     with pytest.raises(ValueError, match="both or neither"):
-        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, Turn(world.qkv[0, 0]))
+        rope_kv(device, q, k, v, world.cos, world.sin, world.kv, world.rows, HeadTransform(world.qkv[0, 0]))
     with pytest.raises(ValueError, match="rows: expected kv_rows of 6 tokens in blocks of 16, got 7"):
         rope_kv(device, q[:6], k[:6], v[:6], world.cos[:6], world.sin[:6], world.kv, world.rows)
     with pytest.raises(ValueError, match="out: expected"):

@@ -21,7 +21,7 @@ from quintet.executor.backends.cuda.ops.tables import (
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
 from quintet.executor.batch import BatchBuilder, Rows
-from quintet.executor.models.layers.attention import Heads, Sight
+from quintet.executor.models.layers.attention import AttentionWindow, Heads
 from quintet.executor.sampling.settings import settings_of, settings_table
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
@@ -78,7 +78,9 @@ class World:
         self.host = SlotTables(NUM_SLOTS, MAX_LEN, KV, torch.device("cpu"))
         self.tables = DeviceTables.reserve(NUM_SLOTS, MAX_LEN, KV, self.device.torch_device)
         self.memory = StepMemory(self.tables, 2 * ONE_BLOCK_TOKENS)
-        self.builder = BatchBuilder(BLOCK_SIZE, [(0, Sight(), Heads(1, 1, 4, 4))], True, torch.float32)
+        self.builder = BatchBuilder(
+            BLOCK_SIZE, [(0, AttentionWindow(), Heads(1, 1, 4, 4))], True, torch.float32
+        )
 
     def run(
         self, plan: StepPlan, padded_rows: int | None = None, padded_tokens: int | None = None

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from quintet.deploy.supervisor.listener import bind_listener
-from quintet.deploy.supervisor.prefork import Nursery, roles_to_fork
-from quintet.deploy.supervisor.process_slots import SeatRecord
+from quintet.deploy.supervisor.prefork import Prefork, roles_to_fork
+from quintet.deploy.supervisor.process_slots import SlotRecord
 from quintet.deploy.supervisor.restarts import RestartPolicy
 from quintet.deploy.supervisor.service_manager import ServiceManager
-from quintet.deploy.supervisor.startup_log import Failure, PrintedStory, ReportedStory
-from quintet.deploy.supervisor.supervisor import Supervisor, Surroundings
+from quintet.deploy.supervisor.startup_log import Failure, PrintedStartupLog, ReportedStartupLog
+from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
 from quintet.process.log import configure_logging
 from quintet.process.runtime import CONFIG_FILE
 from quintet.wire.config import EngineConfig
@@ -22,10 +22,10 @@ from quintet.wire.ids import Role
 from tests.deploy.fake_child import tell
 
 
-class ToldStory(PrintedStory):
+class ToldStory(PrintedStartupLog):
     """Prints, and tells the test."""
 
-    def role_ready(self, seats: Sequence[SeatRecord]) -> None:
+    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
         super().role_ready(seats)
         tell("role_ready", role=seats[0].role)
 
@@ -46,10 +46,10 @@ def main() -> int:
     if listener is not None:
         tell("listening", port=listener.getsockname()[1])
     modules = {role: f"fake_{role}" for role in Role}
-    nursery = Nursery(run_dir, listener, modules)
+    nursery = Prefork(run_dir, listener, modules)
     if options.get("forks"):
         nursery.fork(roles_to_fork(True, has_frontends=listener is not None))
-    surroundings = Surroundings(
+    surroundings = SupervisorContext(
         listener=listener,
         parent_fd=options.get("parent_fd"),
         modules=modules,
@@ -61,7 +61,9 @@ def main() -> int:
         look_around=lambda now: Failure("beside", options["beside"], "", 78) if "beside" in options else None,
     )
     story = (
-        ReportedStory(options["report_fd"]) if "report_fd" in options else ToldStory(config, ["Fake model"])
+        ReportedStartupLog(options["report_fd"])
+        if "report_fd" in options
+        else ToldStory(config, ["Fake model"])
     )
     return Supervisor(config, story, surroundings).run()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from quintet.deploy.supervisor.startup_log import PrintedStory
+from quintet.deploy.supervisor.startup_log import PrintedStartupLog
 from tests.deploy.supervised import make_config
 
 
@@ -24,6 +24,6 @@ class Pieces(io.StringIO):
 
 def test_a_line_is_written_whole_so_that_no_childs_log_comes_in_between(tmp_path: Path) -> None:
     terminal = Pieces()
-    PrintedStory(make_config(tmp_path), ["Quintet", "Model"], terminal).all_ready()
+    PrintedStartupLog(make_config(tmp_path), ["Quintet", "Model"], terminal).all_ready()
     assert len(terminal.pieces) == 5
     assert all(piece.count("\n") == 1 and piece.endswith("\n") for piece in terminal.pieces), terminal.pieces

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.deploy.supervisor.spawn import ChildProcess
 from quintet.frontend.metrics import Page, collect
 from quintet.wire.config import ProcessesConfig
@@ -43,28 +43,28 @@ class Server:
     """The seats of a supervisor, and what whoever asks is shown."""
 
     def __init__(self) -> None:
-        self.table = SeatTable(Path("/nowhere"), ProcessesConfig(tokenizers=2, detokenizers=2, frontends=2))
+        self.table = SlotTable(Path("/nowhere"), ProcessesConfig(tokenizers=2, detokenizers=2, frontends=2))
         self.told_tokens: dict[str, float] = defaultdict(float)
         """Tokens that each process has told of."""
         for seat in self.table:
             self.fill(seat)
 
-    def fill(self, seat: SeatRecord) -> None:
+    def fill(self, seat: SlotRecord) -> None:
         seat.fill(cast(ChildProcess, Child()), 0.0)
         seat.became_ready({}, 0.0)
 
-    def beat(self, seat: SeatRecord) -> None:
+    def beat(self, seat: SlotRecord) -> None:
         child = cast(Child, seat.process)
         seat.beat(Heartbeat(seat.worker, 0, 0, child.cpu_ns, child.metrics.encoded()), 0.0)
         self.told_tokens[str(seat.worker)] = child.tokens.value
 
-    def die(self, seat: SeatRecord) -> None:
+    def die(self, seat: SlotRecord) -> None:
         seat.vacate("exit status -9")
         seat.epoch += 1
         seat.restarts += 1
         self.fill(seat)
 
-    def retire(self, seat: SeatRecord) -> None:
+    def retire(self, seat: SlotRecord) -> None:
         seat.is_retiring = True
         seat.vacate("exit status 0")
 

@@ -19,7 +19,7 @@ from quintet.deploy.integrations.fastchat.request import Params, completion_of
 from quintet.deploy.integrations.fastchat.response import Data
 from quintet.deploy.integrations.fastchat.worker import main
 from quintet.deploy.tools.load_client.connection import Target
-from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.bodies import BodyBuffers
 from quintet.wire.errors import EXIT_CONFIG
 from tests.deploy.test_router import Upstream, head, run
 
@@ -118,7 +118,7 @@ async def world(said: Said) -> AsyncIterator[World]:
     ports = [each.sockets[0].getsockname()[1] for each in listening]
     server, controller = (Peer(Target.parse(f"http://127.0.0.1:{port}")) for port in ports)
     registration = Registration(controller, server, "http://me:1", 0.0)
-    w = World(App(server, registration, Bodies(1 << 20)), registration)
+    w = World(App(server, registration, BodyBuffers(1 << 20)), registration)
     await registration.look()
     yield w
     if any(path == "/v1/completions" for path, _ in w.asked) and said is goes_on:

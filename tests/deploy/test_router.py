@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 
 from quintet.deploy.cli.route import _check, add_parser
-from quintet.deploy.router.app import OPEN_PATHS, App, Door
+from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, App
 from quintet.deploy.router.attempts import Hedging
-from quintet.deploy.router.connection_pool import Lines
+from quintet.deploy.router.connection_pool import ConnectionPool
 from quintet.deploy.router.events import Events
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.metrics import Figures
-from quintet.deploy.router.proxy import Patience
+from quintet.deploy.router.metrics import RouterMetrics
+from quintet.deploy.router.proxy import ProxyTimeouts
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.deploy.tools.load_client.connection import Connection, Target
 from quintet.frontend.http.auth import Keys
-from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.bodies import BodyBuffers
 from quintet.wire.errors import ConfigError, RequestError
 
 C, M = "/v1/completions", "/v1/messages"
@@ -179,10 +179,10 @@ async def world(
     servers.become([up.url for up in ups], 2.0)
     for server in servers:
         server.note("")
-    patience = Patience(0.2, 10.0, Hedging(hedge_after_s))
+    patience = ProxyTimeouts(0.2, 10.0, Hedging(hedge_after_s))
     guard = Keys(keys, OPEN_PATHS.__contains__)
-    door = Door(guard, Limits(*limits, loop.time), Bodies(1 << 20), servers_key)
-    yield World(App(servers, Figures(servers), patience, door), servers, ups)
+    door = AccessPolicy(guard, Limits(*limits, loop.time), BodyBuffers(1 << 20), servers_key)
+    yield World(App(servers, RouterMetrics(servers), patience, door), servers, ups)
     for server in servers:
         server.lines.hang_up()
     for _ in range(4):  # turns of the loop, until a connection that was accepted has its task
@@ -566,7 +566,7 @@ def test_a_server_that_keeps_its_figures_to_itself_is_well_and_its_prompts_count
 
 def test_a_server_that_only_says_it_is_there_makes_no_progress() -> None:
     async def story() -> None:
-        lines = Lines(Target.parse("http://127.0.0.1:1"), 1.0)
+        lines = ConnectionPool(Target.parse("http://127.0.0.1:1"), 1.0)
         for piece in (b": keep-alive\n", b": ping\n\n", b'event: ping\ndata: {"type": "ping"}\n\n'):
             lines.heard(piece, 1.0)
             assert (lines.last_heard_s, lines.last_told_s) == (1.0, 0.0)

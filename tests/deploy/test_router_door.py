@@ -12,7 +12,7 @@ import pytest
 
 from quintet.deploy.cli.route import add_parser, for_pages
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.request_summary import Asked
+from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.router.servers import Servers
 from quintet.wire.errors import RequestError
 from tests.deploy.test_router import C, Upstream, event, head, run, says, whole, world
@@ -120,7 +120,7 @@ def test_routers_agree_on_the_server_of_a_session() -> None:
         servers.become(listed, 1.0)
         for server in servers:
             server.note("")
-        held = [servers.choose(Asked(session=f"s{number}"), ()) for number in range(40)]
+        held = [servers.choose(RequestSummary(session=f"s{number}"), ()) for number in range(40)]
         chosen.append([each.server.url for each in held if each is not None])
     assert chosen[0] == chosen[1] and len(set(chosen[0])) == 4
 

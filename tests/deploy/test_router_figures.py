@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.deploy.router.metrics import Figures, read_figures
+from quintet.deploy.router.metrics import RouterMetrics, read_figures
 from quintet.deploy.router.request_summary import read
 from quintet.deploy.router.servers import Servers
 
@@ -38,7 +38,7 @@ def test_how_long_an_answer_may_be_is_read() -> None:
 
 def test_what_servers_answer_is_counted_in_a_bounded_number_of_series() -> None:
     servers = Servers("load")
-    figures = Figures(servers)
+    figures = RouterMetrics(servers)
     for generation in range(20):
         servers.become([f"http://10.0.{generation}.{number}:8000" for number in range(5)], 1.0)
         servers.part()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from quintet.deploy.router.events import MAX_EVENT_BYTES, Events
-from quintet.deploy.router.proxy import Patience
+from quintet.deploy.router.proxy import ProxyTimeouts
 from quintet.frontend.resume.token_relay import told_comments
 from tests.deploy.test_router import (
     BUSY,
@@ -141,7 +141,7 @@ def test_a_server_that_refuses_to_go_on_is_not_asked_again_and_a_full_one_when_i
             by_path(go_on=says(head(400, kind=b"application/json") + b"{}")),
             LOST,
         ) as w:
-            w.app._patience = Patience(0.2, 1.0)
+            w.app._patience = ProxyTimeouts(0.2, 1.0)
             prefer(w, 2, 1, 0)
             told = await w.ask(C, STREAM)
             assert "nobody can go on" in told.body.decode()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from quintet.deploy.router.dns_servers import Names
+from quintet.deploy.router.dns_servers import DnsServers
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.wire.errors import ConfigError
@@ -33,7 +33,7 @@ class Resolver:
 def test_every_address_of_a_name_is_a_server_and_a_failed_lookup_changes_nothing() -> None:
     async def story() -> None:
         resolver = Resolver()
-        names = Names([URL], resolver.look_up)
+        names = DnsServers([URL], resolver.look_up)
         resolver.addresses = ["10.0.0.2", "10.0.0.1", "10.0.0.2", "fd00::1"]
         assert await names.follow()
         both = [f"http://{host}:8000/prefix" for host in ("10.0.0.1", "10.0.0.2")]
@@ -53,7 +53,7 @@ def test_every_address_of_a_name_is_a_server_and_a_failed_lookup_changes_nothing
 
 def test_the_systems_resolver_is_asked() -> None:
     async def story() -> None:
-        names = Names(["http://localhost:8000"])
+        names = DnsServers(["http://localhost:8000"])
         await names.follow()
         assert {"http://127.0.0.1:8000", "http://[::1]:8000"} & set(names.urls)
 
@@ -64,7 +64,7 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
     async def story() -> None:
         resolver = Resolver()
         servers = Servers("load")
-        watch = Watch(servers, [], None, Pulse(0.01, 5, 5, "", 0.5), Names([URL], resolver.look_up))
+        watch = Watch(servers, [], None, Pulse(0.01, 5, 5, "", 0.5), DnsServers([URL], resolver.look_up))
         task = asyncio.get_running_loop().create_task(watch.run())
 
         async def become(*hosts: str) -> None:
@@ -92,4 +92,4 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
 )
 def test_what_cannot_stand_for_several_servers(url: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
-        Names([url])
+        DnsServers([url])

@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import pytest
 
 from quintet.deploy.cli.route import _check, add_parser
-from quintet.deploy.router.app import OPEN_PATHS, Door
-from quintet.deploy.router.dns_servers import Names
+from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy
+from quintet.deploy.router.dns_servers import DnsServers
 from quintet.deploy.router.limits import Limits
-from quintet.deploy.router.metrics import Figures
-from quintet.deploy.router.server_choice import Head, Picker, by_address
+from quintet.deploy.router.metrics import RouterMetrics
+from quintet.deploy.router.server_choice import Picker, RequestHead, by_address
 from quintet.deploy.router.servers import Servers
 from quintet.deploy.router.watch import Pulse, Watch
 from quintet.frontend.http.auth import Keys
-from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.bodies import BodyBuffers
 from quintet.wire.errors import ConfigError, ErrorCode, RequestError
 
 URLS = ("http://10.0.0.5:8000", "http://[fd00::5]:8000")
@@ -33,8 +33,8 @@ def picker(keys: Sequence[str] = (), per_key: tuple[int, int] = (0, 0), max_byte
     for server in servers:
         server.note("")
     limits = Limits(*per_key, time.monotonic)
-    door = Door(Keys(keys, OPEN_PATHS.__contains__), limits, Bodies(max_bytes), "")
-    return Picker(servers, Figures(servers), door)
+    door = AccessPolicy(Keys(keys, OPEN_PATHS.__contains__), limits, BodyBuffers(max_bytes), "")
+    return Picker(servers, RouterMetrics(servers), door)
 
 
 def prompt(text: str) -> bytes:
@@ -45,7 +45,7 @@ def test_requests_go_where_their_beginning_is_and_else_where_least_is_to_do() ->
     choices = picker()
     homes: dict[str, str] = {}
     for text in ("one story ", "another tale "):
-        visit = choices.enter(Head(C, {}))
+        visit = choices.enter(RequestHead(C, {}))
         for piece in (prompt(text)[:100], prompt(text)[100:]):
             visit.take(piece)
         homes[text] = visit.pick()
@@ -53,7 +53,7 @@ def test_requests_go_where_their_beginning_is_and_else_where_least_is_to_do() ->
         visit.begin()
     assert sorted(homes.values()) == sorted(ENDPOINTS)
     for text in [*homes, *homes]:
-        visit = choices.enter(Head(C, {}))
+        visit = choices.enter(RequestHead(C, {}))
         visit.take(prompt(text))
         assert visit.pick() == homes[text]
         visit.leave()
@@ -61,7 +61,7 @@ def test_requests_go_where_their_beginning_is_and_else_where_least_is_to_do() ->
 
 def test_a_request_counts_at_its_server_until_it_ends() -> None:
     choices = picker()
-    visit = choices.enter(Head(C, {}))
+    visit = choices.enter(RequestHead(C, {}))
     visit.take(prompt("a story "))
     endpoint = visit.pick()
     server = list(choices.servers)[ENDPOINTS.index(endpoint)]
@@ -77,7 +77,7 @@ def test_a_refusal_says_nothing_of_how_fast_a_server_answers() -> None:
     noted = []
     for status in (200, 503):
         choices = picker()
-        visit = choices.enter(Head(C, {}))
+        visit = choices.enter(RequestHead(C, {}))
         visit.take(b'{"stream":true,' + prompt("a story ")[1:])
         server = list(choices.servers)[ENDPOINTS.index(visit.pick())]
         server.pace.note = lambda *measured: noted.append(measured)  # type: ignore[method-assign]
@@ -89,26 +89,26 @@ def test_a_refusal_says_nothing_of_how_fast_a_server_answers() -> None:
 def test_a_gateway_says_which_endpoints_it_may_be() -> None:
     choices = picker()
     for endpoint in ENDPOINTS * 2:
-        assert choices.enter(Head(C, {}, frozenset({endpoint, "10.9.9.9:1"}))).pick() == endpoint
+        assert choices.enter(RequestHead(C, {}, frozenset({endpoint, "10.9.9.9:1"}))).pick() == endpoint
     for among in (frozenset({"10.9.9.9:1"}), frozenset[str]()):
         with pytest.raises(RequestError, match=f"None of the {len(among)} endpoints") as told:
-            choices.enter(Head(C, {}, among)).pick()
+            choices.enter(RequestHead(C, {}, among)).pick()
         assert told.value.code is ErrorCode.UNAVAILABLE
 
 
 def test_who_the_door_refuses_is_refused_here() -> None:
     choices = picker(keys=("k",), per_key=(1, 0), max_bytes=100)
     with pytest.raises(RequestError, match="No API key was sent"):
-        choices.enter(Head(C, {}))
+        choices.enter(RequestHead(C, {}))
     with pytest.raises(RequestError, match="No API key was sent"):
-        choices.enter(Head("/readyz", {}))
+        choices.enter(RequestHead("/readyz", {}))
     with pytest.raises(RequestError, match="not one this server accepts"):
-        choices.enter(Head(C, {"x-api-key": "\u20ac"}))
+        choices.enter(RequestHead(C, {"x-api-key": "\u20ac"}))
     with pytest.raises(RequestError, match="segments of dots"):
-        choices.enter(Head("/docs/../v1/completions", {"x-api-key": "k"}))
-    visit = choices.enter(Head(C, {"authorization": "Bearer k"}))
+        choices.enter(RequestHead("/docs/../v1/completions", {"x-api-key": "k"}))
+    visit = choices.enter(RequestHead(C, {"authorization": "Bearer k"}))
     with pytest.raises(RequestError, match="1 may be at once") as told:
-        choices.enter(Head(C, {"x-api-key": "k"}))
+        choices.enter(RequestHead(C, {"x-api-key": "k"}))
     assert told.value.code is ErrorCode.OVERLOADED
     with pytest.raises(RequestError, match="more than 100 bytes"):
         visit.take(bytes(101))
@@ -116,13 +116,13 @@ def test_who_the_door_refuses_is_refused_here() -> None:
     for server in choices.servers:
         server.note("is not ready")
     assert not choices.is_ready
-    last = choices.enter(Head(C, {"x-api-key": "k"}))
+    last = choices.enter(RequestHead(C, {"x-api-key": "k"}))
     with pytest.raises(RequestError, match=r"No server can take requests .*is not ready"):
         last.pick()
     last.leave()
     choices.is_draining = True
     with pytest.raises(RequestError, match="is ending"):
-        choices.enter(Head(C, {"x-api-key": "k"}))
+        choices.enter(RequestHead(C, {"x-api-key": "k"}))
     assert choices.num_open == 0
 
 
@@ -133,8 +133,8 @@ def test_servers_of_a_gateway_are_addresses() -> None:
         ("http://10.0.0.5:8000/inner", "serve at the root"),
     ):
         with pytest.raises(ConfigError, match=words):
-            Watch(Servers("prefix"), [url], None, pulse, Names([]), by_address)
-    Watch(Servers("prefix"), URLS, None, pulse, Names([]), by_address)
+            Watch(Servers("prefix"), [url], None, pulse, DnsServers([]), by_address)
+    Watch(Servers("prefix"), URLS, None, pulse, DnsServers([]), by_address)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 
 from quintet.deploy.router.candidate_index import FEW
 from quintet.deploy.router.metrics import read_figures
-from quintet.deploy.router.request_summary import Asked
-from quintet.deploy.router.servers import MAX_ALL_NAMES, Held, Server, Servers
+from quintet.deploy.router.request_summary import RequestSummary
+from quintet.deploy.router.servers import MAX_ALL_NAMES, HeldPrefixes, Server, Servers
 from quintet.frontend.load_balancing.load_balancer import DISPLACED, RUNNING_TOKENS
 from quintet.frontend.load_balancing.prefix_affinity import PIECE_TOKENS, Holders
 from quintet.wire.config import Routing
@@ -36,7 +36,7 @@ def servers(count: int, policy: Routing = "prefix", clock: Clock | None = None) 
     return router
 
 
-def cost(server: Server, asked: Asked) -> int:
+def cost(server: Server, asked: RequestSummary) -> int:
     """Return what `choose` minimizes, with nothing left out."""
     num_known, _ = server.beginnings.find(asked.names)
     load = server.num_queued + RUNNING_TOKENS * (server.num_open + server.num_others)
@@ -53,12 +53,12 @@ def chained(pieces: list[int]) -> list[int]:
 def test_nobody_who_was_left_out_would_have_been_better() -> None:
     """Prompts that share beginnings of beginnings, requests that begin, end, are sent elsewhere; servers that go and come."""
     rng, router = random.Random(1), servers(60)
-    going: list[Held] = []
+    going: list[HeldPrefixes] = []
     for number in range(1200):
         own, num_own = 1000 + rng.randrange(40), rng.randint(0, 20)
         pieces = [rng.randrange(3)] * rng.randint(0, 8) + [own] * num_own
         names = chained(pieces)
-        asked = Asked(names, PIECE_TOKENS * len(names) + rng.randrange(64))
+        asked = RequestSummary(names, PIECE_TOKENS * len(names) + rng.randrange(64))
         without = rng.sample(list(router), rng.choice((0, 0, 1, 3)))
         left = [server for server in router.usable if server not in without]
         costs = {server: cost(server, asked) for server in left}
@@ -82,14 +82,14 @@ def test_nobody_is_left_out_either_who_is_faster_or_has_room() -> None:
     router = servers(60, clock=clock)
     for server in router:
         server.hear(0, 0, kv_tokens=4000)
-    going: list[Held] = []
+    going: list[HeldPrefixes] = []
     num_slow = num_full = 0
     for number in range(1500):
         clock.now_s += 0.01
         pieces = [rng.randrange(3)] * rng.randint(0, 8) + [1000 + rng.randrange(40)] * rng.randint(0, 20)
         names = chained(pieces)
         num_tokens = PIECE_TOKENS * len(names) + rng.randrange(1, 64)
-        asked = Asked(names, num_tokens, is_streamed=True)
+        asked = RequestSummary(names, num_tokens, is_streamed=True)
         costs = {}
         for server in router:
             num_cached = PIECE_TOKENS * server.beginnings.find(names)[0]
@@ -119,12 +119,12 @@ def test_a_server_that_is_slow_to_begin_gets_less_until_nobody_knows_that_any_mo
     def share(num: int) -> float:
         """Play requests, eight at a time; return the share of the first server, at which everything takes four times as long."""
         counts = Counter[int]()
-        going: list[Held] = []
+        going: list[HeldPrefixes] = []
         for _ in range(num):
             clock.now_s += 0.1
             if len(going) == 8:
                 going.pop(0).leave()
-            held = router.choose(Asked(num_tokens=1000, is_streamed=True), ())
+            held = router.choose(RequestSummary(num_tokens=1000, is_streamed=True), ())
             assert held is not None
             counts[held.server.index] += 1
             going.append(held)
@@ -149,7 +149,7 @@ def test_an_answer_that_comes_whole_and_a_prompt_computed_elsewhere_say_nothing_
     router = servers(2, "load", clock)
     for number in range(400):
         clock.now_s += 0.01
-        held = router.choose(Asked(num_tokens=100, is_streamed=number % 2 == 0), ())
+        held = router.choose(RequestSummary(num_tokens=100, is_streamed=number % 2 == 0), ())
         assert held is not None
         if number % 2:
             held.sent_s -= 50.0 * held.server.index
@@ -164,7 +164,7 @@ def test_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
     little, much = router
     much.hear(700, 0, kv_tokens=100_000)
     little.hear(0, 0, kv_tokens=10_000, num_outputs=200)
-    asked = Asked(num_tokens=3000, max_outputs=100)
+    asked = RequestSummary(num_tokens=3000, max_outputs=100)
     held = [router.choose(asked, ()) for _ in range(4)]
     assert [each.server.index for each in held if each is not None] == [0, 0, 0, 1]
     ours = [each for each in held if each is not None and each.server is little]
@@ -176,7 +176,7 @@ def test_whose_memory_is_taken_gets_nothing_that_another_can_hold() -> None:
     assert little.kv_free == 1000
     third = router.choose(asked, ())
     assert third is not None and third.server is much
-    small = router.choose(Asked(num_tokens=500, max_outputs=100), ())
+    small = router.choose(RequestSummary(num_tokens=500, max_outputs=100), ())
     assert small is not None and small.server is little
     little.hear(0, 0, kv_tokens=10_000, kv_usage=0.05, before=[small], num_outputs=200)
     assert little.kv_free == 10_000 - small.num_kept - 500, (
@@ -191,7 +191,7 @@ def test_where_nobody_can_hold_a_request_it_goes_where_it_would_have() -> None:
     router = servers(3, "load")
     for server in router:
         server.hear(server.index, 0, kv_tokens=100)
-    held = router.choose(Asked(num_tokens=5000), ())
+    held = router.choose(RequestSummary(num_tokens=5000), ())
     assert held is not None and held.server.index == 0
 
 
@@ -217,7 +217,7 @@ def test_idle_servers_take_turns_however_many_there_are() -> None:
         router = servers(50, policy)  # type: ignore[arg-type]
         chosen = Counter()
         for _ in range(100):
-            held = router.choose(Asked(), ())
+            held = router.choose(RequestSummary(), ())
             assert held is not None
             chosen[held.server.index] += 1
             held.leave()
@@ -233,7 +233,7 @@ def test_where_others_send_too_not_all_routers_choose_the_same() -> None:
         for server in router:
             server.note("")
             server.hear(0 if server.index == 7 else 5, 0)
-        first, second = router.choose(Asked(), ()), router.choose(Asked(), ())
+        first, second = router.choose(RequestSummary(), ()), router.choose(RequestSummary(), ())
         assert first is not None and second is not None
         chosen[second.server.index] += 1
     assert max(chosen.values()) < 10
@@ -243,17 +243,17 @@ def test_a_session_is_looked_up_and_moves_when_its_server_goes() -> None:
     router = servers(40, "session")
     homes = {}
     for name in map(str, range(60)):
-        held = router.choose(Asked(session=name), ())
-        again = router.choose(Asked(session=name), ())
+        held = router.choose(RequestSummary(session=name), ())
+        again = router.choose(RequestSummary(session=name), ())
         assert held is not None and again is not None and held.server is again.server
         homes[name] = held.server
     gone = homes["0"]
     gone.note("is lost")
     for name, home in homes.items():
-        held = router.choose(Asked(session=name), ())
+        held = router.choose(RequestSummary(session=name), ())
         assert held is not None and (held.server is home) == (home is not gone)
     gone.note("")
-    held = router.choose(Asked(session="0"), ())
+    held = router.choose(RequestSummary(session="0"), ())
     assert held is not None and held.server is gone, "it is back, and so are its sessions"
 
 
@@ -262,7 +262,7 @@ def test_what_is_remembered_is_bounded_over_all_servers_and_by_what_each_can_hol
     server = next(iter(router))
     assert server.beginnings.max_names == MAX_ALL_NAMES // 100
     server.hear(0, 0, kv_tokens=PIECE_TOKENS * 10)
-    held = router.choose(Asked(list(range(30))), set(list(router)[1:]))
+    held = router.choose(RequestSummary(list(range(30))), set(list(router)[1:]))
     assert held is not None and held.server is server and len(server.beginnings) == 10
     assert [num for num, _ in router._holders.of(list(range(30)))] == [10], "the end is forgotten"
     router.become([], 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.deploy.tools.step_account import Bar, Part, Step, account, steps_of
+from quintet.deploy.tools.step_account import Bar, ProcessPart, Step, account, steps_of
 from quintet.wire.errors import ConfigError
 
 MS = 1_000_000
@@ -86,8 +86,8 @@ def test_of_stages_it_says_how_long_each_computed_and_waited() -> None:
     taken = account(bars, steps_of(bars))
     assert (taken.num_steps, taken.all_s) == (4, 0.04)
     assert taken.parts == [
-        Part("executor-0", pytest.approx(0.5), pytest.approx(0.4)),  # a tenth is nobody's
-        Part("executor-0 stage 1", pytest.approx(0.4), pytest.approx(0.5)),  # of the last wait 1 ms
+        ProcessPart("executor-0", pytest.approx(0.5), pytest.approx(0.4)),  # a tenth is nobody's
+        ProcessPart("executor-0 stage 1", pytest.approx(0.4), pytest.approx(0.5)),  # of the last wait 1 ms
     ]
     rows = {(row.role, row.name): row for row in taken.rows}
     assert (rows["stage 1", "layers"].ms, rows["stage 1", "layers"].hidden) == (4.0, 0.0)

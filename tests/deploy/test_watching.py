@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
-from quintet.deploy.supervisor.process_slots import SeatRecord, SeatTable
+from quintet.deploy.supervisor.process_slots import SlotRecord, SlotTable
 from quintet.deploy.supervisor.restarts import RestartPolicy, policy_of
 from quintet.deploy.supervisor.startup_log import (
     base_url,
@@ -28,7 +28,7 @@ from quintet.process.runtime import error_file
 from quintet.wire.config import EngineConfig, ProcessesConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Heartbeat, SeatState
+from quintet.wire.supervision import Heartbeat, SlotState
 
 from .supervised import make_config
 
@@ -45,7 +45,7 @@ def test_old_deaths_are_forgiven() -> None:
     assert [policy.delay_s(deaths, now) for now in (0.0, 61.0, 122.0, 150.0)] == [0.0, 0.0, 0.0, None]
 
 
-def beat(seat: SeatRecord, progress: int, pending: int, now: float) -> None:
+def beat(seat: SlotRecord, progress: int, pending: int, now: float) -> None:
     seat.beat(Heartbeat(seat.worker, progress, pending, 0), now)
 
 
@@ -64,10 +64,10 @@ class Victim:
 
 def silence(
     tmp_path: Path, waited_share: float, until_s: float, stall_s: float = 10.0
-) -> tuple[SeatRecord, list[int]]:
+) -> tuple[SlotRecord, list[int]]:
     """Look at an executor that was last heard at 0 until then; it waits for a processor for this share of the time."""
     processes, clock = ProcessesConfig(stall_s=stall_s), [0.0]
-    table = SeatTable(tmp_path, processes)
+    table = SlotTable(tmp_path, processes)
     executor = next(iter(table))
     executor.became_ready({}, now=0.0)
     victim = Victim()
@@ -81,7 +81,7 @@ def silence(
 
 def test_a_silent_process_is_aborted_continued_and_killed(tmp_path: Path) -> None:
     seat, signals = silence(tmp_path, waited_share=0.0, until_s=9.0)
-    assert (seat.state, signals) == (SeatState.STALLED, [])
+    assert (seat.state, signals) == (SlotState.STALLED, [])
     seat, signals = silence(tmp_path, waited_share=0.0, until_s=13.0)
     assert signals == [signal.SIGABRT, signal.SIGCONT]
     seat, signals = silence(tmp_path, waited_share=0.0, until_s=14.0)
@@ -90,7 +90,7 @@ def test_a_silent_process_is_aborted_continued_and_killed(tmp_path: Path) -> Non
 
 def test_a_process_that_waits_for_a_processor_is_shown_and_spared_for_long(tmp_path: Path) -> None:
     seat, signals = silence(tmp_path, waited_share=0.9, until_s=50.0)
-    assert (seat.state, signals) == (SeatState.STALLED, [])
+    assert (seat.state, signals) == (SlotState.STALLED, [])
     seat, signals = silence(tmp_path, waited_share=0.9, until_s=62.0)
     assert signals == [signal.SIGABRT, signal.SIGCONT]
 
@@ -98,7 +98,7 @@ def test_a_process_that_waits_for_a_processor_is_shown_and_spared_for_long(tmp_p
 def test_who_beats_but_completes_nothing_is_given_three_times_as_long(tmp_path: Path) -> None:
     def signals_after(until_s: float) -> list[int]:
         processes, victim = ProcessesConfig(stall_s=10.0), Victim()
-        table = SeatTable(tmp_path, processes)
+        table = SlotTable(tmp_path, processes)
         executor = next(iter(table))
         executor.became_ready({}, now=0.0)
         executor.process = victim  # type: ignore[assignment]  # as much of a process as the watch needs
@@ -106,7 +106,7 @@ def test_who_beats_but_completes_nothing_is_given_three_times_as_long(tmp_path: 
         for tick in range(int(until_s / 0.2)):
             beat(executor, progress=5, pending=1, now=0.2 * tick)
             watch.look(0.2 * tick)
-        assert executor.state is SeatState.STALLED
+        assert executor.state is SlotState.STALLED
         return victim.signals
 
     assert signals_after(29.0) == []
@@ -128,10 +128,10 @@ def test_a_process_has_waited_as_long_as_one_of_its_children(tmp_path: Path) -> 
     assert [waited_for_processor_ns(pid, tmp_path) for pid in (1, 3)] == [90, 2]
 
 
-def ready_house(tmp_path: Path) -> tuple[Watch, SeatRecord, SeatRecord]:
+def ready_house(tmp_path: Path) -> tuple[Watch, SlotRecord, SlotRecord]:
     """Return a watch, the executor's seat and the core's; everyone became ready at 0."""
     processes = ProcessesConfig()
-    table = SeatTable(tmp_path, processes)
+    table = SlotTable(tmp_path, processes)
     for seat in table:
         seat.became_ready({}, now=0.0)
     executor, core = list(table)[:2]
@@ -201,11 +201,11 @@ def test_a_time_in_which_nobody_listened_is_nobodys_silence(tmp_path: Path) -> N
     beat(executor, progress=7, pending=0, now=9.8)
     watch.look(10.0)
     watch.look(70.0)
-    assert executor.state is SeatState.READY
+    assert executor.state is SlotState.READY
     watch.look(70.2)
     watch.look(70.9)
     watch.look(71.6)
-    assert executor.state is SeatState.STALLED
+    assert executor.state is SlotState.STALLED
 
 
 def test_an_executor_may_die_often_while_a_poisonous_request_is_sought() -> None:
@@ -217,7 +217,7 @@ def test_an_executor_may_die_often_while_a_poisonous_request_is_sought() -> None
 
 
 def test_a_seat_that_is_vacant_is_filled_again_under_its_next_epoch(tmp_path: Path) -> None:
-    table = SeatTable(tmp_path, ProcessesConfig(detokenizers=2))
+    table = SlotTable(tmp_path, ProcessesConfig(detokenizers=2))
     first, second = table.lasting(Role.DETOKENIZER)
     first.is_retiring = True
     assert table.lasting(Role.DETOKENIZER) == [second]
@@ -230,7 +230,7 @@ def test_a_seat_that_is_vacant_is_filled_again_under_its_next_epoch(tmp_path: Pa
 
 
 def test_what_comes_together_sits_at_one_index(tmp_path: Path) -> None:
-    table = SeatTable(tmp_path, ProcessesConfig(engines=2))
+    table = SlotTable(tmp_path, ProcessesConfig(engines=2))
     executor = table.lasting(Role.EXECUTOR)[1]
     executor.is_retiring = True
     workers = [seat.worker for seat in table.vacancy(Role.EXECUTOR, Role.CORE)]
@@ -241,14 +241,14 @@ def test_what_comes_together_sits_at_one_index(tmp_path: Path) -> None:
 
 
 def test_figures_without_news_are_kept() -> None:
-    seat = SeatRecord(Role.CORE, 0)
+    seat = SlotRecord(Role.CORE, 0)
     seat.beat(Heartbeat(seat.worker, 0, 0, 5, b"figures"), 0.0)
     seat.beat(Heartbeat(seat.worker, 0, 0, 6, b""), 1.0)
     assert (seat.metrics, seat.cpu_ns) == (b"figures", 6)
 
 
 def test_only_the_newest_epoch_speaks_for_a_seat(tmp_path: Path) -> None:
-    table = SeatTable(tmp_path, ProcessesConfig(frontends=2, external_frontends=1))
+    table = SlotTable(tmp_path, ProcessesConfig(frontends=2, external_frontends=1))
     frontends = [seat.worker for seat in table if seat.role is Role.FRONTEND]
     assert frontends == [WorkerId(Role.FRONTEND, index, 1) for index in range(3)]
     seat = table.of(WorkerId(Role.CORE, 0, 1))
@@ -343,7 +343,7 @@ def test_a_conversation_is_offered_where_the_model_can_hold_one(
 def test_an_ending_is_explained(
     tmp_path: Path, status: int, words: str | None, cause: str, hint: str
 ) -> None:
-    seat = SeatRecord(Role.EXECUTOR, 0)
+    seat = SlotRecord(Role.EXECUTOR, 0)
     if words is not None:
         error_file(tmp_path, seat.worker).write_text(words)
     failure = child_failure(tmp_path, seat, status)

@@ -56,10 +56,10 @@ from quintet.wire.metrics import Metrics
 from quintet.wire.supervision import (
     MetricsQuery,
     MetricsReport,
-    ProcessFigures,
-    Seat,
-    SeatPast,
-    SeatState,
+    ProcessMetrics,
+    ProcessSlot,
+    SlotHistory,
+    SlotState,
     Topology,
 )
 from tests.frontend.configs import make_config
@@ -67,12 +67,12 @@ from tests.frontend.configs import make_config
 DEADLINE_S = 10.0
 
 
-def topology(version: int, **states: SeatState) -> Topology:
+def topology(version: int, **states: SlotState) -> Topology:
     roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
     return Topology(
         version,
         [
-            Seat(WorkerId(role, 0, 1), "ipc://nowhere", 1, states.get(str(role), SeatState.READY))
+            ProcessSlot(WorkerId(role, 0, 1), "ipc://nowhere", 1, states.get(str(role), SlotState.READY))
             for role in roles
         ],
     )
@@ -145,7 +145,7 @@ class FakeEngine:
 
     def report(self, query: MetricsQuery) -> MetricsReport:
         """Answer as the supervisor does: one core died after 50 tokens, and a detokenizer left after 7 hits."""
-        processes = [ProcessFigures(query.asker, 1, SeatState.READY, 0, 0, 0, 0, query.metrics)]
+        processes = [ProcessMetrics(query.asker, 1, SlotState.READY, 0, 0, 0, 0, query.metrics)]
         for index in (0, 1):
             metrics = Metrics()
             metrics.gauge("num_requests_running", "Running.").set(2 + index)
@@ -153,15 +153,15 @@ class FakeEngine:
             metrics.histogram("request_queue_time_seconds", "Queue.", (0.1, 1.0)).observe(0.05 + index)
             worker = WorkerId(Role.CORE, index, 1)
             processes.append(
-                ProcessFigures(worker, 1, SeatState.READY, 2_000_000_000, 5, 0, index, metrics.encoded())
+                ProcessMetrics(worker, 1, SlotState.READY, 2_000_000_000, 5, 0, index, metrics.encoded())
             )
         before, departed = Metrics(), Metrics()
         before.counter("generation_tokens", "Tokens.").inc(50)
         before.counter("process_restarts", "Restarts.").inc(2)
         departed.counter("stop_string_hits", "Hits.").inc(7)
         past = [
-            SeatPast(Role.CORE, 1, before.encoded()),
-            SeatPast(Role.DETOKENIZER, 3, departed.encoded()),
+            SlotHistory(Role.CORE, 1, before.encoded()),
+            SlotHistory(Role.DETOKENIZER, 3, departed.encoded()),
         ]
         return MetricsReport(query.query_id, processes, past)
 
@@ -332,7 +332,7 @@ class Server:
     kinds = messages
     """The messages the engine was sent are of these."""
 
-    def __init__(self, config: EngineConfig, states: dict[str, SeatState]) -> None:
+    def __init__(self, config: EngineConfig, states: dict[str, SlotState]) -> None:
         self.engine = FakeEngine()
         self.states = states
         self.config = config
@@ -400,7 +400,7 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start servers with the given frontend settings; ``states`` are those of seats that are not ready."""
     servers: list[Server] = []
 
-    def start(states: dict[str, SeatState] | None = None, **frontend: Any) -> Server:
+    def start(states: dict[str, SlotState] | None = None, **frontend: Any) -> Server:
         servers.append(Server(make_config(**{"run_dir": str(tmp_path), **frontend}), states or {}))
         return servers[-1]
 

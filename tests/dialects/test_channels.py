@@ -10,11 +10,11 @@ import pytest
 from openai import OpenAI
 
 from quintet.frontend.api.channels import Channels
-from quintet.frontend.streams import Choice, Stream, pieces
+from quintet.frontend.streams import Stream, StreamChoice, pieces
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig
 from quintet.wire.messages import Submit
-from quintet.wire.request import MAX_SCHEMAS_BYTES, Reading
+from quintet.wire.request import MAX_SCHEMAS_BYTES, OutputParsing
 
 H = "/v1/chat/completions"
 CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
@@ -71,7 +71,7 @@ def test_a_whole_answer(server: Any) -> None:
     assert len({call["id"] for call in message["tool_calls"]}) == 2
     assert choice["finish_reason"] == "tool_calls"
     assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2}
-    assert submitted(server).spec.reading == Reading("qwen3", "hermes")
+    assert submitted(server).spec.reading == OutputParsing("qwen3", "hermes")
 
 
 def test_a_streamed_answer_says_the_same(server: Any) -> None:
@@ -119,9 +119,9 @@ def test_what_a_request_says_of_channels(server: Any) -> None:
     assert message(include_reasoning=False)["reasoning"] is None
     assert calls_of(message(parallel_tool_calls=False)) == CALLS[:1]
     server.ask("POST", H, {**BODY, "tool_choice": "none"})
-    assert submitted(server).spec.reading == Reading("qwen3")
+    assert submitted(server).spec.reading == OutputParsing("qwen3")
     server.ask("POST", H, {key: value for key, value in BODY.items() if key != "tools"})
-    assert submitted(server).spec.reading == Reading("qwen3")
+    assert submitted(server).spec.reading == OutputParsing("qwen3")
 
 
 def test_content_is_null_beside_calls_alone(server: Any) -> None:
@@ -160,7 +160,7 @@ def test_calls_that_are_insisted_on_are_a_form(
     tools = [*TOOLS, {"type": "function", "function": {"name": "snow"}}]
     server.ask("POST", H, {**BODY, "tools": tools, "tool_choice": choice})
     spec = submitted(server).spec
-    assert spec.reading == Reading("qwen3", "hermes", insists=True)
+    assert spec.reading == OutputParsing("qwen3", "hermes", insists=True)
     form = spec.params.structured_outputs
     assert form is not None and form.structural_tag is not None
     (calls,) = json.loads(form.structural_tag)["format"]["elements"]
@@ -184,7 +184,7 @@ def test_a_schema_beside_tools_leaves_room_for_calls(
     spec = submitted(server).spec
     form = spec.params.structured_outputs
     assert form is not None and form.json is not None and '{\\"name\\": \\"rain\\"' in form.calls
-    assert spec.reading == Reading("qwen3", reader)
+    assert spec.reading == OutputParsing("qwen3", reader)
     server.ask("POST", H, {**BODY, **asked, "tool_choice": "none"})
     form = submitted(server).spec.params.structured_outputs
     assert form is not None and form.calls == ""
@@ -219,7 +219,7 @@ def test_spans_of_what_was_received_before_are_dropped(server: Any) -> None:
     told = [(REASONING, 0, 4), (CONTENT, 0, 2), (NAME, 0, 3), (ARGUMENTS, 0, 2)]
     text = "thinokrun{}"
     for seen in range(len(text) + 1):
-        choice = Choice(stream, 0, 7)
+        choice = StreamChoice(stream, 0, 7)
         choice.note_spans(told, seen)
         assert [part for _, _, part in pieces(text[seen:], choice.spans)] == [
             part

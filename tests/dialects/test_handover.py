@@ -8,7 +8,7 @@ import pytest
 
 from quintet.wire.config import KvPeersConfig
 from quintet.wire.messages import Submit
-from quintet.wire.request import Handover
+from quintet.wire.request import KvTransfer
 
 C, H = "/v1/completions", "/v1/chat/completions"
 NOBODY = {"remote_engine_id": None, "remote_block_ids": None, "remote_host": None, "remote_port": None}
@@ -37,7 +37,7 @@ def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
     server = serve(peers=peers("prefill"))
     reply = server.ask("POST", C, {"prompt": WORDS, "max_tokens": 1, "kv_transfer_params": DECODE})
     assert reply.json["kv_transfer_params"] == {key: PREFILL[key] for key in PREFILL if key != "tp_size"}
-    assert server.engine.wait_for(Submit)[0].spec.handover == Handover(offers=True)
+    assert server.engine.wait_for(Submit)[0].spec.handover == KvTransfer(offers=True)
     few = server.ask("POST", C, {"prompt": "w w", "max_tokens": 1, "kv_transfer_params": DECODE})
     assert few.json["kv_transfer_params"] is None, "no block is full"
     plain = server.ask("POST", C, {"prompt": WORDS, "max_tokens": 1})
@@ -48,17 +48,17 @@ def test_who_computes_a_prompt_says_where_its_kv_is(serve: Any) -> None:
 @pytest.mark.parametrize(
     ("changed", "handover"),
     [
-        ({}, Handover(peer="10.0.0.5:5600", num_blocks=2)),
-        ({"remote_host": "fd00::7"}, Handover(peer="[fd00::7]:5600", num_blocks=2)),
-        ({"remote_host": "[fd00::7]"}, Handover(peer="[fd00::7]:5600", num_blocks=2)),
-        ({"remote_host": "Prefill-0"}, Handover(peer="Prefill-0:5600", num_blocks=2)),
-        ({"remote_block_ids": []}, Handover(peer="10.0.0.5:5600", num_blocks=0)),
-        ({"remote_block_ids": None}, Handover(peer="10.0.0.5:5600", num_blocks=1 << 30)),
+        ({}, KvTransfer(peer="10.0.0.5:5600", num_blocks=2)),
+        ({"remote_host": "fd00::7"}, KvTransfer(peer="[fd00::7]:5600", num_blocks=2)),
+        ({"remote_host": "[fd00::7]"}, KvTransfer(peer="[fd00::7]:5600", num_blocks=2)),
+        ({"remote_host": "Prefill-0"}, KvTransfer(peer="Prefill-0:5600", num_blocks=2)),
+        ({"remote_block_ids": []}, KvTransfer(peer="10.0.0.5:5600", num_blocks=0)),
+        ({"remote_block_ids": None}, KvTransfer(peer="10.0.0.5:5600", num_blocks=1 << 30)),
         ({"do_remote_prefill": False}, None),
     ],
 )
 def test_who_computes_an_answer_is_told_where_to_fetch(
-    serve: Any, changed: dict[str, Any], handover: Handover | None
+    serve: Any, changed: dict[str, Any], handover: KvTransfer | None
 ) -> None:
     server = serve(peers=peers("decode"))
     body = {"messages": [{"role": "user", "content": "x"}], "kv_transfer_params": PREFILL | changed}

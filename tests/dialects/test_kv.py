@@ -12,12 +12,12 @@ from quintet.frontend.http.auth import operator_keys
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvDiskConfig
 from quintet.wire.errors import ErrorCode
-from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, KvRoom
+from quintet.wire.kv_admin import KvPrefix, KvQuery, KvReport, KvUsage
 from quintet.wire.messages import Failed
 
 NAME = "5f0c31a7"
 DIGEST = bytes.fromhex(NAME.ljust(64, "0"))
-ROOM = KvRoom(1000, 16, 50, 7, 3, 20, 0, 0)
+ROOM = KvUsage(1000, 16, 50, 7, 3, 20, 0, 0)
 
 
 class Operator:

@@ -13,13 +13,13 @@ import pytest
 
 from quintet.frontend.api.anthropic.events import UNREADABLE_INPUT, MessagesAnswer, MessagesWriter
 from quintet.frontend.api.channels import Channels
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig, ThinkMarks
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, Started, Submit
-from quintet.wire.request import Reading
+from quintet.wire.request import OutputParsing
 
 if TYPE_CHECKING:
     import anthropic  # thousands of files: read by who runs these tests, not by whoever collects them
@@ -88,7 +88,7 @@ def test_whole_and_streamed_say_the_same(client: anthropic.Anthropic, server: An
         assert message.stop_reason == "tool_use"
         assert message.usage.output_tokens_details is not None
         assert message.usage.output_tokens_details.thinking_tokens == 2
-    assert server.engine.wait_for(Submit)[-1].spec.reading == Reading("qwen3", "hermes")
+    assert server.engine.wait_for(Submit)[-1].spec.reading == OutputParsing("qwen3", "hermes")
 
 
 def test_a_client_may_want_one_call_alone_or_none(client: anthropic.Anthropic, server: Any) -> None:
@@ -99,7 +99,7 @@ def test_a_client_may_want_one_call_alone_or_none(client: anthropic.Anthropic, s
     assert said(whole) == said(streamed)
     assert [block.name for block in whole.content if block.type == "tool_use"] == ["rain"]
     client.messages.create(**{**ASK, "tool_choice": {"type": "none"}})
-    assert server.engine.wait_for(Submit)[-1].spec.reading == Reading("qwen3")
+    assert server.engine.wait_for(Submit)[-1].spec.reading == OutputParsing("qwen3")
 
 
 def test_a_budget_for_thinking_is_passed_on(client: anthropic.Anthropic, server: Any) -> None:
@@ -151,7 +151,7 @@ STREAM = StreamId(7, b"k" * 16)
 
 
 def events(
-    tokens: list[Token], before: int, position: Position | None, draw: random.Random, parallel: bool
+    tokens: list[Token], before: int, position: StreamCursor | None, draw: random.Random, parallel: bool
 ) -> list[bytes]:
     """Return the events of an answer after its first ``before`` tokens, which come several at a time, as it happens."""
     answer = MessagesAnswer(1, 1, 1, "1", "toy", 50, Channels("1", parallel_calls=parallel))
@@ -216,7 +216,7 @@ def test_a_stream_goes_on_behind_any_event(parallel: bool) -> None:
             if heard[-1].startswith(b"event: ping"):
                 heard.pop()
             named = next(line for line in reversed(b"".join(heard).splitlines()) if line.startswith(b"id: "))
-            position = Position.parse(named.decode().partition(":")[2].partition(":")[2], 1)
+            position = StreamCursor.parse(named.decode().partition(":")[2].partition(":")[2], 1)
         assert assembled(heard) == expected
 
 
@@ -250,4 +250,4 @@ def test_it_goes_on_at_another_server(server: Any) -> None:
 @pytest.mark.parametrize("note", ["u", "1z", "1t+", "t1", "1t+1+1"])
 def test_a_position_of_another_dialect_is_refused(note: str) -> None:
     with pytest.raises(RequestError, match="position"):
-        events(SCRIPT, 0, Position.parse(f"1.{note}", 1), random.Random(0), True)
+        events(SCRIPT, 0, StreamCursor.parse(f"1.{note}", 1), random.Random(0), True)

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from quintet.frontend.app import ROUTES
-from quintet.frontend.http.http_request import Exchange
-from quintet.wire.supervision import SeatState
+from quintet.frontend.http.http_request import HttpRequest
+from quintet.wire.supervision import SlotState
 
 
 def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -79,7 +79,7 @@ def test_no_figures_are_better_than_some(serve: Callable[..., Any], monkeypatch:
 
 
 DOCKERFILE = Path(__file__).parents[2] / "deploy/integrations/docker/Dockerfile"
-HEALING = {"executor": SeatState.STARTING, "core": SeatState.STALLED}
+HEALING = {"executor": SlotState.STARTING, "core": SlotState.STALLED}
 
 
 def test_a_container_that_heals_is_not_unhealthy(serve: Callable[..., Any]) -> None:
@@ -160,7 +160,7 @@ def test_bodies_do_not_outlive_their_exchange(serve: Callable[..., Any]) -> None
         for _ in range(3):
             server.ask("POST", "/v1/completions", {"prompt": "x" * 5000, "max_tokens": 1})
         server.ask("GET", "/health")
-        kept = [each._body for each in gc.get_objects() if isinstance(each, Exchange)]
+        kept = [each._body for each in gc.get_objects() if isinstance(each, HttpRequest)]
     finally:
         gc.enable()
     assert not [body for body in kept if body and len(body) > 5000]

@@ -21,13 +21,13 @@ from quintet.frontend.api.responses.items import messages_of
 from quintet.frontend.api.responses.output import CallForm, ResponsesAnswer
 from quintet.frontend.api.responses.parse import items_of
 from quintet.frontend.api.responses.types import ResponsesBody
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.streams import Batch, Delta
 from quintet.wire.channels import Channel
 from quintet.wire.config import ParsersConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import Cancel, ChatPrompt, Finish, FinishReason, Started, Submit
-from quintet.wire.request import Reading
+from quintet.wire.request import OutputParsing
 
 R = "/v1/responses"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -184,7 +184,7 @@ def test_reasoning_text_and_calls_are_items_whole_and_streamed(parsing: Any) -> 
         ids = [item.id for item in response.output]
         assert len(set(ids)) == 5
         assert response.tools[0].to_dict() == RAIN
-    assert sent(parsing).spec.reading == Reading("qwen3", "hermes")
+    assert sent(parsing).spec.reading == OutputParsing("qwen3", "hermes")
     numbers = [event.sequence_number for event in events]
     assert numbers == list(range(len(numbers)))
     assert [e.arguments for e in events if e.type == "response.function_call_arguments.done"] == [
@@ -324,7 +324,7 @@ def test_tool_choice_is_as_the_chat_dialect_has_it(parsing: Any) -> None:
         assert "now" in tag and "rain" not in tag
     assert [tool["function"]["name"] for tool in json.loads(sent(parsing).prompt.tools)] == ["now"]
     parsing.ask("POST", R, ask(tools=[RAIN], tool_choice="none"))
-    assert sent(parsing).spec.reading == Reading("qwen3")
+    assert sent(parsing).spec.reading == OutputParsing("qwen3")
     parsing.ask("POST", R, ask(tool_choice="auto", tools=[]))
     assert sent(parsing).prompt.tools == b""
 
@@ -463,7 +463,7 @@ FORMS: dict[str, CallForm] = {
 
 def events(
     tokens: list[Token],
-    position: Position | None,
+    position: StreamCursor | None,
     draw: random.Random,
     parallel: bool,
     forms: dict[str, CallForm] | None = None,
@@ -514,7 +514,7 @@ def test_a_stream_goes_on_behind_any_event(parallel: bool, forms: dict[str, Call
         for cut in range(1, len(first) + 1):
             stream, _, position = first[cut - 1][0].partition(":")
             assert StreamId.parse(stream) == STREAM
-            rest = events(SCRIPT, Position.parse(position, 1), draw, parallel, forms)
+            rest = events(SCRIPT, StreamCursor.parse(position, 1), draw, parallel, forms)
             assert [event["sequence_number"] for _, event in rest] == list(range(cut, cut + len(rest)))
             both = json.loads(json.dumps(first[:cut] + rest))
             assert told(both) == expected
@@ -522,7 +522,7 @@ def test_a_stream_goes_on_behind_any_event(parallel: bool, forms: dict[str, Call
 
 def test_a_position_of_another_dialect_is_refused() -> None:
     with pytest.raises(RequestError, match="the id of the last event"):
-        events(SCRIPT, Position.parse("3.2t", 1), random.Random(1), True)
+        events(SCRIPT, StreamCursor.parse("3.2t", 1), random.Random(1), True)
 
 
 def test_the_field_of_what_is_not_there_is_named_alone(shared: Any) -> None:

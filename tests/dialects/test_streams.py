@@ -13,7 +13,7 @@ from quintet.frontend.http import write_timeout
 from quintet.wire.codec import pack_i32
 from quintet.wire.ids import Role
 from quintet.wire.messages import Cancel, Finish, FinishReason, Submit, Text
-from quintet.wire.supervision import Drain, Drained, SeatState
+from quintet.wire.supervision import Drain, Drained, SlotState
 
 C, H = "/v1/completions", "/v1/chat/completions"
 
@@ -186,21 +186,21 @@ def test_a_full_house_answers_429(serve: Callable[..., Any]) -> None:
 
 
 def test_until_the_model_is_loaded_the_answer_is_503(serve: Callable[..., Any], topology: Any) -> None:
-    server = serve(states={"core": SeatState.STARTING, "executor": SeatState.STARTING})
+    server = serve(states={"core": SlotState.STARTING, "executor": SlotState.STARTING})
     for version, missing in enumerate((["core", "executor"], ["executor"]), start=2):
         refused = server.ask("POST", C, {"prompt": "x"})
         assert refused.status == 503
         assert " and ".join(missing) in refused.json["error"]["message"]
         assert int(refused.headers["retry-after"]) >= 1
         assert server.ask("GET", "/readyz").json["missing"] == missing
-        states = dict.fromkeys(missing[1:], SeatState.STARTING)
+        states = dict.fromkeys(missing[1:], SlotState.STARTING)
         server.call(server.service.handle, topology(version, **states))
     assert server.ask("POST", C, {"prompt": "x", "max_tokens": 1}).status == 200
 
 
 def test_a_request_waits_for_a_core_that_is_being_replaced(serve: Callable[..., Any], topology: Any) -> None:
     server = serve()
-    server.call(server.service.handle, topology(2, core=SeatState.DOWN))
+    server.call(server.service.handle, topology(2, core=SlotState.DOWN))
     waiting = RawStream(server, C, {"prompt": "x", "max_tokens": 1, "stream": True})
     assert any(settle(server) for _ in range(100_000))
     assert not [m for _, _, m in server.engine.sent if isinstance(m, Submit)]
@@ -213,7 +213,7 @@ def test_health_names_what_is_wrong(serve: Callable[..., Any], topology: Any) ->
     server = serve()
     assert server.ask("GET", "/health").json["status"] == "ok"
     assert server.ask("GET", "/readyz").status == 200
-    server.call(server.service.handle, topology(2, detokenizer=SeatState.STALLED))
+    server.call(server.service.handle, topology(2, detokenizer=SlotState.STALLED))
     sick = server.ask("GET", "/health")
     assert sick.status == 503
     assert sick.json["processes"] == [{"process": "detokenizer-0.1", "state": "stalled", "note": ""}]
@@ -226,7 +226,7 @@ def test_a_lost_core_is_a_pause(serve: Callable[..., Any], topology: Any) -> Non
     server.engine.held = True
     raw = RawStream(server, C, {"prompt": "x", "max_tokens": 2, "stream": True})
     server.engine.wait_for(Submit)
-    server.call(server.service.handle, topology(2, core=SeatState.DOWN))
+    server.call(server.service.handle, topology(2, core=SlotState.DOWN))
     server.call(server.service.handle, topology(3))
     assert [submit.spec.attempt for submit in server.engine.wait_for(Submit, 2)] == [0, 1]
     server.call(server.engine.release)

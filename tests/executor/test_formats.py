@@ -21,7 +21,7 @@ from quintet.executor.checkpoints.quant.formats.registry import recognise
 from quintet.executor.checkpoints.quant.formats.scheme import StoredLayer
 from quintet.executor.checkpoints.quant.method import Quantization
 from quintet.executor.checkpoints.quant.none import Unquantized
-from quintet.executor.checkpoints.quant.packed_formats import Numbers
+from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 from quintet.executor.checkpoints.quant.stored import StoredQuantization
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import DTYPES
@@ -291,7 +291,7 @@ def test_tables_are_kept(kind: str, kept: WeightFormat) -> None:
     found = recognise(ModelCard({"quantization_config": quantized.bitsandbytes(kind).section}, "config.json"))
     assert found is not None
     scheme = found.scheme(StoredLayer("q", 96, 128, False, None))
-    assert numbers_of([scheme, scheme], torch.bfloat16) == Numbers(kept, 64)
+    assert numbers_of([scheme, scheme], torch.bfloat16) == PackedFormat(kept, 64)
 
 
 @needs_kernels

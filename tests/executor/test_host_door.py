@@ -22,16 +22,16 @@ from quintet.executor.distributed.hosts.messages import (
     GROUP_KEY,
     RUNNER,
     VERSION,
-    Beat,
     Begin,
-    Done,
+    CollectivesDone,
     FromHub,
+    HostHeartbeat,
     HostLost,
     Join,
-    Met,
+    LinkOrder,
+    LinkProgress,
     Parts,
     Refused,
-    Told,
     Welcome,
 )
 from quintet.executor.distributed.parallel.child import ExpectedEnd, Seat
@@ -121,7 +121,7 @@ class Guest:
             assert self.socket.poll(PATIENCE_MS), "nothing came"
             [frame] = self.socket.recv_multipart()
             message = msgspec.msgpack.decode(frame, type=FromHub)
-            if not isinstance(message, Beat):
+            if not isinstance(message, HostHeartbeat):
                 return message
 
 
@@ -168,7 +168,7 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
         answer = other.hear()
         assert isinstance(answer, Refused) and words in answer.words and answer.is_final is is_final
     stranger = door.guest()
-    stranger.say(Beat())
+    stranger.say(HostHeartbeat())
     stranger.socket.send(b"\xc1")
     stranger.say(Join(VERSION, 2, sources()))
     assert isinstance(stranger.hear(), Refused), "what made no sense was passed over"
@@ -177,13 +177,13 @@ def test_who_cannot_take_part_is_told_why_and_stops_nobody(door: Door) -> None:
 @pytest.mark.parametrize(
     ("message", "frames", "words"),
     [
-        (Done(1, 0), (), "host 1 speaks of link 1"),  # which it tells, and does not hear
-        (Done(7, 0), (), "host 1 speaks of link 7"),
-        (Done(0, 3), (), "host 1 says that 3 orders of link 0 are done, of 0"),
-        (Told(0, (0,) * 7), (b"", b""), "host 1 speaks of link 0"),
-        (Told(1, (0, 0, 0, 0, 0, 1 << 40, 1 << 40)), (b"", b""), "host 1 tells an order on link 1"),
-        (Told(1, (9, 0, 0, 0, 0, 0, 0)), (b"", b""), "host 1 tells an order on link 1"),
-        (Told(1, (0,) * 7), (b"",), "host 1 says what makes no sense"),
+        (LinkProgress(1, 0), (), "host 1 speaks of link 1"),  # which it tells, and does not hear
+        (LinkProgress(7, 0), (), "host 1 speaks of link 7"),
+        (LinkProgress(0, 3), (), "host 1 says that 3 orders of link 0 are done, of 0"),
+        (LinkOrder(0, (0,) * 7), (b"", b""), "host 1 speaks of link 0"),
+        (LinkOrder(1, (0, 0, 0, 0, 0, 1 << 40, 1 << 40)), (b"", b""), "host 1 tells an order on link 1"),
+        (LinkOrder(1, (9, 0, 0, 0, 0, 0, 0)), (b"", b""), "host 1 tells an order on link 1"),
+        (LinkOrder(1, (0,) * 7), (b"",), "host 1 says what makes no sense"),
         (Join(VERSION, 1, ""), (), "host 1 says what makes no sense"),
     ],
 )
@@ -231,14 +231,14 @@ def test_who_speaks_for_another_host_ends_the_group(
 ) -> None:
     of_ranks = on(hosts, config_of(tmp_path, 2))
     for told, said, words in (
-        (of_ranks, Met(0, 0, 1), "speaks for another host"),
-        (of_ranks, Met(1, 2, 1), "speaks for another host"),
-        (of_ranks, Met(1, 0, 2), "says that its ranks have come to meeting 2, behind 0"),
-        (of_ranks, Told(2, (0,) * 7), "speaks of link 2"),
-        (config, Met(1, 0, 1), "speaks of meetings, and there are none"),
+        (of_ranks, CollectivesDone(0, 0, 1), "speaks for another host"),
+        (of_ranks, CollectivesDone(1, 2, 1), "speaks for another host"),
+        (of_ranks, CollectivesDone(1, 0, 2), "says that its ranks have come to meeting 2, behind 0"),
+        (of_ranks, LinkOrder(2, (0,) * 7), "speaks of link 2"),
+        (config, CollectivesDone(1, 0, 1), "speaks of meetings, and there are none"),
     ):
         with closing(Door(told)) as door:
-            door.member().say(said, *[b""] * (2 * isinstance(said, Told)))
+            door.member().say(said, *[b""] * (2 * isinstance(said, LinkOrder)))
             assert door.ending() == f"host 1 {words}"
 
 

@@ -14,13 +14,13 @@ import torch
 from quintet.executor.backends.cpu.ops.host_library import open_library
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
-from quintet.executor.distributed.hosts.link import Ear, LinkEnd, Mouth
-from quintet.executor.distributed.hosts.messages import Senseless, Told
+from quintet.executor.distributed.hosts.link import LinkEnd, LinkReceiver, LinkSender
+from quintet.executor.distributed.hosts.messages import LinkOrder, Senseless
 from quintet.executor.distributed.parallel.library import (
     CRanksShape,
     Note,
     OrderKind,
-    Part,
+    StepPart,
     open_ranks_library,
 )
 from quintet.executor.distributed.parallel.links import HEARER, TELLER
@@ -51,10 +51,10 @@ class Bridge:
 
         self.teller, self.hearer = view(here, TELLER), view(there, HEARER)
         self.rung = threading.Event()
-        self.ear = Ear(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.rung.set)
-        self.mouth = Mouth(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.rung.set)
+        self.ear = LinkReceiver(LinkEnd(library, here, shape, 0, [1], is_last=is_last), self.rung.set)
+        self.mouth = LinkSender(LinkEnd(library, there, shape, 0, [0], is_last=is_last), self.rung.set)
 
-    def carry(self) -> tuple[Told, bytes, memoryview] | None:
+    def carry(self) -> tuple[LinkOrder, bytes, memoryview] | None:
         """Do what a `Carrier` and its network do, once there is something to do; return what was told, if that is it."""
         assert self.rung.wait(DEADLINE_S)
         self.rung.clear()
@@ -108,12 +108,17 @@ def test_a_step_arrives_with_its_tables_and_its_hidden_states() -> None:
     told, heard = a_step(programs), Step(programs, MAX_TOKENS, 4)
     hidden = torch.arange(4 * WIDTH, dtype=torch.float32).view(4, WIDTH)
     bridge.teller.payload(WIDTH, torch.float32)[:4] = hidden
-    bridge.teller.tell_run(told.address, Part.LAYERS, Part.END, 8)
+    bridge.teller.tell_run(told.address, StepPart.LAYERS, StepPart.END, 8)
     bridge.hearer.done()  # is there
     while bridge.carry() is None:
         pass
     order = bridge.hearer.hear(heard.address)
-    assert (order.kind, order.begin, order.end, order.length) == (OrderKind.RUN, Part.LAYERS, Part.END, 8)
+    assert (order.kind, order.begin, order.end, order.length) == (
+        OrderKind.RUN,
+        StepPart.LAYERS,
+        StepPart.END,
+        8,
+    )
     c = heard.c
     assert (c.num_tokens, c.num_rows, c.num_outputs) == (4, 2, 2)
     assert column(c.token_ids, 4, ctypes.c_int32) == [7, 8, 9, 3]
@@ -184,7 +189,7 @@ def test_what_a_stage_says_of_itself_is_said_at_the_other_end() -> None:
 def test_what_cannot_be_is_told_to_nobody() -> None:
     bridge = Bridge()
     step = a_step(ProgramLibrary(host_library()))
-    bridge.teller.tell_run(step.address, Part.LAYERS, Part.END, 8)
+    bridge.teller.tell_run(step.address, StepPart.LAYERS, StepPart.END, 8)
     taken = None
     while taken is None:
         bridge.rung.wait(DEADLINE_S)
@@ -196,9 +201,9 @@ def test_what_cannot_be_is_told_to_nobody() -> None:
     def changed(at: int, value: int) -> bytes:
         return content[:at] + value.to_bytes(8, "little", signed=True) + content[at + 8 :]
 
-    def order(**values: int) -> Told:
+    def order(**values: int) -> LinkOrder:
         names = ("kind", "begin", "end", "length", "num_tokens", "num_rows", "num_outputs")
-        return Told(0, tuple(values.get(name, field) for name, field in zip(names, fields, strict=True)))
+        return LinkOrder(0, tuple(values.get(name, field) for name, field in zip(names, fields, strict=True)))
 
     bridge.hearer.done()
     while bridge.mouth.newly_done() is None:

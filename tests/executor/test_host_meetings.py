@@ -14,9 +14,9 @@ import torch
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import Step
-from quintet.executor.distributed.hosts.host_collectives import Meetings
-from quintet.executor.distributed.hosts.link import Ear, LinkEnd, Mouth
-from quintet.executor.distributed.hosts.messages import Met, Rows, Senseless, Told
+from quintet.executor.distributed.hosts.host_collectives import HostCollectives
+from quintet.executor.distributed.hosts.link import LinkEnd, LinkReceiver, LinkSender
+from quintet.executor.distributed.hosts.messages import CollectiveRows, CollectivesDone, LinkOrder, Senseless
 from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind, open_ranks_library
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.model_config.share import Share
@@ -46,11 +46,13 @@ class Group:
             Ranks(memories[rank * count // size], Share(rank, size), shape, spins=0) for rank in range(size)
         ]
         self.meetings = [
-            Meetings(library, memory, shape, executor, host, self.rung.set)
+            HostCollectives(library, memory, shape, executor, host, self.rung.set)
             for host, memory in enumerate(memories)
         ]
-        self.carried: list[tuple[int, Met | Rows]] = []
-        self._decoder: msgspec.msgpack.Decoder[Met | Rows] = msgspec.msgpack.Decoder(Met | Rows)
+        self.carried: list[tuple[int, CollectivesDone | CollectiveRows]] = []
+        self._decoder: msgspec.msgpack.Decoder[CollectivesDone | CollectiveRows] = msgspec.msgpack.Decoder(
+            CollectivesDone | CollectiveRows
+        )
 
     def carry(self) -> None:
         """Do what a hub and members do, once there is something to do."""
@@ -60,7 +62,7 @@ class Group:
             for other, frames in each.newly_met():
                 message = self._decoder.decode(frames[0])
                 self.carried.append((other, message))
-                if isinstance(message, Rows):
+                if isinstance(message, CollectiveRows):
                     self.meetings[other].take_rows(message, memoryview(bytes(frames[1])))
                 else:
                     self.meetings[other].take_met(message)
@@ -140,7 +142,7 @@ def test_columns_are_put_together_and_logits_are_for_the_first_rank_alone(progra
     first, second = (each.logits(torch.float32)[:3] for each in group.ranks)
     assert torch.equal(first, logits) and (second[:, : VOCAB // 2] == 0).all()
     sent = [(other, type(message)) for other, message in group.carried]
-    assert (sent.count((0, Rows)), sent.count((1, Rows))) == (2, 1)
+    assert (sent.count((0, CollectiveRows)), sent.count((1, CollectiveRows))) == (2, 1)
 
 
 def leave(programs: ProgramLibrary, mine: Ranks) -> None:
@@ -165,7 +167,7 @@ def test_rows_that_cannot_be_are_put_nowhere(
 ) -> None:
     group = Group(2, 2)
     group.run(lambda mine: leave(programs, mine))
-    right = next(message for to, message in group.carried if to == 0 and isinstance(message, Rows))
+    right = next(message for to, message in group.carried if to == 0 and isinstance(message, CollectiveRows))
     group.meetings[0].take_rows(right, memoryview(bytes(2 * right.row_bytes)))
     right = msgspec.structs.replace(right, row_bytes=16, stride=16)
     with pytest.raises(Senseless, match="leaves rows"):
@@ -177,8 +179,8 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
     shape, library = shape_of(4), open_ranks_library()
     here, there = os.memfd_create("here"), os.memfd_create("there")
     rung = threading.Event()
-    ear = Ear(LinkEnd(library, here, shape, 1, [2, 3], is_last=False, is_within=True), rung.set)
-    mouth = Mouth(LinkEnd(library, there, shape, 1, [0, 1], is_last=False, is_within=True), rung.set)
+    ear = LinkReceiver(LinkEnd(library, here, shape, 1, [2, 3], is_last=False, is_within=True), rung.set)
+    mouth = LinkSender(LinkEnd(library, there, shape, 1, [0, 1], is_last=False, is_within=True), rung.set)
     first, *others = (Ranks(here if rank < 2 else there, Share(rank, 4), shape, spins=0) for rank in range(4))
     orders = [
         (OrderKind.EMBEDS, b"twelve bytes"),
@@ -222,14 +224,14 @@ def test_ranks_here_and_there_are_told_alike_and_all_are_waited_for() -> None:
             mouth.tell(told, memoryview(content), memoryview(bytes(payload)))
     assert heard == [orders] * 3
     assert carried_out == [[count + 1] * 3 for count in range(len(orders))]
-    unknown = Told(1, (OrderKind.MOVE_EXPERT, 0, 8, 0, 0, 0, 0))
+    unknown = LinkOrder(1, (OrderKind.MOVE_EXPERT, 0, 8, 0, 0, 0, 0))
     with pytest.raises(Senseless, match="tells an order on link 1 that cannot be"):
         mouth.tell(unknown, memoryview(bytes(8)), memoryview(b""))
 
 
 def test_no_meeting_is_left_out() -> None:
     group = Group(2, 2)
-    group.meetings[0].take_met(Met(1, 0, 1))
+    group.meetings[0].take_met(CollectivesDone(1, 0, 1))
     for meetings in (1, 3, -1):
         with pytest.raises(Senseless, match=f"have come to meeting {meetings}, behind 1"):
-            group.meetings[0].take_met(Met(1, 0, meetings))
+            group.meetings[0].take_met(CollectivesDone(1, 0, meetings))

@@ -15,9 +15,9 @@ from quintet.executor.kv_transfer.block_bytes import BlockBytes
 from quintet.executor.kv_transfer.disk.block_file import NOTHING, BlockFile
 from quintet.executor.kv_transfer.features import kv_disk
 from quintet.executor.kv_transfer.features.kv_disk import DiskBlocks
-from quintet.executor.kv_transfer.kv_connector_loop import KvTalk
+from quintet.executor.kv_transfer.kv_connector_loop import KvConnectorLoop
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_disk import FileOrder, KvAnswers, KvOrders
+from quintet.wire.kv_disk import FileRequest, KvTierRequests, KvTierResults
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
@@ -38,7 +38,7 @@ class Bench:
         self._rung = threading.Event()
         self.disk.begin(self._rung.set)
 
-    def answers(self) -> KvAnswers:
+    def answers(self) -> KvTierResults:
         while True:
             assert self._rung.wait(30.0)
             self._rung.clear()
@@ -75,8 +75,8 @@ class Gate:
         self._open.set()
 
 
-def stores(tables: int, *pairs: int, keys: list[bytes] = KEYS) -> KvOrders:
-    return KvOrders(tables, stores=pack_i32(pairs), store_keys=keys[: len(pairs) // 2])
+def stores(tables: int, *pairs: int, keys: list[bytes] = KEYS) -> KvTierRequests:
+    return KvTierRequests(tables, stores=pack_i32(pairs), store_keys=keys[: len(pairs) // 2])
 
 
 def test_blocks_come_back_as_they_were_when_they_were_ordered(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_blocks_come_back_as_they_were_when_they_were_ordered(tmp_path: Path) ->
     assert answers.stored == KEYS[:2] and not answers.unstored
     assert bench.disk.kept() == [(5, KEYS[0]), (7, KEYS[1])]
     fetches = pack_i32([7, FIRST + 1, 5, FIRST, 5, FIRST + 2])
-    bench.disk.order(KvOrders(0, fetches=fetches, fetch_keys=[KEYS[1], KEYS[0], KEYS[3]]))
+    bench.disk.order(KvTierRequests(0, fetches=fetches, fetch_keys=[KEYS[1], KEYS[0], KEYS[3]]))
     answers = bench.answers()
     while len(answers.fetched) + len(answers.missed) < 12:
         more = bench.answers()
@@ -183,7 +183,7 @@ def test_what_was_read_is_told_before_all_is_read(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(kv_disk, "MAX_FETCHES_UNTOLD", 1)
     bench = Bench(tmp_path)
     gate = Gate(bench.file, monkeypatch, "read", num_free=1)
-    bench.disk.order(KvOrders(0, fetches=pack_i32([1, FIRST, 2, FIRST + 1]), fetch_keys=KEYS[:2]))
+    bench.disk.order(KvTierRequests(0, fetches=pack_i32([1, FIRST, 2, FIRST + 1]), fetch_keys=KEYS[:2]))
     assert bench.answers().missed == pack_i32([FIRST])
     gate.open()
     assert bench.answers().missed == pack_i32([FIRST + 1])
@@ -206,11 +206,11 @@ def test_a_full_disk_is_not_told_of_for_every_block(
 
 
 def test_orders_that_only_drop_reach_the_disk() -> None:
-    heard: list[KvOrders] = []
+    heard: list[KvTierRequests] = []
     disk = SimpleNamespace(begin=lambda ring: None, order=heard.append)
     process = SimpleNamespace(inbox=SimpleNamespace(hang=lambda bell: None))
-    talk = KvTalk(process, disk, None)  # type: ignore[arg-type]
-    orders = KvOrders(0, drops=pack_i32([5]), drop_keys=KEYS[:1])
+    talk = KvConnectorLoop(process, disk, None)  # type: ignore[arg-type]
+    orders = KvTierRequests(0, drops=pack_i32([5]), drop_keys=KEYS[:1])
     talk.order(orders)
     assert heard == [orders]
 
@@ -223,19 +223,19 @@ def test_a_prefix_goes_into_a_file_and_comes_back(tmp_path: Path) -> None:
     while len(answers.stored) < 2:
         answers.stored += bench.answers().stored
     wanted = pack_i32([5, 7])
-    bench.disk.order(KvOrders(0, files=[FileOrder(1, "export", "a.kv", wanted, KEYS[:2])]))
+    bench.disk.order(KvTierRequests(0, files=[FileRequest(1, "export", "a.kv", wanted, KEYS[:2])]))
     (answer,) = bench.answers().files
     assert (answer.task_id, answer.error) == (1, "") and answer.num_bytes > 2 * 2 * LAYER_BYTES
     (tmp_path / "there" / "exchange").symlink_to(tmp_path / "here" / "exchange")
-    other.disk.order(KvOrders(0, files=[FileOrder(2, "look", "a.kv")]))
+    other.disk.order(KvTierRequests(0, files=[FileRequest(2, "look", "a.kv")]))
     (answer,) = other.answers().files
     assert "is a link" in answer.error
     (tmp_path / "there" / "exchange").unlink()
     (tmp_path / "here" / "exchange").rename(tmp_path / "there" / "exchange")
-    other.disk.order(KvOrders(0, files=[FileOrder(3, "look", "a.kv")]))
+    other.disk.order(KvTierRequests(0, files=[FileRequest(3, "look", "a.kv")]))
     (answer,) = other.answers().files
     assert (answer.task_id, answer.error, answer.keys) == (3, "", KEYS[:2])
-    other.disk.order(KvOrders(0, files=[FileOrder(4, "import", "a.kv", pack_i32([0, 1]), KEYS[:2])]))
+    other.disk.order(KvTierRequests(0, files=[FileRequest(4, "import", "a.kv", pack_i32([0, 1]), KEYS[:2])]))
     answers = other.answers()
     assert answers.stored == KEYS[:2] and [each.task_id for each in answers.files] == [4]
     assert other.disk.kept() == [(0, KEYS[0]), (1, KEYS[1])]
@@ -247,7 +247,7 @@ def test_a_dropped_block_is_not_there_any_more(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.disk.order(stores(0, 2, 5))
     assert bench.answers().stored == KEYS[:1]
-    bench.disk.order(KvOrders(0, drops=pack_i32([5]), drop_keys=KEYS[:1]))
+    bench.disk.order(KvTierRequests(0, drops=pack_i32([5]), drop_keys=KEYS[:1]))
     bench.disk.order(stores(0, 3, 6, keys=KEYS[1:2]))
     assert bench.answers().stored == KEYS[1:2]
     assert bench.disk.kept() == [(6, KEYS[1])] and not bench.file.holds(5, KEYS[0])

@@ -17,11 +17,11 @@ from quintet.executor.kv_transfer.block_bytes import BlockBytes
 from quintet.executor.kv_transfer.features.kv_peer import PeerBlocks
 from quintet.executor.kv_transfer.peers import link, messages
 from quintet.executor.kv_transfer.peers.keys import read_key
-from quintet.executor.kv_transfer.peers.link import Came, Link, PeerLost, Wanted
-from quintet.executor.kv_transfer.peers.messages import Ask, Foreign, Given, Lacking
+from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost, WantedBlock
+from quintet.executor.kv_transfer.peers.messages import Ask, BlockReply, BlocksMissing, IdentityMismatch
 from quintet.wire.codec import encode, pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_disk import KvOrders, Pull
+from quintet.wire.kv_disk import KvTierRequests, Pull
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 5)]
@@ -46,11 +46,11 @@ class Side:
         self.peers.begin(self._rung.set)
 
     def offer(self, blocks: list[int], keys: list[bytes], tables: int = 0) -> None:
-        self.peers.order(KvOrders(tables, offers=pack_i32(blocks), offer_keys=keys))
+        self.peers.order(KvTierRequests(tables, offers=pack_i32(blocks), offer_keys=keys))
 
     def pull(self, peer: str, host_blocks: list[int], keys: list[bytes]) -> tuple[list[int], list[int]]:
         """Return which of these came, and which did not."""
-        self.peers.order(KvOrders(0, pulls=[Pull(peer, pack_i32(host_blocks), keys)]))
+        self.peers.order(KvTierRequests(0, pulls=[Pull(peer, pack_i32(host_blocks), keys)]))
         pulled, lacking = list[int](), list[int]()
         while len(pulled) + len(lacking) < len(keys):
             assert self._rung.wait(30.0)
@@ -108,7 +108,7 @@ def test_who_asks_for_much_and_does_not_listen_costs_no_more_memory(
         somebody.connect(f"tcp://{gives.address}")
         somebody.send(encode(Ask(1, 1, b"w" * 32, [b"u" * 32, *KEYS])))
         answers = [somebody.recv_multipart()[0] for _ in range(3)]
-    assert answers[-1] == encode(Lacking(1, [0, 3, 4]))
+    assert answers[-1] == encode(BlocksMissing(1, [0, 3, 4]))
 
 
 def test_what_was_offered_longest_ago_gives_way(closed: ExitStack) -> None:
@@ -161,7 +161,7 @@ def test_nor_for_one_who_only_keeps_talking(
     def talk() -> None:
         who, _ = talker.recv_multipart()
         while not is_over.wait(0.02):
-            talker.send_multipart((who, encode(Given(99, 0, b"")), b""))
+            talker.send_multipart((who, encode(BlockReply(99, 0, b"")), b""))
 
     thread = threading.Thread(target=messages)
     thread.start()
@@ -182,10 +182,10 @@ def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFi
     def answer() -> None:
         who, head = liar.recv_multipart()
         assert b"ask" in head
-        given = Given(1, 7 if lie == "place" else 0, b"d" * 32)
+        given = BlockReply(1, 7 if lie == "place" else 0, b"d" * 32)
         frame = b"\xc1" if lie == "nonsense" else encode(given)
         if lie == "name":
-            frame = encode(Foreign(1, {"\n12:00:00 supervisor INFO all is well": ""}))
+            frame = encode(IdentityMismatch(1, {"\n12:00:00 supervisor INFO all is well": ""}))
         liar.send_multipart((who, frame, b"0" * (1 if lie == "length" else 2 * LAYER_BYTES)))
 
     thread = threading.Thread(target=answer)
@@ -198,7 +198,7 @@ def test_who_lies_is_not_believed(closed: ExitStack, caplog: pytest.LogCaptureFi
 def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(messages, "WINDOW_BYTES", 1)
     staging = np.zeros((4, 2 * LAYER_BYTES), np.uint8)
-    wanted = [Wanted(0, block, key) for block, key in enumerate(KEYS)]
+    wanted = [WantedBlock(0, block, key) for block, key in enumerate(KEYS)]
     with zmq.Context() as context, context.socket(zmq.ROUTER) as liar:
         liar.linger = 0
         port = liar.bind_to_random_port("tcp://127.0.0.1")
@@ -206,10 +206,10 @@ def test_who_breaks_the_protocol_between_two_questions_is_lost(monkeypatch: pyte
         with closing(asks):
             asks.want(wanted, 0.0)
             who, _ = liar.recv_multipart()
-            liar.send_multipart((who, encode(Lacking(1, [0]))))
+            liar.send_multipart((who, encode(BlocksMissing(1, [0]))))
             liar.send_multipart((who, b"0" * (messages.MAX_HEAD_BYTES + 1)))
             assert asks.monitor.poll(30_000)
-            came: list[Came] = []
+            came: list[BlockArrival] = []
             with pytest.raises(PeerLost):
                 came += asks.hear(0.0)
                 asks.hear_connection()
@@ -246,9 +246,9 @@ def test_a_question_that_makes_no_sense_is_not_answered_and_harms_nobody(closed:
 def test_fetches_that_were_forgotten_are_not_answered(closed: ExitStack) -> None:
     gives, takes = sides(closed)
     gives.offer([0, 1], KEYS[:2])
-    takes.peers.order(KvOrders(0, pulls=[Pull("127.0.0.1:1", pack_i32([FIRST]), KEYS[:1])]))
+    takes.peers.order(KvTierRequests(0, pulls=[Pull("127.0.0.1:1", pack_i32([FIRST]), KEYS[:1])]))
     takes.peers.reset()
-    takes.peers.order(KvOrders(1, pulls=[Pull(gives.address, pack_i32([FIRST]), KEYS[:1])]))
+    takes.peers.order(KvTierRequests(1, pulls=[Pull(gives.address, pack_i32([FIRST]), KEYS[:1])]))
     assert takes._rung.wait(30.0)
     answers = takes.peers.take_answers()
     assert answers is not None and answers.tables == 1
@@ -270,7 +270,7 @@ def test_an_address_that_is_somebody_elses_is_waited_for(closed: ExitStack) -> N
     )
     late.begin(lambda: None)
     closed.callback(late.close)
-    late.order(KvOrders(0, offers=pack_i32([3]), offer_keys=KEYS[:1]))
+    late.order(KvTierRequests(0, offers=pack_i32([3]), offer_keys=KEYS[:1]))
     assert takes.pull(gives.address, [FIRST], KEYS[:1]) == ([], [FIRST]), "the first one has the address"
     gives.peers.close()
     until_s = time.monotonic() + 30.0

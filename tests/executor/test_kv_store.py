@@ -22,8 +22,8 @@ from quintet.executor.kv_transfer.store.folder import FolderStore
 from quintet.executor.kv_transfer.store.objects import ObjectStore
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import KvStoreConfig
-from quintet.wire.kv_disk import KvAnswers, KvOrders
-from quintet.wire.kv_store import Get, Put, Search, StoreAnswers, StoreOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_store import Get, Put, Search, StoreRequests, StoreResults
 
 NUM_BLOCKS, LAYER_BYTES, FIRST = 6, 40, 10
 KEYS = [bytes([number]) * 32 for number in range(1, 7)]
@@ -42,7 +42,7 @@ class Bench:
         self._rung = threading.Event()
         self.store.begin(self._rung.set)
 
-    def answers(self) -> KvAnswers:
+    def answers(self) -> KvTierResults:
         while True:
             assert self._rung.wait(30.0)
             self._rung.clear()
@@ -50,22 +50,22 @@ class Bench:
             if answers is not None:  # a ring may have been for tables that are gone
                 return answers
 
-    def told(self, orders: StoreOrders, tables: int = 0) -> StoreAnswers:
+    def told(self, orders: StoreRequests, tables: int = 0) -> StoreResults:
         """Give orders; return the next answers."""
-        self.store.order(KvOrders(tables, store=orders))
+        self.store.order(KvTierRequests(tables, store=orders))
         answers = self.answers().store
         assert answers is not None
         return answers
 
     def put(self, blocks: list[int], keys: list[bytes]) -> bool:
-        answers = self.told(StoreOrders([Put(pack_i32(blocks), keys)]))
+        answers = self.told(StoreRequests([Put(pack_i32(blocks), keys)]))
         return answers.kept == keys[-1:]
 
 
-def get(name: bytes, num_blocks: int, *wanted: tuple[int, int, bytes]) -> StoreOrders:
+def get(name: bytes, num_blocks: int, *wanted: tuple[int, int, bytes]) -> StoreRequests:
     """Order (position, host block, key) of a run."""
     positions, host_blocks, keys = zip(*wanted, strict=True)
-    return StoreOrders(gets=[Get(name, num_blocks, pack_i32(positions), pack_i32(host_blocks), [*keys])])
+    return StoreRequests(gets=[Get(name, num_blocks, pack_i32(positions), pack_i32(host_blocks), [*keys])])
 
 
 class Gate:
@@ -137,11 +137,11 @@ def connector(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KvConn
 def test_blocks_come_to_another_server_as_they_were_when_they_were_ordered(connector: KvConnector) -> None:
     bench, other = Bench(connector), Bench(connector)
     before = [layer.clone() for layer in bench.layers]
-    bench.store.order(KvOrders(0, store=StoreOrders([Put(pack_i32([2, 3]), KEYS[:2])])))
+    bench.store.order(KvTierRequests(0, store=StoreRequests([Put(pack_i32([2, 3]), KEYS[:2])])))
     for layer in bench.layers:
         layer.zero_()  # the next plan gives the blocks other contents
     assert (answers := bench.answers().store) is not None and answers.kept == KEYS[1:2]
-    (found,) = other.told(StoreOrders(searches=[Search(7, [[KEYS[1], KEYS[3]], [], [KEYS[0]]])])).found
+    (found,) = other.told(StoreRequests(searches=[Search(7, [[KEYS[1], KEYS[3]], [], [KEYS[0]]])])).found
     assert found.request_id == 7 and [*unpack_i32(found.counts)] == [1, 0, 0]
     answers = other.told(get(KEYS[1], 2, (1, FIRST + 2, KEYS[1]), (0, FIRST, KEYS[0])))
     assert sorted(unpack_i32(answers.fetched)) == [FIRST, FIRST + 2] and not answers.missed + b"".join(
@@ -217,7 +217,7 @@ def test_what_is_damaged_and_cannot_be_removed_is_not_there(
         assert bench.put([block], [key])
     (path,) = (path for path in tmp_path.rglob("*") if KEYS[1].hex() in path.name)
     path.write_bytes(path.read_bytes()[:-1] + b"\xff")
-    search = StoreOrders(searches=[Search(7, [KEYS[:2]])])
+    search = StoreRequests(searches=[Search(7, [KEYS[:2]])])
     assert unpack_i32(bench.told(search).found[0].counts)[0] == 2
     assert not bench.told(get(KEYS[1], 1, (0, FIRST, KEYS[1]))).fetched
     while (answers := bench.told(search)).num_searches == 0:
@@ -234,7 +234,7 @@ def test_errors_are_misses_and_told_of_now_and_then_without_secrets(
     bench = Bench(gate)
     assert not bench.put([2], KEYS[:1])
     gate.error = RuntimeError("hunter2")
-    answers = bench.told(StoreOrders(searches=[Search(7, [[KEYS[0]]])]))
+    answers = bench.told(StoreRequests(searches=[Search(7, [[KEYS[0]]])]))
     assert [[*unpack_i32(found.counts)] for found in answers.found] == [[0]]
     assert (answers.num_searches, answers.search_ns) == (0, 0), "it says nothing of how long a search takes"
     assert bench.told(get(KEYS[0], 1, (0, FIRST, KEYS[0]))).missed == pack_i32([FIRST])
@@ -260,10 +260,10 @@ def test_while_a_get_hangs_others_miss(tmp_path: Path, monkeypatch: pytest.Monke
     gate = Gate(folder(tmp_path), held="get")
     bench = Bench(gate)
     assert bench.put([2], KEYS[:1])
-    bench.store.order(KvOrders(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
+    bench.store.order(KvTierRequests(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
     assert gate.come.wait(30.0)
     monkeypatch.setattr(kv_store, "SHUN_S", 0.0)
-    (found,) = bench.told(StoreOrders(searches=[Search(7, [[KEYS[0]]])])).found
+    (found,) = bench.told(StoreRequests(searches=[Search(7, [[KEYS[0]]])])).found
     assert [*unpack_i32(found.counts)] == [0] and "count" not in gate.asked
     gate.opened.set()
     assert (answers := bench.answers().store) is not None and answers.fetched == pack_i32([FIRST])
@@ -274,7 +274,7 @@ def test_what_comes_for_tables_that_are_gone_is_nobodys(tmp_path: Path) -> None:
     gate = Gate(folder(tmp_path), held="get")
     bench = Bench(gate)
     assert bench.put([2], KEYS[:1]) and bench.put([3], KEYS[1:2])
-    bench.store.order(KvOrders(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
+    bench.store.order(KvTierRequests(0, store=get(KEYS[0], 1, (0, FIRST, KEYS[0]))))
     assert gate.come.wait(30.0)
     bench.store.reset()
     gate.held = ""
@@ -293,7 +293,7 @@ def test_what_is_to_be_kept_is_kept_whatever_becomes_of_the_tables(tmp_path: Pat
     gate = Gate(folder(tmp_path), held="put")
     bench = Bench(gate)
     puts = [Put(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:5])]
-    bench.store.order(KvOrders(0, store=StoreOrders(puts)))
+    bench.store.order(KvTierRequests(0, store=StoreRequests(puts)))
     assert gate.come.wait(30.0)
     bench.store.reset()
     gate.opened.set()
@@ -310,7 +310,7 @@ def test_of_what_cores_before_wanted_kept_no_more_waits_than_one_may_want(
     bench = Bench(gate, waiting_bytes=size)
     for tables in range(3):
         puts = [Put(pack_i32([0]), [KEYS[2 * tables + number]]) for number in range(2)]
-        bench.store.order(KvOrders(tables, store=StoreOrders(puts)))
+        bench.store.order(KvTierRequests(tables, store=StoreRequests(puts)))
         assert gate.come.wait(30.0)
     gate.opened.set()
     bench.store.close()
@@ -325,7 +325,7 @@ def test_the_end_waits_for_the_last_put_and_no_longer(
     gate = Gate(folder(tmp_path), held="put")
     bench = Bench(gate)
     puts = [Put(pack_i32([block]), [key]) for block, key in enumerate(KEYS[:4])]
-    bench.store.order(KvOrders(0, store=StoreOrders(puts)))
+    bench.store.order(KvTierRequests(0, store=StoreRequests(puts)))
     assert gate.come.wait(30.0)
     changed, waiting = bench.store._changed, threading.Semaphore(0)
     wait = changed.wait
@@ -350,6 +350,6 @@ def test_a_mistake_in_a_thread_is_the_end_of_the_loop(
 ) -> None:
     bench = Bench(folder(tmp_path))
     monkeypatch.setattr(bench.store._format, "finish", lambda *_: 1 // 0)
-    bench.store.order(KvOrders(0, store=StoreOrders([Put(pack_i32([2]), KEYS[:1])])))
+    bench.store.order(KvTierRequests(0, store=StoreRequests([Put(pack_i32([2]), KEYS[:1])])))
     with pytest.raises(RuntimeError, match="thread that talks with the store"):
         bench.answers()

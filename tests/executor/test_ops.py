@@ -20,7 +20,7 @@ from quintet.executor.backends.cpu.ops.rope_kv_write import rope, rope_kv_write,
 from quintet.executor.batch import BatchBuilder, Rows
 from quintet.executor.memory import lazy_zeros
 from quintet.executor.model_config.spec import Temperature
-from quintet.executor.models.layers.attention import AttentionLayer, Sight
+from quintet.executor.models.layers.attention import AttentionLayer, AttentionWindow
 from quintet.executor.slots import SlotTables
 from quintet.wire.codec import pack_i32
 from quintet.wire.kv_spec import full_layers
@@ -108,11 +108,11 @@ SHAPES = {
 
 
 SIGHTS = {
-    "all": Sight(),
-    "window of one": Sight(1),
-    "window": Sight(6),
-    "chunk of one": Sight(None, 1),
-    "chunk": Sight(None, 7),
+    "all": AttentionWindow(),
+    "window of one": AttentionWindow(1),
+    "window": AttentionWindow(6),
+    "chunk of one": AttentionWindow(None, 1),
+    "chunk": AttentionWindow(None, 7),
 }
 MORE: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -129,7 +129,7 @@ MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def layer_of(heads: int, kv_heads: int, sight: Sight, more: dict[str, Any]) -> AttentionLayer:
+def layer_of(heads: int, kv_heads: int, sight: AttentionWindow, more: dict[str, Any]) -> AttentionLayer:
     of_heads = {name: x[:heads] for name, x in more.items() if isinstance(x, torch.Tensor)}
     return AttentionLayer(
         index=0,
@@ -152,7 +152,7 @@ def layer_of(heads: int, kv_heads: int, sight: Sight, more: dict[str, Any]) -> A
 @pytest.mark.parametrize("more", MORE.values(), ids=MORE.keys())
 def test_paged_attention(
     shape: str,
-    sight: Sight,
+    sight: AttentionWindow,
     heads: int,
     kv_heads: int,
     gathered_bytes: int,

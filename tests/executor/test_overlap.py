@@ -30,7 +30,7 @@ from quintet.wire.limits import FrameTooLarge
 from quintet.wire.metrics import decode_snapshot
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepPlan, StepResult
-from quintet.wire.supervision import Seat, SeatState, Topology
+from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 DEADLINE_S = 60.0
 
@@ -135,7 +135,7 @@ class House:
         worker = WorkerId(Role.CORE, 0, epoch)
         address = address_of(self.config.run_dir, worker)
         self.cores.append(Inbox(self.bus, address, Capacity | StepResult))
-        self.send(Topology(epoch, [Seat(worker, address, 1, SeatState.READY)]))
+        self.send(Topology(epoch, [ProcessSlot(worker, address, 1, SlotState.READY)]))
         return self.expect(Capacity)
 
     def send(self, message: msgspec.Struct) -> None:
@@ -371,7 +371,7 @@ def test_the_first_plan_of_a_new_core_may_be_dropped_whatever_the_last_one_plann
     address = address_of(house.config.run_dir, worker)
     house.cores.append(Inbox(house.bus, address, Capacity | StepResult))
     house.send_plan(7)  # of the first core, and heard of in the turn in which the second is
-    house.send(Topology(2, [Seat(worker, address, 1, SeatState.READY)]))
+    house.send(Topology(2, [ProcessSlot(worker, address, 1, SlotState.READY)]))
     turn: list[Any] = []
     while len(turn) < 2:
         turn += house.process.receive(DEADLINE_S)

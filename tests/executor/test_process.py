@@ -34,7 +34,7 @@ from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import full_layers
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import Capacity, StepResult
-from quintet.wire.supervision import Heartbeat, Ready, Seat, SeatState, Stop, Topology
+from quintet.wire.supervision import Heartbeat, ProcessSlot, Ready, SlotState, Stop, Topology
 
 ME = WorkerId(Role.EXECUTOR, 0, 3)
 DEADLINE_S = 60.0
@@ -82,7 +82,7 @@ class House:
         self.peers.send(
             Role.EXECUTOR,
             0,
-            Topology(epoch, [Seat(worker, address_of(self.run_dir, worker), 1, SeatState.READY)]),
+            Topology(epoch, [ProcessSlot(worker, address_of(self.run_dir, worker), 1, SlotState.READY)]),
         )
         return inbox
 

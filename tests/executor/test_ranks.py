@@ -16,11 +16,11 @@ from quintet.deploy.config.flags import Options
 from quintet.executor.backends.cpu.ops.host_library import open_library, set_threads
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import CStep, Step
-from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.distributed.parallel.library import CRanksShape, OrderKind, RanksLibrary
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.shapes import shape_of
-from quintet.executor.model_config.share import Kept, Share
+from quintet.executor.model_config.share import KeptRange, Share
 
 DEPTH = 6
 DEADLINE_S = 60.0
@@ -30,15 +30,15 @@ DEADLINE_S = 60.0
 @pytest.mark.parametrize(
     "part",
     [
-        Part("all", 12),
-        Part("transposed", 12, transposed=True),
-        Part("behind others", 12, total=30, begin=10),
-        Part("of each group", 12, total=36, begin=2, groups=3),
-        Part("lengths", 12, unit_rows=True),
+        RowRange("all", 12),
+        RowRange("transposed", 12, transposed=True),
+        RowRange("behind others", 12, total=30, begin=10),
+        RowRange("of each group", 12, total=36, begin=2, groups=3),
+        RowRange("lengths", 12, unit_rows=True),
     ],
     ids=lambda part: part.name,
 )
-def test_the_rows_of_all_ranks_are_those_of_the_part(part: Part, size: int) -> None:
+def test_the_rows_of_all_ranks_are_those_of_the_part(part: RowRange, size: int) -> None:
     tensor = torch.arange(part.height * DEPTH).float().view(part.weight_shape(DEPTH)) + 1
     bias = torch.arange(part.height)
     shares = [part.keeping(Share(rank, size).of(12)) for rank in range(size)]
@@ -49,7 +49,7 @@ def test_the_rows_of_all_ranks_are_those_of_the_part(part: Part, size: int) -> N
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_columns_of_all_ranks_are_those_of_the_part(transposed: bool) -> None:
-    part = Part("down", 4, transposed=transposed)
+    part = RowRange("down", 4, transposed=transposed)
     tensor = torch.arange(4 * DEPTH).view(part.weight_shape(DEPTH))
     shares = [part.of_inputs(Share(rank, 2).of(DEPTH), 1) for rank in range(2)]
     assert torch.equal(torch.cat([share.weight(tensor) for share in shares], 1), part.weight(tensor))
@@ -58,9 +58,9 @@ def test_the_columns_of_all_ranks_are_those_of_the_part(transposed: bool) -> Non
 
 def test_a_kv_head_is_kept_by_all_whose_queries_meet_it() -> None:
     assert [Share(rank, 4).of_kv_heads(2) for rank in range(4)] == [
-        Kept(0, 1, 2), Kept(0, 1, 2), Kept(1, 2, 2), Kept(1, 2, 2),
+        KeptRange(0, 1, 2), KeptRange(0, 1, 2), KeptRange(1, 2, 2), KeptRange(1, 2, 2),
     ]  # fmt: skip
-    assert Share(1, 2).of_kv_heads(4) == Kept(2, 4, 4)
+    assert Share(1, 2).of_kv_heads(4) == KeptRange(2, 4, 4)
 
 
 def test_numbers_that_cannot_be_divided_evenly_are_divided_all_the_same() -> None:

@@ -10,15 +10,15 @@ import torch
 
 from quintet.executor.backends.cpu.ops.activation import activate
 from quintet.executor.backends.cpu.ops.host_linear import WeightFormat, linear_library
-from quintet.executor.backends.cpu.program.graph_builder import Recorder
+from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
 from quintet.executor.backends.cpu.program.kv import KvMemory
 from quintet.executor.backends.cpu.program.library import program_library
-from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, Places
+from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, MemoryPlanner
 from quintet.executor.backends.cpu.program.step import CStep
 from quintet.executor.backends.cpu.program.values import Extent, Operation, Value
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
 from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
-from quintet.executor.checkpoints.quant.packed_formats import Numbers
+from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackPiece, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
@@ -38,10 +38,10 @@ ROWS = 8
 
 
 @pytest.fixture
-def recorder() -> Recorder:
+def recorder() -> GraphBuilder:
     library = program_library()
     assert library is not None
-    return Recorder(
+    return GraphBuilder(
         library, DTYPE, KvMemory(full_layers(1, 1, 8, 2, 16), (), 0), max_tokens=ROWS, max_outputs=4
     )
 
@@ -69,7 +69,7 @@ class Unlike:
         library = linear_library()
         assert library is not None
         numbers = [
-            Numbers(WeightFormat.INT8 if i == 1 else WeightFormat.BF16) for i in range(len(shape.parts))
+            PackedFormat(WeightFormat.INT8 if i == 1 else WeightFormat.BF16) for i in range(len(shape.parts))
         ]
         return packed_by_part(library, shape, plan, numbers, shape.sources)
 
@@ -107,7 +107,7 @@ def given(width: int = 32, seed: int = 1) -> Value:
     return Value(width, Extent.TOKENS, noise(ROWS, width, seed=seed))
 
 
-def run(recorder: Recorder) -> list[str]:
+def run(recorder: GraphBuilder) -> list[str]:
     """Finish and run; return what the operations are."""
     spans = recorder.finish().spans
     step = CStep(num_tokens=ROWS, num_rows=1, num_outputs=0)
@@ -115,7 +115,7 @@ def run(recorder: Recorder) -> list[str]:
     return [span.name for span in spans]
 
 
-def test_runs_of_a_layer_write_their_columns_of_one_result(recorder: Recorder) -> None:
+def test_runs_of_a_layer_write_their_columns_of_one_result(recorder: GraphBuilder) -> None:
     layer, x, residual = linear_of_runs([9, 6, 14, 3], 32), given(), given(seed=2)
     y = recorder.linear(layer, x)
     total = recorder.add(residual, recorder.linear(layer, x))
@@ -133,51 +133,51 @@ def test_runs_of_a_layer_write_their_columns_of_one_result(recorder: Recorder) -
     assert torch.equal(total.tensor, torch.cat(added, 1))
 
 
-def ordinary(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def ordinary(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     """As Llama has it."""
     x = ops.add(x, ops.linear(layers[0], ops.norm(x, norm())))
     return ops.add(x, ops.linear(layers[1], ops.norm(x, norm())))
 
 
-def parallel(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def parallel(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     normed = ops.norm(x, norm())
     first = ops.linear(layers[0], normed)
     return ops.add(ops.add(x, first), ops.linear(layers[1], normed))
 
 
-def parallel_branches_first(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def parallel_branches_first(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     normed = ops.norm(x, norm())
     return ops.add(x, ops.add(ops.linear(layers[0], normed), ops.linear(layers[1], normed)))
 
 
-def sandwich(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def sandwich(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     x = ops.add(x, ops.norm(ops.linear(layers[0], ops.norm(x, norm())), norm()))
     return ops.add(x, ops.norm(ops.linear(layers[1], ops.norm(x, norm())), norm()))
 
 
-def read_later(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def read_later(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     """The residual, by a later layer."""
     y = ops.add(x, ops.linear(layers[0], ops.norm(x, norm())))
     return ops.add(ops.linear(layers[1], y), ops.norm(x, norm()))
 
 
-def term_read_twice(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def term_read_twice(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     term = ops.linear(layers[0], x)
     return ops.add(ops.add(x, term), ops.linear(layers[1], term))
 
 
-def multiplied_too(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def multiplied_too(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     x = ops.norm(x, norm())
     x = ops.add(x, ops.linear(layers[0], x))
     return ops.add(ops.linear(layers[1], x), x)
 
 
-def of_itself(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def of_itself(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     term = ops.linear(layers[0], x)
     return ops.linear(layers[1], ops.add(term, term))
 
 
-def normed_in_between(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def normed_in_between(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     """The layer comes before the last norm of what it is added to."""
     x = ops.norm(x, norm())
     term = ops.linear(layers[0], ops.norm(x, norm()))
@@ -185,13 +185,13 @@ def normed_in_between(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
     return ops.linear(layers[1], ops.add(ops.add(x, term), other))
 
 
-def made_later(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def made_later(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     """What the layer's result is added to is made after it."""
     term = ops.linear(layers[0], x)
     return ops.add(term, ops.norm(ops.linear(layers[1], ops.norm(x, norm())), norm()))
 
 
-def views(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def views(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     """Of a value that is read for the last time by one of them, and of one of them."""
     y = ops.linear(layers[0], x)
     left, right = ops.columns(y, 0, 16), ops.columns(y, 16, 16)
@@ -200,23 +200,23 @@ def views(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
     return ops.linear(layers[2], z)
 
 
-def view_of_a_term(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def view_of_a_term(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     term = ops.linear(layers[0], x)
     half = ops.columns(term, 16, 16)
     return ops.add(ops.add(x, term), ops.linear(layers[2], half))
 
 
-def activated(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def activated(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     wide = ops.activation(ops.linear(layers[0], x), Activation.GELU)
     return ops.add(x, ops.linear(layers[1], wide))
 
 
-def activated_and_read(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def activated_and_read(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     term = ops.linear(layers[0], x)
     return ops.linear(layers[1], ops.add(ops.activation(term, Activation.SILU), term))
 
 
-def pointwise(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
+def pointwise(ops: GraphBuilder, x: Value, layers: list[Linear]) -> Value:
     """One in the place of another, but for values that are read later."""
     y = ops.scale(ops.linear(layers[0], x), 0.3)
     z = ops.clip(ops.multiply(y, ops.columns(ops.softcap(y, 2.0), 3, 1)), 1.5)
@@ -246,7 +246,7 @@ def pointwise(ops: Recorder, x: Value, layers: list[Linear]) -> Value:
 )
 @pytest.mark.parametrize("kept", [False, True])
 def test_every_value_is_what_it_would_be_alone(
-    recorder: Recorder, model: Callable[..., Value], adds: int, kept: bool
+    recorder: GraphBuilder, model: Callable[..., Value], adds: int, kept: bool
 ) -> None:
     """Whatever is a part of what, and lies where. Beside it the same operations, none of whose results makes room."""
     layers = [linear(32, 32, seed=2), linear(32, 32, seed=3), linear(32, 16, seed=4)]
@@ -262,7 +262,7 @@ def test_every_value_is_what_it_would_be_alone(
 
     library = program_library()
     assert library is not None
-    careful = Recorder(library, DTYPE, KvMemory((), 16, 0), ROWS, 4)
+    careful = GraphBuilder(library, DTYPE, KvMemory((), 16, 0), ROWS, 4)
     last = model(careful, Value(32, Extent.TOKENS, before.clone()), layers)
     for operation in careful._operations:
         careful.keep(operation.writes)
@@ -272,7 +272,7 @@ def test_every_value_is_what_it_would_be_alone(
         assert torch.equal(x.tensor, before)
 
 
-def test_a_sum_is_written_over_its_residual(recorder: Recorder) -> None:
+def test_a_sum_is_written_over_its_residual(recorder: GraphBuilder) -> None:
     residual = recorder.norm(given(), norm())
     term = recorder.linear(linear(32, 32), recorder.norm(residual, norm()))
     y = recorder.add(residual, term)
@@ -284,7 +284,7 @@ def test_a_sum_is_written_over_its_residual(recorder: Recorder) -> None:
 @pytest.mark.parametrize("kind", Activation)
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 def test_an_activation_behind_a_layer_is_the_layers(
-    recorder: Recorder, kind: Activation, quantization: str
+    recorder: GraphBuilder, kind: Activation, quantization: str
 ) -> None:
     """With the same bits as by itself, as it is where somebody else reads the layer's result."""
     x, layer = given(128), linear(80, 128, quantization=quantization)
@@ -301,7 +301,7 @@ def test_an_activation_behind_a_layer_is_the_layers(
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4", "w8a8"])
 @pytest.mark.parametrize(("begin", "width"), [(3, 77), (32, 64), (1, 128)])
 def test_columns_are_multiplied_as_rows_of_their_own(
-    recorder: Recorder, quantization: str, begin: int, width: int
+    recorder: GraphBuilder, quantization: str, begin: int, width: int
 ) -> None:
     """Whatever stands beside them."""
     x, layer = given(160), linear(48, width, quantization=quantization)
@@ -316,13 +316,13 @@ def test_columns_are_multiplied_as_rows_of_their_own(
     assert values[0].tensor.isfinite().all()
 
 
-def test_gates_are_not_added_to_anything(recorder: Recorder) -> None:
+def test_gates_are_not_added_to_anything(recorder: GraphBuilder) -> None:
     x = given()
     recorder.add(x, recorder.linear(linear(64, 32, GatedActivation.SILU_AND_MUL), x))
     assert run(recorder) == ["linear 32 to 32", "add"]
 
 
-def test_a_part_reads_only_what_was_kept(recorder: Recorder) -> None:
+def test_a_part_reads_only_what_was_kept(recorder: GraphBuilder) -> None:
     """A part may be run again; so a layer of one is not added to by another either."""
     x = given()
     y = recorder.norm(x, norm())
@@ -344,7 +344,7 @@ def test_what_was_written_over_is_not_read() -> None:
     x, y, z = (Value(32, Extent.TOKENS) for _ in range(3))
     x.place = torch.zeros(ROWS, 32, dtype=DTYPE)
     first = Operation("first", lambda: None, (x,), y, over=(x,))
-    places = Places(DTYPE, dict.fromkeys(Extent, ROWS), (), Lifetimes([first]))
+    places = MemoryPlanner(DTYPE, dict.fromkeys(Extent, ROWS), (), Lifetimes([first]))
     places.give(0, first)
     assert y.address == x.address
     with pytest.raises(
@@ -354,7 +354,7 @@ def test_what_was_written_over_is_not_read() -> None:
 
 
 @pytest.mark.parametrize(("width", "apart"), [(2048, 2080), (1984, 2016), (64, 96), (2016, 2016), (48, 48)])
-def test_rows_are_an_odd_number_of_lines_apart(recorder: Recorder, width: int, apart: int) -> None:
+def test_rows_are_an_odd_number_of_lines_apart(recorder: GraphBuilder, width: int, apart: int) -> None:
     """Rows of an even number of cache lines would share sets. Kept values have no gaps, though memory with gaps was free."""
     x = given(width)
     weight = Norm(kind=NormKind.RMS, width=width, eps=1e-6, weight=torch.ones(width, dtype=DTYPE))
@@ -382,7 +382,7 @@ NORMS = {
 
 
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS.keys())
-def test_norms(recorder: Recorder, norm: Norm) -> None:
+def test_norms(recorder: GraphBuilder, norm: Norm) -> None:
     """Against torch, of columns of a wider value."""
     x = given(48)
     y = recorder.norm(recorder.columns(x, 16, 32), norm)
@@ -412,7 +412,7 @@ def experts(routing: Routing, width: int = 24, hidden: int = 32) -> Experts:
     return layer
 
 
-def test_experts_between_other_operations(recorder: Recorder) -> None:
+def test_experts_between_other_operations(recorder: GraphBuilder) -> None:
     """What is to be done is known only when the operations before it have been: the same as when they are called one by one."""
     layer = experts(Routing(experts=6, chosen=2, scoring=Scoring.SOFTMAX, renormalise=True))
     router, x, before = linear(6, 32), given(), noise(ROWS, 32, seed=1)

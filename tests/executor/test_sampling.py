@@ -18,7 +18,7 @@ from quintet.executor.sampling.allowed_ids import AllowedIds
 from quintet.executor.sampling.bad_words import BadWords
 from quintet.executor.sampling.inverse_cdf import choose
 from quintet.executor.sampling.logit_bias import LogitBias
-from quintet.executor.sampling.logits_processor import Concern
+from quintet.executor.sampling.logits_processor import LogitsProcessor
 from quintet.executor.sampling.min_p import cut_min_p
 from quintet.executor.sampling.min_tokens import MinTokens
 from quintet.executor.sampling.penalties import Penalties
@@ -152,7 +152,7 @@ def drawers(seed: int, count: int = 24) -> list[Drawer]:
     return rows
 
 
-CONCERNS: list[tuple[Callable[[int, int], Concern], Callable[[Logits, Drawer], Logits]]] = [
+CONCERNS: list[tuple[Callable[[int, int], LogitsProcessor], Callable[[Logits, Drawer], Logits]]] = [
     (AllowedIds, allowed_reference),
     (BadWords, bad_words_reference),
     (MinTokens, min_tokens_reference),
@@ -180,7 +180,7 @@ def float_logits(rows: int, seed: int, scale: float = 3.0) -> torch.Tensor:
 @pytest.mark.parametrize(("make", "reference"), CONCERNS, ids=[make.__name__ for make, _ in CONCERNS])
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_concern_equals_its_definition(
-    make: Callable[[int, int], Concern], reference: Callable[[Logits, Drawer], Logits], seed: int
+    make: Callable[[int, int], LogitsProcessor], reference: Callable[[Logits, Drawer], Logits], seed: int
 ) -> None:
     bench, rows = SamplerBench(VOCAB), drawers(seed)
     drawing = bench.draw_rows(bench.admit(rows))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.executor.conftest import Drawer, new_row
 
-from quintet.executor.oom_split import SmallerSteps
+from quintet.executor.oom_split import OomSplit
 from quintet.wire.codec import pack_i32, pack_u8, unpack_i32
 from quintet.wire.params import SamplingParams
 from quintet.wire.step import PromptLogprobs, StepPlan, StepResult, TokenLogprobs
@@ -78,8 +78,8 @@ class SmallDevice:
 def test_the_parts_say_what_the_whole_says(max_tokens: int) -> None:
     plan = plan_of_rows(ROWS, SAMPLES)
     whole, small = SmallDevice(1000), SmallDevice(max_tokens)
-    expected = SmallerSteps(whole.release).compute(plan, whole.compute)
-    smaller = SmallerSteps(small.release)
+    expected = OomSplit(whole.release).compute(plan, whole.compute)
+    smaller = OomSplit(small.release)
     assert smaller.compute(plan, small.compute) == expected
     assert small.computed == whole.computed, "each token once, in order"
     assert small.num_deltas == 1, "deltas once, with the first part that fits"
@@ -89,14 +89,14 @@ def test_the_parts_say_what_the_whole_says(max_tokens: int) -> None:
 
 def test_a_step_that_fits_is_left_alone() -> None:
     plan, device = plan_of_rows(ROWS, SAMPLES), SmallDevice(18)
-    smaller = SmallerSteps(device.release)
+    smaller = OomSplit(device.release)
     assert len(unpack_i32(smaller.compute(plan, device.compute).token_ids)) == 4
     assert (smaller.num_split, device.num_releases) == (0, 0)
 
 
 def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     plan, device = plan_of_rows(ROWS, SAMPLES), SmallDevice(4)
-    smaller = SmallerSteps(device.release)
+    smaller = OomSplit(device.release)
     for _ in range(3):
         smaller.compute(plan, device.compute)
     assert smaller.num_split == 3
@@ -106,7 +106,7 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_when_not_even_a_token_fits_the_error_goes_on() -> None:
     device = SmallDevice(0)
-    smaller = SmallerSteps(device.release)
+    smaller = OomSplit(device.release)
     with pytest.raises(torch.OutOfMemoryError):
         smaller.compute(plan_of_rows(ROWS, SAMPLES), device.compute)
     with pytest.raises(torch.OutOfMemoryError):
@@ -138,7 +138,7 @@ class WithStates(SmallDevice):
 
 def test_a_step_that_states_were_written_in_fails_and_later_ones_are_cut_before() -> None:
     plan, device, whole = plan_of_rows(ROWS, SAMPLES), WithStates(4), SmallDevice(1000)
-    smaller = SmallerSteps(device.release, device.go_on)
+    smaller = OomSplit(device.release, device.go_on)
     failures = 0
     while True:
         device.begun.clear()  # after a failure all is computed again
@@ -158,7 +158,7 @@ def test_a_step_that_states_were_written_in_fails_and_later_ones_are_cut_before(
 def test_a_step_that_begins_its_requests_is_computed_once_more() -> None:
     plan = plan_of_rows([(3, 0, 7), (7, 0, 1), (2, 0, 9)], [1, 1, 1])
     device, whole = WithStates(5), SmallDevice(1000)
-    smaller = SmallerSteps(device.release, device.go_on)
+    smaller = OomSplit(device.release, device.go_on)
     assert smaller.compute(plan, device.compute) == whole.compute(plan)
     device.max_tokens = 17
     device.computed.clear()
@@ -178,5 +178,5 @@ def test_the_rest_of_a_row_is_told_where_its_states_are() -> None:
         told.append(plan.blocks)
         return result
 
-    SmallerSteps(device.release, device.go_on).compute(plan_of_rows([(3, 0, 8)], [1]), compute)
+    OomSplit(device.release, device.go_on).compute(plan_of_rows([(3, 0, 8)], [1]), compute)
     assert told == [pack_i32([3, 0, 0, 1]), pack_i32([3, 0, 0, 5])]

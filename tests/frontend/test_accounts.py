@@ -8,8 +8,8 @@ from quintet.frontend.sessions import MAX_LOST
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
-from quintet.wire.messages import Cancel, FinishReason, Handed, Live, Submit
-from quintet.wire.supervision import SeatState
+from quintet.wire.messages import Cancel, FinishReason, InFlightReport, Live, Submit
+from quintet.wire.supervision import SlotState
 
 from .test_sessions import PROMPT, World, params, run
 
@@ -60,7 +60,7 @@ def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -
 def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
     async def story() -> None:
         world = World()
-        world.seats[Role.TOKENIZER, 1] = (1, SeatState.READY)
+        world.seats[Role.TOKENIZER, 1] = (1, SlotState.READY)
         world.follow()
         first, second = (world.sessions.submit(PROMPT, params(n=2)) for _ in range(2))
         started = first.request_id
@@ -81,7 +81,9 @@ def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
         ]
         named = {}
         for (role, index), account in accounts.items():
-            assert isinstance(account, Handed) and role is Role.TOKENIZER and account.tokenizer == index
+            assert (
+                isinstance(account, InFlightReport) and role is Role.TOKENIZER and account.tokenizer == index
+            )
             ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
             named |= {request_id: (index, n) for request_id, n in zip(ids, attempts, strict=True)}
         assert named == {

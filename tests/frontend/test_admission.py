@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from quintet.frontend.admission import Admission
-from quintet.frontend.load_balancing.load_balancer import Seats
-from quintet.frontend.load_balancing.queued_tokens import Backlog
+from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
 from quintet.frontend.streams import Mailbox, Stream
 from quintet.wire.codec import pack_i32
 from quintet.wire.config import FrontendConfig
@@ -16,7 +16,7 @@ from quintet.wire.messages import Submit, TokenPrompt
 from quintet.wire.metrics import Metrics
 from quintet.wire.params import SamplingParams
 from quintet.wire.request import RequestSpec
-from quintet.wire.supervision import Seat, SeatState, Topology
+from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Occupancy:
     num_open_choices: int = 0
     num_ended: int = 0
     num_tokens: int = 0
-    backlog: Backlog = field(default_factory=lambda: Backlog(1000))
-    seats: Seats = field(default_factory=lambda: Seats(WorkerId(Role.FRONTEND, 0, 1)))
+    backlog: QueuedTokens = field(default_factory=lambda: QueuedTokens(1000))
+    seats: Workers = field(default_factory=lambda: Workers(WorkerId(Role.FRONTEND, 0, 1)))
 
 
 @dataclass
@@ -41,7 +41,9 @@ class Clock:
 def ready_load() -> Occupancy:
     load = Occupancy()
     roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
-    load.seats.follow(Topology(1, [Seat(WorkerId(role, 0, 1), "", 1, SeatState.READY) for role in roles]))
+    load.seats.follow(
+        Topology(1, [ProcessSlot(WorkerId(role, 0, 1), "", 1, SlotState.READY) for role in roles])
+    )
     return load
 
 
@@ -111,7 +113,9 @@ def test_nobody_enters_before_there_is_a_core_and_an_executor() -> None:
 
 def test_a_worker_that_is_being_replaced_is_no_reason_to_refuse() -> None:
     load = ready_load()
-    seats = [Seat(WorkerId(role, 0, 2), "", 1, SeatState.STARTING) for role in (Role.CORE, Role.EXECUTOR)]
+    seats = [
+        ProcessSlot(WorkerId(role, 0, 2), "", 1, SlotState.STARTING) for role in (Role.CORE, Role.EXECUTOR)
+    ]
     load.seats.follow(Topology(2, seats))
     enter(door(load, 3))
 
@@ -119,7 +123,7 @@ def test_a_worker_that_is_being_replaced_is_no_reason_to_refuse() -> None:
 def test_a_new_frontend_knows_that_the_model_was_loaded_before() -> None:
     load = Occupancy()
     seats = [
-        Seat(WorkerId(role, 0, 2), "", 1, SeatState.STARTING, was_ready=True)
+        ProcessSlot(WorkerId(role, 0, 2), "", 1, SlotState.STARTING, was_ready=True)
         for role in (Role.CORE, Role.EXECUTOR)
     ]
     load.seats.follow(Topology(7, seats))
@@ -188,7 +192,7 @@ def test_retry_after_follows_the_rate_at_which_tokens_leave() -> None:
 
 
 def test_answers_without_a_limit_are_expected_to_be_as_long_as_others() -> None:
-    backlog = Backlog(1000)
+    backlog = QueuedTokens(1000)
     open_ended = SamplingParams(max_tokens=None, n=2)
     assert backlog.cost(prompt(5), open_ended) == 5
     load = Occupancy(backlog=backlog)

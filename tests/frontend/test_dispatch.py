@@ -9,14 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.inbox_handlers import Dispatch
+from quintet.frontend.inbox_handlers import InboxHandlers
 from quintet.wire.dropped import Dropped
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, FinishReason, Submit, TextPrompt, TokenizeQuery
 from quintet.wire.params import SamplingParams
-from quintet.wire.supervision import Seat, SeatState, Topology
+from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 from tests.frontend.configs import make_config
 
 PROMPT = TextPrompt("hello")
@@ -27,7 +27,7 @@ class World:
 
     def __init__(self) -> None:
         self.sent: list[msgspec.Struct] = []
-        self.dispatch = Dispatch(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config())
+        self.dispatch = InboxHandlers(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config())
         self.publish(1, 1)
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
@@ -36,7 +36,7 @@ class World:
 
     def publish(self, version: int, epoch: int) -> None:
         seats = [
-            Seat(WorkerId(role, 0, epoch), "", 1, SeatState.READY)
+            ProcessSlot(WorkerId(role, 0, epoch), "", 1, SlotState.READY)
             for role in Role
             if role is not Role.SUPERVISOR
         ]

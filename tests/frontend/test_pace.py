@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from quintet.frontend.load_balancing.engine_speed import KNOWN_S, SURPRISE, Pace, Usual
+from quintet.frontend.load_balancing.engine_speed import KNOWN_S, SURPRISE, EngineSpeeds, LinearFit
 
 ABSURD = (0.0, -1.0, math.nan, math.inf, -math.inf)
 
@@ -24,8 +24,8 @@ def play(
 
     ``sorted_by_size``: whether every other engine has short ones alone.
     """
-    rng, usual = random.Random(seed), Usual()
-    paces, seen = [Pace(usual) for _ in slownesses], [0.0] * len(slownesses)
+    rng, usual = random.Random(seed), LinearFit()
+    paces, seen = [EngineSpeeds(usual) for _ in slownesses], [0.0] * len(slownesses)
     for at in range(num_requests):
         index = rng.randrange(len(paces))
         is_long = index % 2 if sorted_by_size else rng.random() < 0.5
@@ -62,8 +62,8 @@ def test_of_two_engines_the_slow_one_is_told_from_the_other() -> None:
 
 
 def test_nothing_is_known_of_an_engine_that_is_new_or_was_not_asked_for_long() -> None:
-    usual = Usual()
-    fast, slow, new = Pace(usual), Pace(usual), Pace(usual)
+    usual = LinearFit()
+    fast, slow, new = EngineSpeeds(usual), EngineSpeeds(usual), EngineSpeeds(usual)
     for at in range(400):
         fast.note(100, 0.1, 0.01 * at)
         slow.note(100, 0.4, 0.01 * at)
@@ -80,8 +80,8 @@ def test_nothing_is_known_of_an_engine_that_is_new_or_was_not_asked_for_long() -
 
 
 def test_times_that_cannot_be_change_nothing() -> None:
-    usual = Usual()
-    pace, other = Pace(usual), Pace(usual)
+    usual = LinearFit()
+    pace, other = EngineSpeeds(usual), EngineSpeeds(usual)
     for at in range(400):
         for absurd in ABSURD:
             pace.note(100, absurd, 0.01 * at)
@@ -94,8 +94,8 @@ def test_times_that_cannot_be_change_nothing() -> None:
 
 
 def test_a_request_that_hung_says_little_of_the_next() -> None:
-    usual = Usual()
-    pace = Pace(usual)
+    usual = LinearFit()
+    pace = EngineSpeeds(usual)
     for at in range(200):
         pace.note(100, 0.1, 0.01 * at)
     pace.note(100, 1e9, 2.0)
@@ -103,7 +103,7 @@ def test_a_request_that_hung_says_little_of_the_next() -> None:
 
 
 def test_more_work_never_takes_less() -> None:
-    usual = Usual()
+    usual = LinearFit()
     for at in range(
         300
     ):  # the more there was, the sooner it began: as where those with much to do are the fast ones

@@ -27,9 +27,9 @@ from quintet.wire.supervision import (
     Drained,
     Heartbeat,
     MetricsQuery,
+    ProcessSlot,
     Ready,
-    Seat,
-    SeatState,
+    SlotState,
     Stop,
     Topology,
 )
@@ -75,9 +75,9 @@ class Parent:
         assert isinstance(ready, Ready)
         return ready
 
-    def seat_of(self, worker: WorkerId) -> Seat:
+    def seat_of(self, worker: WorkerId) -> ProcessSlot:
         """Return the entry of a topology for a process that is ready."""
-        return Seat(worker, address_of(self.run_dir, worker), 1, SeatState.READY)
+        return ProcessSlot(worker, address_of(self.run_dir, worker), 1, SlotState.READY)
 
     def get(self, path: str) -> int:
         """Return the status of a page."""

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from quintet.frontend.load_balancing.load_balancer import Seats
-from quintet.frontend.rpc import Queries
+from quintet.frontend.load_balancing.load_balancer import Workers
+from quintet.frontend.rpc import Rpc
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import Detokenized, Failed, TextPrompt, Tokenized
-from quintet.wire.supervision import Seat, SeatState, Topology
+from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 
 ME = WorkerId(Role.FRONTEND, 0, 1)
 
@@ -22,11 +22,11 @@ ME = WorkerId(Role.FRONTEND, 0, 1)
 class World:
     def __init__(self, timeout_s: float = 10.0) -> None:
         self.sent: list[tuple[Role, int, Any]] = []
-        self.seats = Seats(ME)
+        self.seats = Workers(ME)
         self.seats.follow(
-            Topology(1, [Seat(WorkerId(Role.TOKENIZER, i, 1), "", 1, SeatState.READY) for i in (0, 1)])
+            Topology(1, [ProcessSlot(WorkerId(Role.TOKENIZER, i, 1), "", 1, SlotState.READY) for i in (0, 1)])
         )
-        self.queries = Queries(ME, self.send, self.seats, timeout_s)
+        self.queries = Rpc(ME, self.send, self.seats, timeout_s)
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
         self.sent.append((role, index, message))
@@ -118,7 +118,9 @@ def test_a_question_to_a_lost_process_is_asked_again() -> None:
         world.seats.follow(Topology(2, []))
         world.queries.follow()
         assert len(world.sent) == 1  # nobody is there
-        world.seats.follow(Topology(3, [Seat(WorkerId(Role.TOKENIZER, index, 2), "", 1, SeatState.READY)]))
+        world.seats.follow(
+            Topology(3, [ProcessSlot(WorkerId(Role.TOKENIZER, index, 2), "", 1, SlotState.READY)])
+        )
         world.queries.follow()
         world.queries.follow()
         assert [message.query_id for _, _, message in world.sent] == [first.query_id] * 2

@@ -9,10 +9,17 @@ from typing import Any
 
 import pytest
 
-from quintet.frontend.response_store import CONVERSATION, Events, Record, ResponseFile, ResponseStore, Turn
+from quintet.frontend.response_store import (
+    CONVERSATION,
+    ConversationTurn,
+    Events,
+    Record,
+    ResponseFile,
+    ResponseStore,
+)
 from quintet.wire.errors import RequestError
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.supervision import Seat, SeatState, Topology
+from quintet.wire.supervision import ProcessSlot, SlotState, Topology
 from tests.frontend.configs import make_config
 
 
@@ -73,13 +80,13 @@ def test_turns_make_room_and_only_one_of_them_goes_beyond_what_can_be_asked_with
     file.begin(record("c", status=CONVERSATION, items=b"x" * 700))
     for name in ("a", "b"):
         file.begin(record(name, items=b"y" * 600))
-        file.tell(name, "run/0.1", "completed", response=b"{}", turn=Turn("c", join))
+        file.tell(name, "run/0.1", "completed", response=b"{}", turn=ConversationTurn("c", join))
     assert file.find("old") is not None
     held = file.find("c")
     assert held is not None and len(held.items) == 1300
     file.begin(record("d", items=b"z" * 900))
     file.rewrite("c", lambda held: setattr(held, "items", b""))
-    file.tell("d", "run/0.1", "completed", response=b" " * 1800, turn=Turn("c", join))
+    file.tell("d", "run/0.1", "completed", response=b" " * 1800, turn=ConversationTurn("c", join))
     assert file.find("old") is None and file.find("a") is None, "the longest not used"
     held = file.find("c")
     assert held is not None and len(held.items) == 900
@@ -129,22 +136,24 @@ def test_only_who_answers_is_heard(tmp_path: Path) -> None:
     assert file.find("a").response == b"{3}"  # type: ignore[union-attr]
 
 
-def seat(index: int, epoch: int, state: SeatState = SeatState.READY) -> Seat:
-    return Seat(WorkerId(Role.FRONTEND, index, epoch), "ipc://x", 1, state)
+def seat(index: int, epoch: int, state: SlotState = SlotState.READY) -> ProcessSlot:
+    return ProcessSlot(WorkerId(Role.FRONTEND, index, epoch), "ipc://x", 1, state)
 
 
 @pytest.mark.parametrize(
     ("worker", "seats", "is_gone"),
     [
         ((0, 1), [seat(0, 1)], False),
-        ((0, 1), [seat(0, 1, SeatState.STALLED)], False),
-        ((0, 1), [seat(0, 1, SeatState.DOWN)], True),
-        ((0, 1), [seat(0, 2, SeatState.STARTING)], True),
-        ((0, 2), [seat(0, 1, SeatState.DOWN)], False),  # a topology that is older than the frontend
+        ((0, 1), [seat(0, 1, SlotState.STALLED)], False),
+        ((0, 1), [seat(0, 1, SlotState.DOWN)], True),
+        ((0, 1), [seat(0, 2, SlotState.STARTING)], True),
+        ((0, 2), [seat(0, 1, SlotState.DOWN)], False),  # a topology that is older than the frontend
         ((0, 1), [seat(1, 7)], False),
     ],
 )
-def test_who_is_gone_is_gone_for_sure(worker: tuple[int, int], seats: list[Seat], is_gone: bool) -> None:
+def test_who_is_gone_is_gone_for_sure(
+    worker: tuple[int, int], seats: list[ProcessSlot], is_gone: bool
+) -> None:
     store = ResponseStore(make_config("run-a"))
     owner = store.owner(WorkerId(Role.FRONTEND, *worker))
     assert store.is_gone(owner, Topology(1, seats)) is is_gone

@@ -14,7 +14,7 @@ from quintet.frontend.load_balancing.prefix_affinity import (
     MAX_PIECES,
     PIECE_BYTES,
     PIECE_TOKENS,
-    Beginnings,
+    PrefixAffinity,
     names_of,
 )
 from quintet.wire.codec import pack_i32
@@ -197,7 +197,7 @@ def test_beginnings_have_the_same_names_as_far_as_they_are_the_same() -> None:
 
 
 def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
-    table = Beginnings(max_names=4)
+    table = PrefixAffinity(max_names=4)
     table.note([1, 2])
     table.note([5, 6])
     table.note([1, 2])
@@ -212,7 +212,7 @@ def test_what_was_not_used_for_longest_is_forgotten_first() -> None:
 
 
 def test_who_misses_something_has_lost_all_that_was_not_used_since() -> None:
-    table = Beginnings()
+    table = PrefixAffinity()
     for names in ([1, 2, 3], [4, 5], [6]):
         table.note(names)
     _, used = table.find([4, 5])

@@ -12,16 +12,16 @@ import pytest
 from tests.models.families import FAMILIES, prompts_of
 
 from quintet.core.engine import Engine
-from quintet.core.token_messages import Effects
-from quintet.executor.interface import KvElsewhere, Pending, StepWorker
+from quintet.core.token_messages import StepMessages
+from quintet.executor.interface import KvTierWorker, Pending, StepWorker
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.codec import pack_i32, unpack_i32, unpack_i64
 from quintet.wire.config import EngineConfig
 from quintet.wire.embeds import EmbedsPrompt, digest_of
-from quintet.wire.kv_disk import KvKept
+from quintet.wire.kv_disk import StoredBlocks
 from quintet.wire.messages import Admit, FinishReason
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Handover, RequestSpec
+from quintet.wire.request import KvTransfer, RequestSpec
 from quintet.wire.step import Capacity, StepPlan
 
 NUM_TOKENS = 32
@@ -55,7 +55,7 @@ class House:
         prompt: list[int] | EmbedsPrompt,
         params: SamplingParams,
         priority: int = 0,
-        handover: Handover | None = None,
+        handover: KvTransfer | None = None,
     ) -> None:
         embeds = None
         if isinstance(prompt, EmbedsPrompt):
@@ -98,7 +98,7 @@ class House:
         capacity.num_disk_blocks, capacity.num_staging_blocks = disk.num_places, disk.num_staging_blocks
         kept = disk.kept()
         places = pack_i32(place for place, _ in kept)
-        self.engine.disk.hear_kept(KvKept(1, 0, places, [key for _, key in kept]))
+        self.engine.disk.hear_kept(StoredBlocks(1, 0, places, [key for _, key in kept]))
 
     def _order(self, plans: list[StepPlan]) -> None:
         """Have the worker's disk do what it is to do, behind the plans before."""
@@ -123,7 +123,7 @@ class House:
                 answers.executor_epoch = 1
                 self.engine.kv_answers(answers)
 
-    def _places(self) -> list[KvElsewhere]:
+    def _places(self) -> list[KvTierWorker]:
         places = (self.worker.kv_disk, self.worker.kv_peers, self.worker.kv_store)
         return [place for place in places if place is not None]
 
@@ -132,7 +132,7 @@ class House:
         self._pending.extend(self.worker.begin(plan) for plan in plans)
         plans.clear()
 
-    def _apply(self, effects: Effects) -> None:
+    def _apply(self, effects: StepMessages) -> None:
         assert not effects.failed, effects.failed
         for _, tokens in effects.tokens:
             for opened in tokens.opens:

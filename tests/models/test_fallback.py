@@ -17,7 +17,7 @@ from tests.models.test_equal import check_once, check_tokens
 
 from quintet.deploy.cli.main import main
 from quintet.executor.backends.torch.fallback.masks import UnknownSight, sight_of
-from quintet.executor.models.layers.attention import Sight
+from quintet.executor.models.layers.attention import AttentionWindow
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
@@ -244,14 +244,14 @@ Index = torch.Tensor
 @pytest.mark.parametrize(
     ("sees", "sight"),
     [
-        (lambda q, k: k <= q, Sight()),
-        (lambda q, k: (k <= q) & (k > q - 7), Sight(window=7)),
-        (lambda q, k: (k <= q) & (k > q - 1), Sight(window=1)),
-        (lambda q, k: (k <= q) & (k // 16 == q // 16), Sight(chunk=16)),
-        (lambda q, k: (k <= q) & (k > q - 400), Sight()),
+        (lambda q, k: k <= q, AttentionWindow()),
+        (lambda q, k: (k <= q) & (k > q - 7), AttentionWindow(window=7)),
+        (lambda q, k: (k <= q) & (k > q - 1), AttentionWindow(window=1)),
+        (lambda q, k: (k <= q) & (k // 16 == q // 16), AttentionWindow(chunk=16)),
+        (lambda q, k: (k <= q) & (k > q - 400), AttentionWindow()),
     ],
 )
-def test_a_mask_function_tells_what_a_token_sees(sees: Any, sight: Sight) -> None:
+def test_a_mask_function_tells_what_a_token_sees(sees: Any, sight: AttentionWindow) -> None:
     def function(batch: Index, head: Index, q: Index, k: Index) -> Index:
         seen: Index = sees(q, k)
         return seen

@@ -23,7 +23,7 @@ from quintet.core import recurrent_state
 from quintet.deploy import embedded
 from quintet.executor.worker import make_torch_worker
 from quintet.wire.config import EngineConfig, KvPeersConfig
-from quintet.wire.request import Handover
+from quintet.wire.request import KvTransfer
 
 
 def with_peers(config: EngineConfig) -> EngineConfig:
@@ -44,10 +44,10 @@ def answers(config: EngineConfig) -> tuple[list[int], list[int], int]:
             closed.callback(worker.kv_peers.close)
             houses.append((House(one, worker), one.cache.peers.listen))
         (gives, address), (takes, _) = houses
-        gives.admit(1, PROMPT, GREEDY, handover=Handover(offers=True))
+        gives.admit(1, PROMPT, GREEDY, handover=KvTransfer(offers=True))
         gives.run()
         gives.order_all()
-        takes.admit(1, PROMPT, GREEDY, handover=Handover(peer=address, num_blocks=1 << 20))
+        takes.admit(1, PROMPT, GREEDY, handover=KvTransfer(peer=address, num_blocks=1 << 20))
         takes.run()
         return gives.outputs[1], takes.outputs[1], takes.cached[1]
 

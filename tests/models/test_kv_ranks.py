@@ -21,7 +21,7 @@ from quintet.core import recurrent_state
 from quintet.core.kv import store_chunks
 from quintet.executor.distributed.parallel import shapes
 from quintet.wire.config import EngineConfig
-from quintet.wire.request import Handover
+from quintet.wire.request import KvTransfer
 
 Layout = tuple[int, int, int]
 """Ranks of a stage, stages, and ranks that keep one KV memory together."""
@@ -158,12 +158,12 @@ def test_ranks_fetch_what_others_offer(layout: Layout, tmp_path: Path) -> None:
             closed.callback(loaded.worker.kv_peers.close)
             houses.append(House(changed(loaded.config), loaded.worker))
         gives, takes = houses
-        gives.admit(1, PROMPT, GREEDY, handover=Handover(offers=True))
+        gives.admit(1, PROMPT, GREEDY, handover=KvTransfer(offers=True))
         gives.run()
         gives.order_all()
         assert told[0].cache.peers is not None
         peer = told[0].cache.peers.listen
-        takes.admit(1, PROMPT, GREEDY, handover=Handover(peer=peer, num_blocks=1 << 20))
+        takes.admit(1, PROMPT, GREEDY, handover=KvTransfer(peer=peer, num_blocks=1 << 20))
         takes.run()
     assert takes.outputs == gives.outputs and takes.cached[1] == in_blocks(told[0])
 

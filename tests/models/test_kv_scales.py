@@ -24,7 +24,7 @@ from quintet.executor.checkpoints.quant.formats.kv_cache import wish_of
 from quintet.executor.checkpoints.quant.kv_scales import read_kv_scales
 from quintet.executor.checkpoints.weights.load import open_files
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.wire.errors import ConfigError
 
@@ -141,7 +141,7 @@ def test_a_layer_takes_its_heads_of_as_many_as_the_model_has(tmp_path: Path) -> 
         "model.layers.0.self_attn.v_scale": value,
     }
     assert read(tmp_path, tensors, layers(1, num_heads=8, num_kv_heads=4)) == [(key.tolist(), [1.0] * 4)]
-    kept = layers(1, num_heads=4, num_kv_heads=2, kept_kv_heads=Kept(2, 4, 4))
+    kept = layers(1, num_heads=4, num_kv_heads=2, kept_kv_heads=KeptRange(2, 4, 4))
     assert read(tmp_path, tensors, kept) == [([2.0, 4.0], [1.0, 1.0])]
 
 

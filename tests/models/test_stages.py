@@ -31,10 +31,10 @@ from tests.models.test_embeds import mixed
 from tests.models.test_engine import House, changed
 from tests.models.test_equal import ROWS, made
 
-from quintet.core.token_messages import Effects
+from quintet.core.token_messages import StepMessages
 from quintet.executor.backends.cpu.program.kv import allocate_kv
 from quintet.executor.distributed.parallel.boot import share_of_rank
-from quintet.executor.distributed.parallel.pipeline import Flight, Pipeline
+from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
 from quintet.executor.interface import StepWorker
 from quintet.executor.sampling.sampler import Sampler
@@ -84,7 +84,7 @@ def test_logits_have_the_bits_of_one_process(name: str, size: int, invariant: bo
     seen: list[bytes] = []
     take = Pipeline.take
 
-    def watched(pipeline: Pipeline, flight: Flight) -> torch.Tensor:
+    def watched(pipeline: Pipeline, flight: InFlightStep) -> torch.Tensor:
         logits = take(pipeline, flight)
         count = flight.step.c.num_outputs
         seen.extend(row.view(torch.uint8).numpy().tobytes() for row in logits[:count])
@@ -107,7 +107,7 @@ class Heard(House):
         self.of_prompts: list[tuple[int, bytes, bytes]] = []
         super().__init__(config, worker)
 
-    def _apply(self, effects: Effects) -> None:
+    def _apply(self, effects: StepMessages) -> None:
         super()._apply(effects)
         for _, tokens in effects.tokens:
             self.drawn += [(each.rank, each.token_ids, each.logprobs) for each in tokens.logprobs]

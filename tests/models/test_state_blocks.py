@@ -23,7 +23,7 @@ from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextGatedDeltaNet
 
 from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
-from quintet.executor.backends.cpu.program.graph_builder import Recorder
+from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
 from quintet.executor.backends.cpu.program.kv import KvMemory
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.cpu.program.step import Step
@@ -211,7 +211,7 @@ class Served:
             library = program_library()
             assert library is not None
             memory = KvMemory(self._spec, tuple(self.places), FLOAT_CODES[dtype])
-            recorder = Recorder(library, dtype, memory, 2 * NUM_TOKENS, 4)
+            recorder = GraphBuilder(library, dtype, memory, 2 * NUM_TOKENS, 4)
             self._x = torch.zeros((2 * NUM_TOKENS, HIDDEN), dtype=dtype)
             y = block(recorder, Value(HIDDEN, Extent.TOKENS, self._x))
             recorder.keep(y)

@@ -183,7 +183,7 @@ class World:
         self.frontend = self.inbox(
             self.frontend_id, m.Text | m.Detokenized | m.Tokenized | m.Failed | m.Unknown
         )
-        self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.Handed | m.StopHit)
+        self.core = self.inbox(self.core_id, m.Admit | m.Cancel | m.InFlightReport | m.StopHit)
         self.peers = Peers(self.bus)
         self.thread: threading.Thread | None = None
         self.backlogs: dict[str, deque[Any]] = {}
@@ -220,7 +220,9 @@ class World:
         """Tell the process who is there."""
         self.peers.connect(self.worker, address_of(self.config.run_dir, self.worker))
         seats = [
-            supervision.Seat(worker, address_of(self.config.run_dir, worker), 1, supervision.SeatState.READY)
+            supervision.ProcessSlot(
+                worker, address_of(self.config.run_dir, worker), 1, supervision.SlotState.READY
+            )
             for worker in workers
         ]
         self.send(supervision.Topology(version, seats))

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from quintet.tokenizer_proc.chat_template import load_templates
 from quintet.tokenizer_proc.encode import Encoder
-from quintet.tokenizer_proc.infill import ENDS, FORMATS, Infill, Part, open_infill
+from quintet.tokenizer_proc.infill import ENDS, FORMATS, Infill, InfillPart, open_infill
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import TextPrompt
@@ -18,7 +18,7 @@ from quintet.wire.params import SamplingParams
 PREFIX, SUFFIX = "def f():\n    return ", "\n\nprint(f())"
 
 
-def marked(tokenizer: Tokenizer, layout: tuple[str | Part, ...]) -> Tokenizer:
+def marked(tokenizer: Tokenizer, layout: tuple[str | InfillPart, ...]) -> Tokenizer:
     found = Tokenizer.from_str(tokenizer.to_str())
     found.add_special_tokens([AddedToken(mark, normalized=False) for mark in layout if isinstance(mark, str)])
     return found
@@ -32,11 +32,11 @@ def opened(tokenizer: Tokenizer) -> Infill:
 
 @pytest.mark.parametrize("layout", FORMATS, ids=lambda layout: str(layout[0]))
 def test_a_prompt_is_laid_out_as_its_model_knows_it(
-    layout: tuple[str | Part, ...], tokenizers_by_style: dict[str, Tokenizer]
+    layout: tuple[str | InfillPart, ...], tokenizers_by_style: dict[str, Tokenizer]
 ) -> None:
     tokenizer = marked(tokenizers_by_style["byte_level"], layout)
     ids = opened(tokenizer).ids(PREFIX, SUFFIX, add_special_tokens=False)
-    texts = {Part.PREFIX: PREFIX, Part.SUFFIX: SUFFIX}
+    texts = {InfillPart.PREFIX: PREFIX, InfillPart.SUFFIX: SUFFIX}
     written = "".join(part if isinstance(part, str) else texts[part] for part in layout)
     assert tokenizer.decode(ids, skip_special_tokens=False) == written
     assert ids == tokenizer.encode(written, add_special_tokens=False).ids

@@ -21,7 +21,7 @@ from quintet.process.grammars import named_tokens, open_vocabulary
 from quintet.tokenizer_proc.structured import Forms
 from quintet.wire.config import ForcedCalls, ModelConfig, ParsersConfig
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Reading, RequestSpec
+from quintet.wire.request import OutputParsing, RequestSpec
 from quintet.wire.structured import StructuredOutputsParams
 
 TOOLS = [
@@ -70,7 +70,7 @@ def model(model_of: Callable[..., ModelConfig], tokenizers_by_style: dict[str, T
 
 
 def compiled(
-    model: ModelConfig, form: StructuredOutputsParams, reading: Reading | None = None, prompt: str = ""
+    model: ModelConfig, form: StructuredOutputsParams, reading: OutputParsing | None = None, prompt: str = ""
 ) -> str:
     spec = RequestSpec(SamplingParams(structured_outputs=form.checked()), 0, 0, reading=reading)
     found = Forms(model, is_mock=False).enforceable(spec, lambda: prompt).structured_outputs
@@ -169,7 +169,7 @@ def test_calls_in_the_place_of_a_schema_stand_behind_reasoning(
     marks = think_marks(reasoning)
     assert marks is not None
     thinks = msgspec.structs.replace(model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks))
-    grammar = compiled(thinks, form, Reading(reasoning, how.reader), "user:" + marks.opens[0])
+    grammar = compiled(thinks, form, OutputParsing(reasoning, how.reader), "user:" + marks.opens[0])
     vocabulary, thought = vocabulary_of(model), "so" + marks.closes[0]
     assert vocabulary.takes(grammar, thought + marks.answer + JSON)
     assert vocabulary.takes(grammar, thought + written(how, WHOLE[0]))
@@ -223,7 +223,7 @@ def test_a_form_is_of_what_follows_reasoning(
     )
 
     def is_taken(answer: str, prompt: str) -> bool:
-        return vocabulary.takes(compiled(thinks, form, Reading("qwen3"), prompt), answer)
+        return vocabulary.takes(compiled(thinks, form, OutputParsing("qwen3"), prompt), answer)
 
     assert is_taken(text, "user:") and is_taken(f"<think>so 13</think>\n\n{text}", "user:")
     assert not is_taken(f"so 13</think>\n\n{text}", "user:") and not is_taken("<think>so</think>x", "user:")
@@ -258,7 +258,7 @@ def test_every_format_of_reasoning_stands_before_calls(
         model, parsers=ParsersConfig(reasoning=reasoning, thinks=marks, forced=how)
     )
     opening, closing = marks.opens[-1], marks.closes[-1]
-    grammar = compiled(thinks, form, Reading(reasoning, how.reader, insists=True), "user:" + opening)
+    grammar = compiled(thinks, form, OutputParsing(reasoning, how.reader, insists=True), "user:" + opening)
     call = written(how, WHOLE[0])
     assert vocabulary_of(model).takes(grammar, f"so{closing}{call}")
     assert not vocabulary_of(model).takes(grammar, f"so{closing}It rains.")

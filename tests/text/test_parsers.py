@@ -14,7 +14,7 @@ import pytest
 from tests.text.outputs import WRITERS, Call
 
 from quintet.detokenizer_proc.parsers.forced import forced_calls
-from quintet.detokenizer_proc.parsers.pieces import Parser, Piece, joined
+from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser, joined
 from quintet.detokenizer_proc.parsers.registry import TOOLS, build
 from quintet.wire.channels import Channel
 
@@ -61,15 +61,15 @@ def schemas_of(calls: Sequence[Call]) -> bytes:
     return json.dumps(tools).encode()
 
 
-def read(parser: Parser, parts: Sequence[str]) -> list[Piece]:
+def read(parser: Parser, parts: Sequence[str]) -> list[ChannelText]:
     return joined([piece for part in parts for piece in parser.push(part)] + parser.finish())
 
 
-def text_of(pieces: Sequence[Piece], channel: Channel = Channel.CONTENT) -> str:
+def text_of(pieces: Sequence[ChannelText], channel: Channel = Channel.CONTENT) -> str:
     return "".join(piece.text for piece in pieces if piece.channel is channel)
 
 
-def calls_in(pieces: Sequence[Piece]) -> list[tuple[str, Any]]:
+def calls_in(pieces: Sequence[ChannelText]) -> list[tuple[str, Any]]:
     names = {piece.call: piece.text for piece in pieces if piece.channel is Channel.NAME}
     arguments = dict.fromkeys(names, "")
     for piece in pieces:
@@ -115,7 +115,7 @@ def test_calls_that_are_insisted_on_are_written_as_they_are_read(name: str) -> N
     assert (calls_in(pieces), text_of(pieces)) == (calls, "")
 
 
-def cut_read(name: str, text: str, schemas: bytes = b"") -> list[Piece]:
+def cut_read(name: str, text: str, schemas: bytes = b"") -> list[ChannelText]:
     """Read an output that a limit cut off."""
     parser = build("", name, schemas, "")
     return joined(parser.push(text) + parser.finish(is_cut=True))

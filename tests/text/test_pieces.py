@@ -16,7 +16,7 @@ from quintet.tokenizer_proc.chat_template import ChatTemplates
 from quintet.tokenizer_proc.encode import Encoder
 from quintet.tokenizer_proc.expressions import APART, DEEPSEEK, EXPRESSIONS
 from quintet.tokenizer_proc.text_pieces import SPACE, Cutter, cutter_of
-from quintet.tokenizer_proc.word_cuts import Cut, Runs, encoded
+from quintet.tokenizer_proc.word_cuts import Cut, WordRuns, encoded
 from quintet.wire.config import ModelConfig
 
 ODDS = [
@@ -169,15 +169,15 @@ def test_a_text_of_runs_has_the_ids_of_the_whole(
     cutter = cutter_of(tokenizer)
     assert cutter is not None and cutter.runs is not None
     num_cuts = 0
-    cut = Runs.cut
+    cut = WordRuns.cut
 
-    def counted(self: Runs, text: str, begin: int, end: int) -> Cut | None:
+    def counted(self: WordRuns, text: str, begin: int, end: int) -> Cut | None:
         nonlocal num_cuts
         found = cut(self, text, begin, end)
         num_cuts += found is not None
         return found
 
-    monkeypatch.setattr(Runs, "cut", counted)
+    monkeypatch.setattr(WordRuns, "cut", counted)
     for seed in range(2000 if request.config.getoption("--whole") else 150):
         text = in_runs(seed)
         for reach, size in ((3, 12), (8, 40)):
@@ -215,7 +215,7 @@ def test_what_does_not_begin_as_foreseen_is_encoded_whole(monkeypatch: pytest.Mo
     assert cutter is not None
     text = "ab" * 5000
     whole = encoded(tokenizer, text)
-    monkeypatch.setattr(Runs, "cut", lambda self, text, begin, end: Cut(end, [1], [2]))
+    monkeypatch.setattr(WordRuns, "cut", lambda self, text, begin, end: Cut(end, [1], [2]))
     assert list(cutter.ids_of(text, 1000)) == whole
 
 

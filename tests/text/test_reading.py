@@ -16,10 +16,10 @@ from quintet.detokenizer_proc.vocabulary import Vocabulary
 from quintet.wire.channels import Channel, Span
 from quintet.wire.codec import pack_i32
 from quintet.wire.messages import Finish, FinishReason, Open, Text
-from quintet.wire.request import Reading
+from quintet.wire.request import OutputParsing
 
 CONTENT, REASONING, NAME, ARGUMENTS = map(int, Channel)
-READING = Reading("qwen3", "hermes")
+READING = OutputParsing("qwen3", "hermes")
 OUTPUT = (
     '<think>\nthe fox jumps\n</think>\n\nHello 😀\n<tool_call>\n{"name": "main", "arguments": {"user": "né"}}\n</tool_call>\n'
     '<tool_call>{"name": "len", "arguments": {}}</tool_call>'
@@ -120,7 +120,7 @@ def test_another_process_goes_on_in_the_same_channels_after_any_token(
 
 def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("<think>a<|eot|>b</think><|eot|>c").ids
-    assert sorted_out(run(steps_of(showing), ids, opening(reading=Reading("qwen3")))) == [
+    assert sorted_out(run(steps_of(showing), ids, opening(reading=OutputParsing("qwen3")))) == [
         (REASONING, 0, "ab"),
         (CONTENT, 0, "c"),
     ]
@@ -133,19 +133,19 @@ def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Token
     ("reading", "special", "output", "told"),
     [
         (
-            Reading("gemma"),
+            OutputParsing("gemma"),
             ["<|channel>", "<channel|>"],
             "<|channel>thought\nthe fox<channel|>Hello",
             [(REASONING, 0, "the fox"), (CONTENT, 0, "Hello")],
         ),
         (
-            Reading("", "mistral"),
+            OutputParsing("", "mistral"),
             ["[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"],
             "[TOOL_CALLS]main[CALL_ID]abc123456[ARGS]{}",
             [(NAME, 0, "main"), (ARGUMENTS, 0, "{}")],
         ),
         (
-            Reading("", "deepseek_v3"),
+            OutputParsing("", "deepseek_v3"),
             ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"],
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>main\n```json\n{}\n```<｜tool▁call▁end｜>",
             [(NAME, 0, "main"), (ARGUMENTS, 0, "{}")],
@@ -153,7 +153,7 @@ def test_only_marks_show_of_special_tokens(showing: PieceTable, tokenizer: Token
     ],
 )
 def test_special_tokens_within_marks_and_heads_are_seen(
-    reading: Reading, special: list[str], output: str, told: list[tuple[int, int, str]]
+    reading: OutputParsing, special: list[str], output: str, told: list[tuple[int, int, str]]
 ) -> None:
     tokenizer = byte_level()
     tokenizer.add_special_tokens(special)
@@ -164,7 +164,7 @@ def test_special_tokens_within_marks_and_heads_are_seen(
 def test_the_prompts_end_says_that_the_output_is_reasoning(showing: PieceTable, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("user hello<think>\n").ids
     ids = tokenizer.encode("so</think>yes").ids
-    texts = run(steps_of(showing), ids, opening(prompt=prompt, reading=Reading("qwen3")))
+    texts = run(steps_of(showing), ids, opening(prompt=prompt, reading=OutputParsing("qwen3")))
     assert sorted_out(texts) == [(REASONING, 0, "so"), (CONTENT, 0, "yes")]
 
 
@@ -180,7 +180,7 @@ def test_an_answer_that_must_be_calls_has_no_content_wherever_it_ends(
     ids = tokenizer.encode(how.begin + how.separator.join(written) + how.end).ids
     for end in range(1, len(ids) + 1):
         steps = steps_of(showing)
-        steps.apply(tokens(opens=[opening(reading=Reading("", how.reader, insists=True))]))
+        steps.apply(tokens(opens=[opening(reading=OutputParsing("", how.reader, insists=True))]))
         text = only(steps, tokens((ONE, 0, ids[:end], finish)))
         assert CONTENT not in {channel for channel, _, _ in sorted_out([text])}
 
@@ -196,16 +196,16 @@ def test_a_call_that_was_cut_off_is_no_content_beside_whole_ones(
 
 def test_a_stop_string_ends_what_is_read(showing: PieceTable, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode('Hello {"a": 1} there').ids
-    opened = opening(reading=Reading("", "llama3_json"), stop=["there"])
+    opened = opening(reading=OutputParsing("", "llama3_json"), stop=["there"])
     steps = steps_of(showing)
     steps.apply(tokens(opens=[opened]))
     text = only(steps, tokens((ONE, 0, ids, NONE)))
     assert (text.deltas, finish_of([text]).reason) == (['Hello {"a": 1} '], STOP)
 
 
-@pytest.mark.parametrize("reading", [Reading("no_such"), Reading("", "no_such"), Reading()])
+@pytest.mark.parametrize("reading", [OutputParsing("no_such"), OutputParsing("", "no_such"), OutputParsing()])
 def test_a_parser_that_is_not_here_reads_nothing(
-    showing: PieceTable, tokenizer: Tokenizer, reading: Reading
+    showing: PieceTable, tokenizer: Tokenizer, reading: OutputParsing
 ) -> None:
     ids = tokenizer.encode("<think>a</think>b").ids
     texts = run(steps_of(showing), ids, opening(reading=reading))

@@ -10,7 +10,7 @@ from tests.text.test_parsers import FEW, Random, calls_in, check_broken, read, s
 
 from quintet.detokenizer_proc.parsers.json_calls import JsonFormat
 from quintet.detokenizer_proc.parsers.literal_calls import LiteralFormat
-from quintet.detokenizer_proc.parsers.pieces import Parser, Piece, joined
+from quintet.detokenizer_proc.parsers.pieces import ChannelText, Parser, joined
 from quintet.detokenizer_proc.parsers.registry import REASONING, TOOLS, build, marks_of
 from quintet.detokenizer_proc.parsers.tagged_calls import TagFormat
 from quintet.detokenizer_proc.parsers.thinking import ThinkFormat
@@ -26,7 +26,10 @@ def test_reads_what_stands_between_the_marks(name: str) -> None:
     for opening, closing in zip(form.opens, form.closes, strict=True):
         text = f"{opening}\nHmm, {opening[:-1]}?\n\n{closing}\n\nYes: {closing}.\n"
         pieces = read(build(name, "", b"", ""), [text])
-        assert pieces == [Piece(REASON, 0, f"Hmm, {opening[:-1]}?"), Piece(CONTENT, 0, f"Yes: {closing}.\n")]
+        assert pieces == [
+            ChannelText(REASON, 0, f"Hmm, {opening[:-1]}?"),
+            ChannelText(CONTENT, 0, f"Yes: {closing}.\n"),
+        ]
 
 
 @pytest.mark.parametrize("name", THINKING)
@@ -35,19 +38,25 @@ def test_the_prompts_last_word_says_where_the_output_begins(name: str) -> None:
     opening, closing = form.opens[-1], form.closes[-1]
     inside = build(name, "", b"", f"user: hi\n{opening}\n")
     assert inside.is_reasoning
-    assert read(inside, ["a", f"b{closing}", "c"]) == [Piece(REASON, 0, "ab"), Piece(CONTENT, 0, "c")]
+    assert read(inside, ["a", f"b{closing}", "c"]) == [
+        ChannelText(REASON, 0, "ab"),
+        ChannelText(CONTENT, 0, "c"),
+    ]
     repeated = build(name, "", b"", f"user: hi\n{opening}\n")
-    assert read(repeated, [f"{opening}\na{closing}c"]) == [Piece(REASON, 0, "a"), Piece(CONTENT, 0, "c")]
+    assert read(repeated, [f"{opening}\na{closing}c"]) == [
+        ChannelText(REASON, 0, "a"),
+        ChannelText(CONTENT, 0, "c"),
+    ]
     outside = build(name, "", b"", f"user: hi\n{opening}\n\n{closing}\n\n")
     assert not outside.is_reasoning
-    assert read(outside, ["It is c."]) == [Piece(CONTENT, 0, "It is c.")]
+    assert read(outside, ["It is c."]) == [ChannelText(CONTENT, 0, "It is c.")]
     spoken = build(name, "", b"", f"user: what does {opening} mean?\nassistant:")
     assert spoken.is_reasoning == form.begins_inside
 
 
 def test_reasoning_without_an_end_is_reasoning_to_the_end() -> None:
     assert read(build("qwen3", "hermes", b"", ""), ["<think>\na <tool_call> b\n"]) == [
-        Piece(REASON, 0, "a <tool_call> b\n")
+        ChannelText(REASON, 0, "a <tool_call> b\n")
     ]
 
 
@@ -55,9 +64,9 @@ def test_kimis_calls_end_its_reasoning() -> None:
     call = "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
     text = f"<think>So<|tool_calls_section_begin|>{call}<|tool_calls_section_end|>"
     assert read(build("kimi_k2", "kimi_k2", b"", ""), [text]) == [
-        Piece(REASON, 0, "So"),
-        Piece(NAME, 0, "f"),
-        Piece(ARGUMENTS, 0, "{}"),
+        ChannelText(REASON, 0, "So"),
+        ChannelText(NAME, 0, "f"),
+        ChannelText(ARGUMENTS, 0, "{}"),
     ]
 
 
@@ -70,19 +79,24 @@ HARMONY = (
 def test_harmony() -> None:
     both = build("openai_gptoss", "openai", b"", "<|start|>assistant")
     assert read(both, list(HARMONY)) == [
-        Piece(REASON, 0, "The user wants rain."),
-        Piece(CONTENT, 0, "I look."),
-        Piece(NAME, 0, "f"),
-        Piece(ARGUMENTS, 0, '{"a": 1}'),
+        ChannelText(REASON, 0, "The user wants rain."),
+        ChannelText(CONTENT, 0, "I look."),
+        ChannelText(NAME, 0, "f"),
+        ChannelText(ARGUMENTS, 0, '{"a": 1}'),
     ]
     without = read(build("openai_gptoss", "", b"", ""), [HARMONY])
-    assert without == [Piece(REASON, 0, "The user wants rain."), Piece(CONTENT, 0, 'I look.\n{"a": 1}')]
+    assert without == [
+        ChannelText(REASON, 0, "The user wants rain."),
+        ChannelText(CONTENT, 0, 'I look.\n{"a": 1}'),
+    ]
     final = "<|channel|>analysis<|message|>a<|end|><|start|>assistant<|channel|>final<|message|>b"
     assert read(build("openai_gptoss", "", b"", ""), [final]) == [
-        Piece(REASON, 0, "a"),
-        Piece(CONTENT, 0, "b"),
+        ChannelText(REASON, 0, "a"),
+        ChannelText(CONTENT, 0, "b"),
     ]
-    assert read(build("openai_gptoss", "", b"", ""), ["No header."]) == [Piece(CONTENT, 0, "No header.")]
+    assert read(build("openai_gptoss", "", b"", ""), ["No header."]) == [
+        ChannelText(CONTENT, 0, "No header.")
+    ]
 
 
 PAIRS = [
@@ -103,7 +117,7 @@ def test_text_without_marks_is_content_as_it_stands(names: tuple[str, str]) -> N
     text = ' It is "fine":\n\n  {x} [y] (z) 1 < 2 <b>bold</b>\n```python\nf(a=1)\n```\n  end \n'
     parser = build(*names, b"", "assistant:</think>")
     if not parser.is_reasoning:
-        assert read(parser, list(text)) == [Piece(CONTENT, 0, text)]
+        assert read(parser, list(text)) == [ChannelText(CONTENT, 0, text)]
 
 
 def test_marks_are_those_of_both() -> None:

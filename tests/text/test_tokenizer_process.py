@@ -203,23 +203,25 @@ def test_an_account_goes_on_without_what_is_here_still(lanes: threading.Event, w
     big, small, lost = ids.take(2), ids.take(), ids.take()
     world.send(submit(big, m.TextPrompt(LANED), n=2))
     world.send(submit(small, m.TextPrompt("small")))
-    account = m.Handed(world.frontend_id, 0, 0, pack_i64([big, big + 1, small, lost]), pack_i32([0, 0, 2, 1]))
+    account = m.InFlightReport(
+        world.frontend_id, 0, 0, pack_i64([big, big + 1, small, lost]), pack_i32([0, 0, 2, 1])
+    )
     world.send(account)
     left = msgspec.structs.replace(account, request_ids=pack_i64([small, lost]), attempts=pack_i32([2, 1]))
     assert world.wait(world.core, m.Admit).request_id == small
-    assert world.wait(world.core, (m.Admit, m.Handed)) == left
+    assert world.wait(world.core, (m.Admit, m.InFlightReport)) == left
     lanes.set()
-    assert world.wait(world.core, (m.Admit, m.Handed)).request_id == big
+    assert world.wait(world.core, (m.Admit, m.InFlightReport)).request_id == big
     world.send(changed(submit(ids.take(), m.TextPrompt("early")), topology=2))
     world.send(account)
     world.publish(2, world.frontend_id, world.core_id)
     world.send(account)
-    assert isinstance(world.wait(world.core, (m.Admit, m.Handed)), m.Admit)
-    assert isinstance(world.wait(world.core, (m.Admit, m.Handed)), m.Handed)
+    assert isinstance(world.wait(world.core, (m.Admit, m.InFlightReport)), m.Admit)
+    assert isinstance(world.wait(world.core, (m.Admit, m.InFlightReport)), m.InFlightReport)
     stranger = msgspec.structs.replace(account, sender=WorkerId(Role.FRONTEND, 4, 1))
     world.send(stranger)
     world.send(submit(small, m.TextPrompt("small")))
-    assert isinstance(world.wait(world.core, (m.Admit, m.Handed)), m.Admit)
+    assert isinstance(world.wait(world.core, (m.Admit, m.InFlightReport)), m.Admit)
 
 
 def test_cancel_of_an_admitted_request_goes_on_to_the_core(world: Any) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from quintet.process.sockets import Bus, Inbox, Peers, address_of
-from quintet.process.wakeup import Bell
+from quintet.process.wakeup import Wakeup
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
-from quintet.wire.kv_disk import DiskRang
+from quintet.wire.kv_disk import DiskResultsReady
 from quintet.wire.messages import Cancel
 from quintet.wire.step import StepsEnded
 
@@ -29,7 +29,7 @@ class Door:
         self.inbox: Inbox[Cancel] = Inbox(
             bus, address_of(folder, CORE), Cancel, tap=lambda payload: self.seen.append(bytes(payload))
         )
-        self.bell = Bell(StepsEnded)
+        self.bell = Wakeup(StepsEnded)
         self.inbox.hang(self.bell)
         self.peers = Peers(bus)
         self.peers.connect(CORE, self.inbox.address)
@@ -72,11 +72,11 @@ def test_a_frame_ends_the_wait_as_before(door: Door) -> None:
 
 def test_two_bells_are_answered_in_the_order_in_which_they_were_hung(door: Door) -> None:
     """An executor of stages waits for steps, and for the disk."""
-    other = Bell(DiskRang)
+    other = Wakeup(DiskResultsReady)
     door.inbox.hang(other)
     other.ring()
-    assert door.inbox.wait(LONG_S) == [DiskRang(1)]
+    assert door.inbox.wait(LONG_S) == [DiskResultsReady(1)]
     other.ring()
     door.bell.ring()
-    assert door.inbox.wait(LONG_S) == [StepsEnded(1), DiskRang(1)]
+    assert door.inbox.wait(LONG_S) == [StepsEnded(1), DiskResultsReady(1)]
     other.close()

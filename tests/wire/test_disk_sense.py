@@ -6,23 +6,23 @@ import msgspec
 import pytest
 
 from quintet.wire.codec import pack_i32
-from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvKept, KvOrders
+from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults, StoredBlocks
 from quintet.wire.kv_disk_validate import disk_checks, fits_elsewhere
-from quintet.wire.kv_store import Found, Get, Put, Search, StoreAnswers, StoreOrders
+from quintet.wire.kv_store import Get, LookupResult, Put, Search, StoreRequests, StoreResults
 from quintet.wire.step import Capacity
 
 CHECKS = disk_checks(num_blocks=8, num_host_blocks=6, num_places=4)
 KEY, OF_GROUP = b"k" * 32, b"k" * 34
 
 
-def store(order: Put | Search | Get) -> KvOrders:
+def store(order: Put | Search | Get) -> KvTierRequests:
     match order:
         case Put():
-            return KvOrders(0, store=StoreOrders(puts=[order]))
+            return KvTierRequests(0, store=StoreRequests(puts=[order]))
         case Search():
-            return KvOrders(0, store=StoreOrders(searches=[order]))
+            return KvTierRequests(0, store=StoreRequests(searches=[order]))
         case Get():
-            return KvOrders(0, store=StoreOrders(gets=[order]))
+            return KvTierRequests(0, store=StoreRequests(gets=[order]))
 
 
 def makes_sense(message: msgspec.Struct) -> bool:
@@ -32,19 +32,21 @@ def makes_sense(message: msgspec.Struct) -> bool:
 @pytest.mark.parametrize(
     "message",
     [
-        KvOrders(0),
-        KvOrders(3, pack_i32([7, 3]), [KEY], pack_i32([3, 5, 0, 0]), [KEY, OF_GROUP]),
-        KvOrders(0, drops=pack_i32([3]), drop_keys=[KEY]),
-        KvOrders(
-            0, files=[FileOrder(1, "export", "a.kv", pack_i32([3]), [KEY]), FileOrder(2, "look", "a.kv")]
+        KvTierRequests(0),
+        KvTierRequests(3, pack_i32([7, 3]), [KEY], pack_i32([3, 5, 0, 0]), [KEY, OF_GROUP]),
+        KvTierRequests(0, drops=pack_i32([3]), drop_keys=[KEY]),
+        KvTierRequests(
+            0, files=[FileRequest(1, "export", "a.kv", pack_i32([3]), [KEY]), FileRequest(2, "look", "a.kv")]
         ),
-        KvAnswers(1, 0, files=[FileAnswer(1, "", [KEY])]),
-        KvAnswers(1, 0, [KEY], [OF_GROUP], pack_i32([5]), pack_i32([0]), 9),
-        KvKept(1, 0, pack_i32([3, 0]), [KEY, OF_GROUP]),
+        KvTierResults(1, 0, files=[FileResult(1, "", [KEY])]),
+        KvTierResults(1, 0, [KEY], [OF_GROUP], pack_i32([5]), pack_i32([0]), 9),
+        StoredBlocks(1, 0, pack_i32([3, 0]), [KEY, OF_GROUP]),
         store(Put(pack_i32([7, 0]), [KEY, OF_GROUP])),
         store(Search(1, [[KEY, OF_GROUP], []])),
         store(Get(OF_GROUP, 2, pack_i32([1]), pack_i32([5]), [KEY])),
-        KvAnswers(1, 0, store=StoreAnswers([KEY], [KEY], [Found(1, pack_i32([9]))], fetched=pack_i32([5]))),
+        KvTierResults(
+            1, 0, store=StoreResults([KEY], [KEY], [LookupResult(1, pack_i32([9]))], fetched=pack_i32([5]))
+        ),
     ],
 )
 def test_what_can_be_passes(message: msgspec.Struct) -> None:
@@ -54,25 +56,25 @@ def test_what_can_be_passes(message: msgspec.Struct) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        KvOrders(-1),
-        KvOrders(0, pack_i32([8, 3]), [KEY]),
-        KvOrders(0, pack_i32([7, 4]), [KEY]),
-        KvOrders(0, pack_i32([7, 3]), []),
-        KvOrders(0, pack_i32([7, 3]), [KEY[:31]]),
-        KvOrders(0, fetches=pack_i32([3, 6]), fetch_keys=[KEY]),
-        KvOrders(0, fetches=pack_i32([-1, 0]), fetch_keys=[KEY]),
-        KvOrders(0, drops=pack_i32([4]), drop_keys=[KEY]),
-        KvOrders(0, drops=pack_i32([3])),
-        KvOrders(0, files=[FileOrder(1, "import", "../a.kv")]),
-        KvOrders(0, files=[FileOrder(1, "import", "a.kv", pack_i32([4]), [KEY])]),
-        KvAnswers(1, 0, files=[FileAnswer(1, "", [b"k"])]),
-        KvAnswers(0, 0),
-        KvAnswers(1, 0, fetched=pack_i32([6])),
-        KvAnswers(1, 0, missed=b"abc"),
-        KvAnswers(1, 0, [b""]),
-        KvAnswers(1, 0, fetch_ns=-1),
-        KvKept(1, 0, pack_i32([4]), [KEY]),
-        KvKept(1, 0, pack_i32([3]), [KEY, KEY]),
+        KvTierRequests(-1),
+        KvTierRequests(0, pack_i32([8, 3]), [KEY]),
+        KvTierRequests(0, pack_i32([7, 4]), [KEY]),
+        KvTierRequests(0, pack_i32([7, 3]), []),
+        KvTierRequests(0, pack_i32([7, 3]), [KEY[:31]]),
+        KvTierRequests(0, fetches=pack_i32([3, 6]), fetch_keys=[KEY]),
+        KvTierRequests(0, fetches=pack_i32([-1, 0]), fetch_keys=[KEY]),
+        KvTierRequests(0, drops=pack_i32([4]), drop_keys=[KEY]),
+        KvTierRequests(0, drops=pack_i32([3])),
+        KvTierRequests(0, files=[FileRequest(1, "import", "../a.kv")]),
+        KvTierRequests(0, files=[FileRequest(1, "import", "a.kv", pack_i32([4]), [KEY])]),
+        KvTierResults(1, 0, files=[FileResult(1, "", [b"k"])]),
+        KvTierResults(0, 0),
+        KvTierResults(1, 0, fetched=pack_i32([6])),
+        KvTierResults(1, 0, missed=b"abc"),
+        KvTierResults(1, 0, [b""]),
+        KvTierResults(1, 0, fetch_ns=-1),
+        StoredBlocks(1, 0, pack_i32([4]), [KEY]),
+        StoredBlocks(1, 0, pack_i32([3]), [KEY, KEY]),
         store(Put(pack_i32([8]), [KEY])),
         store(Put(b"", [])),
         store(Search(-1, [[KEY]])),
@@ -80,11 +82,11 @@ def test_what_can_be_passes(message: msgspec.Struct) -> None:
         store(Get(b"k", 2, pack_i32([1]), pack_i32([5]), [KEY])),
         store(Get(KEY, 2, pack_i32([2]), pack_i32([5]), [KEY])),
         store(Get(KEY, 2, pack_i32([1]), pack_i32([6]), [KEY])),
-        KvAnswers(1, 0, store=StoreAnswers([b"k"])),
-        KvAnswers(1, 0, store=StoreAnswers(found=[Found(1, b"abc")])),
-        KvAnswers(1, 0, store=StoreAnswers(missed=pack_i32([6]))),
-        KvAnswers(1, 0, store=StoreAnswers(get_ns=-1)),
-        KvAnswers(1, 0, store=StoreAnswers(num_gets=-1)),
+        KvTierResults(1, 0, store=StoreResults([b"k"])),
+        KvTierResults(1, 0, store=StoreResults(found=[LookupResult(1, b"abc")])),
+        KvTierResults(1, 0, store=StoreResults(missed=pack_i32([6]))),
+        KvTierResults(1, 0, store=StoreResults(get_ns=-1)),
+        KvTierResults(1, 0, store=StoreResults(num_gets=-1)),
     ],
 )
 def test_what_cannot_be_does_not(message: msgspec.Struct) -> None:
@@ -92,7 +94,7 @@ def test_what_cannot_be_does_not(message: msgspec.Struct) -> None:
 
 
 def test_where_there_is_no_disk_nothing_is_ordered() -> None:
-    assert not disk_checks(8, 0, 0)[KvOrders](KvOrders(0, pack_i32([0, 0]), [KEY]))
+    assert not disk_checks(8, 0, 0)[KvTierRequests](KvTierRequests(0, pack_i32([0, 0]), [KEY]))
 
 
 @pytest.mark.parametrize(

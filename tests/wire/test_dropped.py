@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import zmq
 
-from quintet.process.frame_hmac import Seal
+from quintet.process.frame_hmac import FrameHmac
 from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of
 from quintet.wire import codec, kv_admin
 from quintet.wire import messages as m
@@ -20,7 +20,7 @@ from quintet.wire.dropped import CARRIERS, Dropped, carried_by, carried_by_bytes
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_admin import KvReport
 from quintet.wire.request import Echo
-from quintet.wire.validate import Sense
+from quintet.wire.validate import Validator
 
 from .test_record import config_of
 from .test_sense import admit, plan, result, submit, text, tokens
@@ -75,7 +75,14 @@ def test_every_kind_that_names_requests_is_known_or_left_out_for_a_reason() -> N
         and kind.__struct_config__.tag is not None
         and {"request_id", "request_ids", "query_id", "step"}.intersection(kind.__struct_fields__)
     }
-    assert naming - set(CARRIERS) == {m.StopHit, m.Live, m.Handed, m.Unknown, m.Reclaim, kv_admin.KvQuery}
+    assert naming - set(CARRIERS) == {
+        m.StopHit,
+        m.Live,
+        m.InFlightReport,
+        m.Unknown,
+        m.Reclaim,
+        kv_admin.KvQuery,
+    }
     assert {type(message) for message, _ in CARRIED} == set(CARRIERS)
 
 
@@ -113,7 +120,7 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
         bus,
         address_of(tmp_path, CORE),
         accepts,
-        makes_sense=Sense(config_of(tmp_path)).accepts,
+        makes_sense=Validator(config_of(tmp_path)).accepts,
         tap=lambda payload: seen.append(bytes(payload)),
     )
     peers = Peers(bus)
@@ -127,7 +134,7 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
     peers.send(Role.CORE, 0, after)
     stranger = bus.context.socket(zmq.PUSH)
     stranger.connect(inbox.address)
-    stranger.send(Seal(bytes(32)).close(untyped))
+    stranger.send(FrameHmac(bytes(32)).close(untyped))
     messages: list[Any] = []
     while after not in messages or not inbox.rejected[Rejection.FORGED]:
         messages += inbox.wait(1.0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.process.pending_topology import Early
+from quintet.process.pending_topology import PendingTopology
 from quintet.wire.ids import epoch_tag, is_newer
 
 
 def test_what_a_sender_sends_stays_in_order_and_is_taken_once() -> None:
-    early: Early[str, int] = Early(10)
+    early: PendingTopology[str, int] = PendingTopology(10)
     for sender, message in (("a", 1), ("b", 2), ("a", 3)):
         assert early.keep(sender, message)
     assert "a" in early and "c" not in early and early
@@ -19,7 +19,7 @@ def test_what_a_sender_sends_stays_in_order_and_is_taken_once() -> None:
 
 
 def test_what_would_be_too_much_is_not_kept() -> None:
-    early: Early[str, bytes] = Early(10, len)
+    early: PendingTopology[str, bytes] = PendingTopology(10, len)
     assert early.keep("a", bytes(6)) and not early.keep("b", bytes(5)) and early.keep("b", bytes(4))
     assert early.size == 10
     assert "c" not in early and len(early.take()) == 2

@@ -17,8 +17,8 @@ from quintet.wire.embeds import EmbedsPrompt, digest_of
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.kv_spec import KvGroup, KvSpec
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, Reading, RequestSpec
-from quintet.wire.validate import Sense
+from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, OutputParsing, RequestSpec
+from quintet.wire.validate import Validator
 
 from .respec import changed
 from .test_record import config_of
@@ -28,23 +28,23 @@ PARAMS = SamplingParams(seed=1)
 
 
 @pytest.fixture
-def sense(tmp_path: Path) -> Sense:
+def sense(tmp_path: Path) -> Validator:
     """Of a server with 2048 blocks on the device and two on the host."""
     config = config_of(tmp_path)
     size = config.model.kv.bytes_per_block
     cache = msgspec.structs.replace(config.cache, memory_bytes=2048 * size, swap_bytes=2 * size)
-    return Sense(msgspec.structs.replace(config, cache=cache))
+    return Validator(msgspec.structs.replace(config, cache=cache))
 
 
 def test_without_host_memory_there_are_no_swaps(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    assert not Sense(config).accepts(plan(swaps_out=pack_i32([0, 0])))
+    assert not Validator(config).accepts(plan(swaps_out=pack_i32([0, 0])))
 
 
 def test_blocks_of_a_gpu_are_not_known_beforehand(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     cache = msgspec.structs.replace(config.cache, memory_bytes=0)
-    sense = Sense(msgspec.structs.replace(config, cache=cache))
+    sense = Validator(msgspec.structs.replace(config, cache=cache))
     assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1 << 30]), copies=pack_i32([0, 1 << 30])))
     assert not sense.accepts(plan(copies=pack_i32([0, -1])))
 
@@ -53,14 +53,14 @@ def test_a_state_has_two_places_however_short_the_context(tmp_path: Path) -> Non
     config = config_of(tmp_path)
     kv = KvSpec([KvGroup("full", [0]), KvGroup("state", [1])], 1, 64, 1024)
     model = msgspec.structs.replace(config.model, kv=kv, max_model_len=64)
-    sense = Sense(msgspec.structs.replace(config, model=model))
+    sense = Validator(msgspec.structs.replace(config, model=model))
     assert sense.accepts(plan(blocks=pack_i32([0, 0, 0, 1, 0, 1, 0, 2, 0, 1, 1, 2])))
     assert not sense.accepts(plan(blocks=pack_i32([0, 1, 2, 2])))
 
 
 def test_vectors_come_with_a_digest(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    sense = Sense(
+    sense = Validator(
         msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, embedding_width=4))
     )
     vectors = EmbedsPrompt("F32", 4, bytes(32))
@@ -108,7 +108,7 @@ MADE: list[Callable[..., msgspec.Struct]] = [submit, admit, plan, swapping, toke
 
 
 @pytest.mark.parametrize("make", MADE)
-def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., msgspec.Struct]) -> None:
+def test_what_our_processes_send_makes_sense(sense: Validator, make: Callable[..., msgspec.Struct]) -> None:
     assert sense.accepts(make())
 
 
@@ -131,9 +131,9 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         admit(prompt_ids=pack_i32([8])),
         admit(bad_word_ids=[[]]),
         admit(bad_word_ids=[[1 << 40]]),
-        submit(reading=Reading(reasoning="x" * (MAX_NAME_CHARS + 1))),
-        submit(reading=Reading(tools="x" * (MAX_NAME_CHARS + 1))),
-        admit(reading=Reading(schemas=bytes(MAX_SCHEMAS_BYTES + 1))),
+        submit(reading=OutputParsing(reasoning="x" * (MAX_NAME_CHARS + 1))),
+        submit(reading=OutputParsing(tools="x" * (MAX_NAME_CHARS + 1))),
+        admit(reading=OutputParsing(schemas=bytes(MAX_SCHEMAS_BYTES + 1))),
         plan(slots=pack_i32([4])),
         plan(slots=pack_i32([-1])),
         plan(slots=b""),
@@ -180,13 +180,18 @@ def test_what_our_processes_send_makes_sense(sense: Sense, make: Callable[..., m
         m.StopHit(b"abc"),
         m.Cancel([-1], 0),
         supervision.Topology(
-            1, [supervision.Seat(WorkerId(Role.CORE, 0, 1), "no address", 1, supervision.SeatState.READY)]
+            1,
+            [
+                supervision.ProcessSlot(
+                    WorkerId(Role.CORE, 0, 1), "no address", 1, supervision.SlotState.READY
+                )
+            ],
         ),
         supervision.Heartbeat(WorkerId(Role.CORE, 0, 1), 0, 0, 0, b"no snapshot"),
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_nonsense_is_refused(sense: Sense, message: msgspec.Struct) -> None:
+def test_nonsense_is_refused(sense: Validator, message: msgspec.Struct) -> None:
     assert not sense.accepts(message)
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zmq
 
-from quintet.process.frame_hmac import KEY_BYTES, KEY_FILE, SEAL_BYTES, Seal, run_key
+from quintet.process.frame_hmac import KEY_BYTES, KEY_FILE, SEAL_BYTES, FrameHmac, run_key
 from quintet.process.sockets import Bus, Inbox, Peers, Rejection, address_of, make_run_dir
 from quintet.wire import codec
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.limits import FrameTooLarge
 from quintet.wire.messages import Cancel, StopHit
-from quintet.wire.supervision import Drain, Seat, SeatState
+from quintet.wire.supervision import Drain, ProcessSlot, SlotState
 
 CORE = WorkerId(Role.CORE, 0, 1)
 
@@ -75,12 +75,12 @@ def test_a_frame_of_someone_without_the_key_is_not_even_decoded(bus: Bus, tmp_pa
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel)
     stranger = frames_to(bus, inbox.address)
     payload, key = codec.encode(Cancel([7], 0)), run_key(tmp_path)
-    sealed = Seal(key).close(payload)
+    sealed = FrameHmac(key).close(payload)
     forged = [
         b"",
         payload,
         payload + bytes(SEAL_BYTES),
-        Seal(os.urandom(KEY_BYTES)).close(payload),
+        FrameHmac(os.urandom(KEY_BYTES)).close(payload),
         *(sealed[:i] + bytes([sealed[i] ^ 1]) + sealed[i + 1 :] for i in range(len(sealed))),
         sealed[:-1],
         sealed + b"\0",
@@ -96,7 +96,7 @@ def test_a_frame_of_someone_without_the_key_is_not_even_decoded(bus: Bus, tmp_pa
 
 def test_a_frame_that_is_too_long_never_arrives(bus: Bus, tmp_path: Path) -> None:
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel, max_bytes=100)
-    seal = Seal(run_key(tmp_path))
+    seal = FrameHmac(run_key(tmp_path))
     long_one, short_one = codec.encode(Cancel([1 << 40] * 20, 0)), codec.encode(Cancel([1], 0))
     first, second = frames_to(bus, inbox.address), frames_to(bus, inbox.address)
     first.send(seal.close(long_one))
@@ -128,7 +128,7 @@ def test_what_was_queued_for_a_dead_epoch_never_reaches_its_successor(bus: Bus, 
     peers.connect(first, address_of(tmp_path, first))
     peers.send(Role.EXECUTOR, 0, Cancel([1], 0))
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, second), Cancel)
-    replaced = peers.follow([Seat(second, inbox.address, 1, SeatState.READY)])
+    replaced = peers.follow([ProcessSlot(second, inbox.address, 1, SlotState.READY)])
     assert replaced == [second]
     peers.send(Role.EXECUTOR, 0, Cancel([2], 0))
     assert inbox.wait(5.0) == [Cancel([2], 0)]
@@ -145,14 +145,14 @@ def test_a_send_to_nobody_says_so(bus: Bus) -> None:
 def test_a_retired_peer_gets_nothing_and_its_epoch_is_remembered(bus: Bus, tmp_path: Path) -> None:
     worker = WorkerId(Role.DETOKENIZER, 1, 1)
     peers = Peers(bus)
-    peers.follow([Seat(worker, address_of(tmp_path, worker), 1, SeatState.RETIRING)])
+    peers.follow([ProcessSlot(worker, address_of(tmp_path, worker), 1, SlotState.RETIRING)])
     assert peers.send(Role.DETOKENIZER, 1, Drain()), "who leaves is still told things"
-    gone = Seat(worker, address_of(tmp_path, worker), 1, SeatState.DOWN, retired=True)
+    gone = ProcessSlot(worker, address_of(tmp_path, worker), 1, SlotState.DOWN, retired=True)
     assert peers.follow([gone]) == []
     assert not peers.send(Role.DETOKENIZER, 1, Drain())
     assert peers.epoch(Role.DETOKENIZER, 1) == 1
     heir = WorkerId(Role.DETOKENIZER, 1, 2)
-    assert peers.follow([Seat(heir, address_of(tmp_path, heir), 1, SeatState.READY)]) == [heir]
+    assert peers.follow([ProcessSlot(heir, address_of(tmp_path, heir), 1, SlotState.READY)]) == [heir]
     assert peers.send(Role.DETOKENIZER, 1, Drain())
     peers.close()
 
@@ -170,11 +170,11 @@ def test_the_run_dir_and_the_key_are_private(tmp_path: Path) -> None:
 def test_the_seal_is_hmac_as_the_library_makes_it() -> None:
     key = os.urandom(KEY_BYTES)
     for payload in (b"", b"a", os.urandom(64), os.urandom(5000)):
-        frame = Seal(key).close(payload)
+        frame = FrameHmac(key).close(payload)
         assert frame == payload + hmac.digest(key, payload, "sha256")[:SEAL_BYTES]
-        assert Seal(key).open(frame) == payload
+        assert FrameHmac(key).open(frame) == payload
 
 
 def test_a_damaged_key_is_named() -> None:
     with pytest.raises(ValueError, match="5 bytes, not 32"):
-        Seal(b"short")
+        FrameHmac(b"short")

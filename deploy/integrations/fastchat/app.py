@@ -18,10 +18,10 @@ from quintet.deploy.integrations.fastchat.errors import Code, WorkerError, as_wo
 from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.integrations.fastchat.request import Counted, Params, completion_of, read, tokenization_of
-from quintet.deploy.integrations.fastchat.response import Data, Saying
-from quintet.frontend.http.bodies import Bodies
+from quintet.deploy.integrations.fastchat.response import Data, FastChatResponse
+from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.error_shape import ErrorShape
-from quintet.frontend.http.http_request import ClientGone, Exchange
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.wire.errors import ErrorCode, RequestError
 
 COMPLETIONS = "/v1/completions"
@@ -46,9 +46,9 @@ ERRORS = ErrorShape(_body_of)
 class App:
     """One worker."""
 
-    def __init__(self, server: Peer, registration: Registration, bodies: Bodies) -> None:
+    def __init__(self, server: Peer, registration: Registration, bodies: BodyBuffers) -> None:
         self._server, self._registration, self._bodies = server, registration, bodies
-        self._paths: dict[str, Callable[[Exchange, bytes], Awaitable[None]]] = {
+        self._paths: dict[str, Callable[[HttpRequest, bytes], Awaitable[None]]] = {
             STREAM: self._stream,
             WHOLE: self._generate,
             "/worker_get_status": self._status,
@@ -61,7 +61,7 @@ class App:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"this worker speaks HTTP, not {scope['type']}")
-        exchange = Exchange(scope, receive, send, ERRORS)
+        exchange = HttpRequest(scope, receive, send, ERRORS)
         is_computed = exchange.path in COMPUTED
         self._registration.num_open += is_computed
         try:
@@ -70,7 +70,7 @@ class App:
             await _tell(exchange, error)
         except RequestError as error:
             await exchange.respond_error(error)
-        except ClientGone:
+        except ClientDisconnected:
             pass
         except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, and tell its client
             _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
@@ -79,7 +79,7 @@ class App:
         finally:
             self._registration.num_open -= is_computed
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: HttpRequest) -> None:
         answer = self._paths.get(exchange.path)
         if answer is None or exchange.method != "POST":
             paths = ", ".join(self._paths)
@@ -100,21 +100,21 @@ class App:
             raise lost(error) from None
         except asyncio.CancelledError:
             if is_gone:
-                raise ClientGone from None
+                raise ClientDisconnected from None
             raise
         finally:
             watcher.cancel()
 
     # --- what is computed -------------------------------------------------------------------------------------
 
-    async def _stream(self, exchange: Exchange, body: bytes) -> None:
+    async def _stream(self, exchange: HttpRequest, body: bytes) -> None:
         params = read(body, Params)
         flow = await self._server.begin("POST", COMPLETIONS, await self._request_of(params, is_streamed=True))
         try:
             if not flow.is_stream:
                 whole = await flow.whole
                 raise as_worker(error_in(whole.body, whole.status))
-            data, saying = Data(), Saying()
+            data, saying = Data(), FastChatResponse()
             await exchange.start_stream(KIND)
             while piece := await flow.take():
                 told = [each for event in data.take(piece) for each in saying.take(event)]
@@ -125,13 +125,13 @@ class App:
         finally:
             self._server.leave(flow)
 
-    async def _generate(self, exchange: Exchange, body: bytes) -> None:
+    async def _generate(self, exchange: HttpRequest, body: bytes) -> None:
         params = read(body, Params)
         request = await self._request_of(params, is_streamed=False)
         whole = await self._server.ask("POST", COMPLETIONS, request)
         if whole.status != 200:
             raise as_worker(error_in(whole.body, whole.status))
-        *_, told = Saying().take(whole.body)
+        *_, told = FastChatResponse().take(whole.body)
         await exchange.respond_json(told)
 
     async def _request_of(self, params: Params, is_streamed: bool) -> dict[str, object]:
@@ -148,7 +148,7 @@ class App:
 
     # --- what is told -----------------------------------------------------------------------------------------
 
-    async def _count(self, exchange: Exchange, body: bytes) -> None:
+    async def _count(self, exchange: HttpRequest, body: bytes) -> None:
         counted = read(body, Counted)
         try:
             ids = await self._ids(counted.prompt, counted.model)
@@ -159,21 +159,21 @@ class App:
         else:
             await exchange.respond_json({"count": len(ids), "error_code": 0})
 
-    async def _status(self, exchange: Exchange, _body: bytes) -> None:
+    async def _status(self, exchange: HttpRequest, _body: bytes) -> None:
         is_there = self._registration.model is not None
         await exchange.respond_json(self._registration.status(), 200 if is_there else 503)
 
-    async def _template(self, exchange: Exchange, _body: bytes) -> None:
+    async def _template(self, exchange: HttpRequest, _body: bytes) -> None:
         await exchange.respond_json({"conv": TEMPLATE})
 
-    async def _details(self, exchange: Exchange, _body: bytes) -> None:
+    async def _details(self, exchange: HttpRequest, _body: bytes) -> None:
         await exchange.respond_json({"context_length": self._registration.max_len})
 
-    async def _embeddings(self, _exchange: Exchange, _body: bytes) -> None:
+    async def _embeddings(self, _exchange: HttpRequest, _body: bytes) -> None:
         raise WorkerError(Code.INVALID_MODEL, "This model generates text; it has no embeddings to give.")
 
 
-async def _tell(exchange: Exchange, error: WorkerError) -> None:
+async def _tell(exchange: HttpRequest, error: WorkerError) -> None:
     """Tell a client of an error: as a whole answer, or as the last object of a stream."""
     body = msgspec.json.encode(error.told)
     if exchange.started:

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from quintet.deploy.router.connection_pool import Flow, Lines
+from quintet.deploy.router.connection_pool import ConnectionPool, ResponseFlow
 from quintet.deploy.tools.load_client.connection import HttpAnswer, Target
 
 CONNECT_S = 2.0
@@ -17,12 +17,12 @@ class Peer:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._lines = Lines(target, CONNECT_S)
+        self._lines = ConnectionPool(target, CONNECT_S)
 
     def __str__(self) -> str:
         return f"{self._target.host}:{self._target.port}"
 
-    async def begin(self, method: str, path: str, body: object = None) -> Flow:
+    async def begin(self, method: str, path: str, body: object = None) -> ResponseFlow:
         """Send a request, ``body`` as JSON, and wait for the head of its answer; `leave` it. Raises `ConnectionError`."""
         request = self._target.request(method, path, b"" if body is None else msgspec.json.encode(body))
         is_fresh = False
@@ -39,7 +39,7 @@ class Peer:
                 continue
             return flow
 
-    def leave(self, flow: Flow) -> None:
+    def leave(self, flow: ResponseFlow) -> None:
         """Let go of an answer. One that was not read to its end is computed no further."""
         self._lines.give_back(flow)
 

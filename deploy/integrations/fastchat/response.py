@@ -35,7 +35,7 @@ class Logprobs(msgspec.Struct):
         self.top_logprobs = [*(self.top_logprobs or []), *(more.top_logprobs or [None] * len(more.tokens))]
 
 
-class Choice(msgspec.Struct):
+class ResponseChoice(msgspec.Struct):
     """Text, or a piece of it."""
 
     text: str = ""
@@ -46,7 +46,7 @@ class Choice(msgspec.Struct):
 class Completion(msgspec.Struct):
     """An answer of `/v1/completions`, or an event of one."""
 
-    choices: list[Choice] = []
+    choices: list[ResponseChoice] = []
     usage: Usage | None = None
     error: ServerError | None = None
 
@@ -54,7 +54,7 @@ class Completion(msgspec.Struct):
 _decode = msgspec.json.Decoder(Completion).decode
 
 
-class Saying:
+class FastChatResponse:
     """One answer."""
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.supervisor.listener import PortInUse, bind_listener
 from quintet.deploy.tools.load_client.connection import BadUrl, Target
-from quintet.frontend.http.bodies import Bodies
+from quintet.frontend.http.bodies import BodyBuffers
 from quintet.frontend.http.connection import bound_send_buffer
 from quintet.frontend.main import allow_many_connections, make_server
 from quintet.process.log import configure_logging
@@ -92,7 +92,7 @@ async def serve(
     host, port = listener.getsockname()[:2]
     address = (arguments.worker_address or f"http://localhost:{port}").rstrip("/")
     registration = Registration(controller, server, address, arguments.heartbeat)
-    http = make_server(App(server, registration, Bodies(MAX_BODY_BYTES)), FrontendConfig())
+    http = make_server(App(server, registration, BodyBuffers(MAX_BODY_BYTES)), FrontendConfig())
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

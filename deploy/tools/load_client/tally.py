@@ -31,7 +31,7 @@ class Delta(msgspec.Struct):
         return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls)
 
 
-class Choice(msgspec.Struct):
+class ChunkChoice(msgspec.Struct):
     """One choice of a completion or chat chunk."""
 
     text: str | None = None
@@ -62,7 +62,7 @@ class ErrorBody(msgspec.Struct):
 class Chunk(msgspec.Struct):
     """One frame of a stream."""
 
-    choices: list[Choice] = []
+    choices: list[ChunkChoice] = []
     usage: Usage | None = None
     error: ErrorBody | str | None = None
 

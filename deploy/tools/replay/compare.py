@@ -57,7 +57,7 @@ def without_times(payload: bytes) -> bytes:
     message = decoded(payload)
     for name in MEASURED.intersection(message.__struct_fields__):
         setattr(message, name, 0)
-    if isinstance(message, messages.Handed):
+    if isinstance(message, messages.InFlightReport):
         message.request_ids = message.attempts = b""  # which requests were in lanes at that moment
     return msgspec.msgpack.encode(message)
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from quintet.deploy.tools.replay.compare import decoded, difference, without_times
-from quintet.process.record import Recording, Sent, Turn
+from quintet.process.record import LoopIteration, Recording, Sent
 from quintet.process.sockets import Outbox, Rejection
-from quintet.process.wakeup import Bell
+from quintet.process.wakeup import Wakeup
 from quintet.wire.ids import Role, WorkerId
 
 
@@ -42,7 +42,7 @@ class Playback:
     def __init__(self, recording: Recording, *, in_order: bool = True) -> None:
         self._turns = _from_idle(recording)
         self._in_order = in_order
-        self._turn: Turn | None = None
+        self._turn: LoopIteration | None = None
         self._now_ns = 0
         self._sent: list[Sent] = []
         self._recorded_whole: list[tuple[int, Sent]] = []
@@ -72,7 +72,7 @@ class Playback:
         """Return the next turn's messages."""
         return self.wait(0.0)
 
-    def hang(self, bell: Bell) -> None:
+    def hang(self, bell: Wakeup) -> None:
         """What the bell led to then is among the frames; what it does now does not count."""
 
     def clock(self) -> int:
@@ -116,7 +116,7 @@ class Playback:
         elif len(sent) > len(turn.sent) and not is_last:  # the last turn may have been cut off
             self._differ(f"turn {turn.number}: {_name(sent[len(turn.sent)])} is sent, and was not then")
 
-    def _compare(self, turn: Turn, position: int, before: Sent, after: Sent) -> None:
+    def _compare(self, turn: LoopIteration, position: int, before: Sent, after: Sent) -> None:
         where = f"turn {turn.number}, frame {position + 1} to {before.role}-{before.index}"
         if (before.role, before.index) != (after.role, after.index):
             self._differ(f"{where}: {_name(after)} is sent instead of {_name(before)}")
@@ -163,14 +163,14 @@ def _name(sent: Sent) -> str:
     return f"{type(decoded(sent.payload)).__name__} to {sent.role}-{sent.index}"
 
 
-def _from_idle(recording: Recording) -> Iterator[Turn]:
+def _from_idle(recording: Recording) -> Iterator[LoopIteration]:
     """Return the turns; of a recording that has lost its beginning, those from when nothing was pending."""
     turns = recording.turns()
     if recording.is_whole:
         yield from turns
         return
     if recording.header.topology:
-        yield Turn(0, 0, True, [recording.header.topology])
+        yield LoopIteration(0, 0, True, [recording.header.topology])
     is_playing = False
     for turn in turns:
         is_playing = is_playing or turn.was_idle

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend, AttentionNeeds
-from quintet.executor.backends.cuda.attention.choice import Choice, choose_as_first, choose_attention
+from quintet.executor.backends.cuda.attention.choice import BackendChoice, choose_as_first, choose_attention
 from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
 from quintet.executor.backends.cuda.group import DeviceGroup
 from quintet.executor.backends.cuda.kv_memory import DeviceKv, graph_bytes, num_kv_blocks
-from quintet.executor.backends.cuda.rank_broadcast import Teller
+from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DeviceRunner
 from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
@@ -60,7 +60,7 @@ def make_device_worker(
     """
     opened = open_runner(device, model, config, dtype, group, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
-    teller = None if ranks is None else Teller(ranks)
+    teller = None if ranks is None else RankBroadcaster(ranks)
     return DeviceWorker(steps, config, opened.num_blocks, facts, span, group, teller)
 
 
@@ -171,7 +171,7 @@ def _attention_of_prompts(
     )
     wanted, stopwatch = config.executor.attention_backend, captured_stopwatch(device)
 
-    def choose(name: str) -> Choice:
+    def choose(name: str) -> BackendChoice:
         return choose_attention(name, device, plan, needs, stopwatch)
 
     return (choose(wanted) if ranks is None else choose_as_first(wanted, ranks, choose)).backend

@@ -15,7 +15,13 @@ from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.boot import open_runner
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.tables import HEADER_WORDS
-from quintet.executor.backends.cuda.rank_broadcast import CaptureOrder, Hearer, LogitsOrder, Order, StepOrder
+from quintet.executor.backends.cuda.rank_broadcast import (
+    CaptureOrder,
+    LogitsOrder,
+    Order,
+    RankReceiver,
+    StepOrder,
+)
 from quintet.executor.backends.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.backends.platforms.cuda import open_rank_device
@@ -55,7 +61,7 @@ def follow(
     group = group_of(device, ranks, config)
     opened = open_runner(device, model, config, MODEL_DTYPES[config.model.dtype], group, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
-    hearer = Hearer(ranks)
+    hearer = RankReceiver(ranks)
     gc.freeze()
     give_back_memory()
     ranks.done()

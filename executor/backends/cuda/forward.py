@@ -26,12 +26,12 @@ from quintet.executor.backends.cuda.ops.activation import gated
 from quintet.executor.backends.cuda.ops.attention import paged_attention
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES
 from quintet.executor.backends.cuda.ops.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from quintet.executor.backends.cuda.ops.rope_kv import Turn, rope_kv
+from quintet.executor.backends.cuda.ops.rope_kv import HeadTransform, rope_kv
 from quintet.executor.backends.cuda.ops.states import causal_conv, delta_rule, head_scan, selective_scan
 from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.backends.cuda.states import DeviceStates
 from quintet.executor.embeds import StepEmbeds
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
@@ -196,7 +196,7 @@ class DevicePass:
         """See `ForwardPass`."""
         raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
 
-    def of_all_ranks(self, x: Value, kept: Kept) -> Value:
+    def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
         """See `ForwardPass`."""
         assert self._group is not None, kept
         self._made(kept.whole)
@@ -251,7 +251,7 @@ class DevicePass:
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
         of_norms = (None, None) if together is None else (together[0].weight, together[1].weight)
         key_scale, value_scale = layer.kv_scales.of_layer
-        turn = Turn(
+        turn = HeadTransform(
             *of_norms,
             0.0 if together is None else together[0].eps,
             0.0 if together is None else together[0].offset,

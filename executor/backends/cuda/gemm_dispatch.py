@@ -46,7 +46,7 @@ Stopwatch = Callable[[Callable[[], None]], float]
 """Runs a function's launches and returns the device's milliseconds."""
 
 
-class Way(StrEnum):
+class GemmBackend(StrEnum):
     """Who multiplies."""
 
     CUBLAS = "cublas"
@@ -79,7 +79,7 @@ class DeviceLinears:
         self._device = device
         self._batch_invariant = batch_invariant
         self._memory = SplitMemory(device)
-        self._ways: Mapping[WeightShape, Sequence[Way]] = {}
+        self._ways: Mapping[WeightShape, Sequence[GemmBackend]] = {}
         self._scaled_mm = ScaledMm(device)
 
     def apply(self, layer: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -138,15 +138,15 @@ class DeviceLinears:
         """
         return self._run(self.way(weight, x.shape[0]), x, weight, bias, out)
 
-    def way(self, weight: torch.Tensor, num_rows: int) -> Way:
+    def way(self, weight: torch.Tensor, num_rows: int) -> GemmBackend:
         """Return who multiplies so many rows by a weight."""
         if self._batch_invariant:
-            return Way.MATMUL
+            return GemmBackend.MATMUL
         if num_rows <= MEASURED_ROWS[-1]:
             ways = self._ways.get(WeightShape.of(weight))
             if ways is not None:
                 return next(way for rows, way in zip(MEASURED_ROWS, ways, strict=True) if num_rows <= rows)
-        return Way.CUBLAS
+        return GemmBackend.CUBLAS
 
     def measure(
         self, layers: Iterable[Linear], stopwatch: Stopwatch | None = None, ranks: Ranks | None = None
@@ -170,12 +170,12 @@ class DeviceLinears:
                 by_shape.setdefault(WeightShape.of(table), []).append(table)
         if stopwatch is None:
             stopwatch = captured_stopwatch(self._device)
-        known: Mapping[str, Sequence[Way]] = {}
+        known: Mapping[str, Sequence[GemmBackend]] = {}
         if ranks is None or ranks.share.rank == 0:
             known = {str(shape): self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
         if ranks is not None:
             told = ranks.as_first_says(msgspec.json.encode(known))
-            known = msgspec.json.decode(told, type=dict[str, tuple[Way, ...]])
+            known = msgspec.json.decode(told, type=dict[str, tuple[GemmBackend, ...]])
         self._ways = {
             shape: known.get(str(shape)) or self._fastest(weights, stopwatch)
             for shape, weights in by_shape.items()
@@ -186,7 +186,7 @@ class DeviceLinears:
             "; ".join(f"{shape} {' '.join(ways)}" for shape, ways in self._ways.items()),
         )
 
-    def _fastest(self, weights: Sequence[torch.Tensor], stopwatch: Stopwatch) -> tuple[Way, ...]:
+    def _fastest(self, weights: Sequence[torch.Tensor], stopwatch: Stopwatch) -> tuple[GemmBackend, ...]:
         """Return who is fastest for each of `MEASURED_ROWS`; the weights are of one shape."""
         rotation = _rotation(weights)
         columns, depth = rotation[0].shape
@@ -201,11 +201,11 @@ class DeviceLinears:
                 for way in _possible(rotation[0], num_rows)
             }
             best = min(times, key=lambda way: times[way])
-            chosen.append(best if times[best] <= MARGIN * times[Way.CUBLAS] else Way.CUBLAS)
+            chosen.append(best if times[best] <= MARGIN * times[GemmBackend.CUBLAS] else GemmBackend.CUBLAS)
         return tuple(chosen)
 
     def _all_of(
-        self, way: Way, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor
+        self, way: GemmBackend, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor
     ) -> Callable[[], None]:
         def run() -> None:
             for weight in weights:
@@ -215,15 +215,15 @@ class DeviceLinears:
 
     def _run(
         self,
-        way: Way,
+        way: GemmBackend,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        if way is Way.MATMUL:
+        if way is GemmBackend.MATMUL:
             return matmul(self._device, x, weight, bias, out, memory=self._memory)
-        if way is Way.MATVEC:
+        if way is GemmBackend.MATVEC:
             return matvec(self._device, x, weight, bias, out)
         if out is None:
             return F.linear(x, weight, bias)
@@ -286,10 +286,10 @@ def _rotation(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return weights
 
 
-def _possible(weight: torch.Tensor, num_rows: int) -> tuple[Way, ...]:
+def _possible(weight: torch.Tensor, num_rows: int) -> tuple[GemmBackend, ...]:
     """Return who can multiply so many rows by a weight, cuBLAS first."""
     row_bytes = weight.shape[1] * weight.dtype.itemsize
     if weight.dtype not in SUFFIXES or row_bytes % 16 or weight.data_ptr() % 16 or not weight.is_contiguous():
-        return (Way.CUBLAS,)
-    ours = (Way.MATMUL, Way.MATVEC) if num_rows <= MATVEC_ROWS else (Way.MATMUL,)
-    return (Way.CUBLAS, *ours)
+        return (GemmBackend.CUBLAS,)
+    ours = (GemmBackend.MATMUL, GemmBackend.MATVEC) if num_rows <= MATVEC_ROWS else (GemmBackend.MATMUL,)
+    return (GemmBackend.CUBLAS, *ours)

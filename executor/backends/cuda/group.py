@@ -16,7 +16,7 @@ from quintet.executor.backends.cuda.ops.all_reduce import all_reduce
 from quintet.executor.backends.cuda.ops.gather import Columns, gather
 from quintet.executor.backends.cuda.ops.peers import MAILBOX_BYTES, Peers
 from quintet.executor.distributed.parallel.ranks import Ranks
-from quintet.executor.model_config.share import Kept, Share
+from quintet.executor.model_config.share import KeptRange, Share
 
 ONE_SHOT_BYTES = {2: 1 << 20, 4: 512 << 10, 8: 256 << 10}
 """By ranks, the largest message that our kernel adds where a library is there: each rank reads all others' whole, so from some
@@ -69,7 +69,7 @@ class DeviceGroup:
         self._library.add(x)
         return x if bias is None else x.add_(bias)
 
-    def side_by_side(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def side_by_side(self, x: torch.Tensor, kept: KeptRange) -> torch.Tensor:
         """Return the rows of which each rank has such columns ``x [rows, kept.count]``, whole, at every rank.
 
         Of neighbours that keep the same ones, since there are fewer KV heads than ranks, the first gives them.

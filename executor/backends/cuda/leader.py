@@ -10,7 +10,7 @@ from quintet.executor.backends.cuda.ranks import group_of, open_device_ranks
 from quintet.executor.backends.cuda.worker import DeviceWorker
 from quintet.executor.backends.platforms.cuda import open_rank_device
 from quintet.executor.backends.platforms.platform import open_platform
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.loading import MODEL_DTYPES, load_model
 from quintet.executor.models.model import CausalModel
@@ -19,7 +19,7 @@ from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
-def make_leading_worker(config: EngineConfig, span: Span, followers: Followers) -> DeviceWorker:
+def make_leading_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> DeviceWorker:
     """Load rank 0's share while the others load theirs; return when all are there."""
     begun = time.monotonic()
     platform = open_platform(config.executor)

@@ -88,7 +88,7 @@ def device_ranks_shape(num_ranks: int) -> CRanksShape:
     return shape
 
 
-class Teller:
+class RankBroadcaster:
     """Rank 0, which tells the others."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -119,7 +119,7 @@ class Teller:
         self._ranks.tell_mail(OrderKind.ON_DEVICE, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded, 1)
 
 
-class Hearer:
+class RankReceiver:
     """Another rank, which hears orders that may come in parts."""
 
     def __init__(self, ranks: Ranks) -> None:

@@ -9,7 +9,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.draw import DeviceDraw
 from quintet.executor.backends.cuda.ops.entries import DeviceReport
 from quintet.executor.backends.cuda.ops.penalties import DevicePenalties
-from quintet.executor.sampling.logits_processor import Concern
+from quintet.executor.sampling.logits_processor import LogitsProcessor
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.penalties import Penalties
 from quintet.executor.sampling.sampler import SHAPING
@@ -20,10 +20,10 @@ def sampling_ops(device: Device, ops: SamplingOps) -> SamplingOps:
     return replace(ops, draw=DeviceDraw(device), entries=DeviceReport(device))
 
 
-def shaping_on(device: Device) -> tuple[Callable[[int, int], Concern], ...]:
+def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], ...]:
     """Return `SHAPING`, in its order, with the penalties' kernel."""
 
-    def penalties(max_num_seqs: int, _vocab_size: int) -> Concern:
+    def penalties(max_num_seqs: int, _vocab_size: int) -> LogitsProcessor:
         return DevicePenalties(device, max_num_seqs)
 
     return tuple(penalties if make is Penalties else make for make in SHAPING)

@@ -22,7 +22,7 @@ from quintet.wire.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class PlanBuffer:
     """Where the words of a plan are packed."""
 
     host: torch.Tensor
@@ -60,14 +60,14 @@ class DeviceSteps:
         num_host_blocks = config.model.kv.num_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
-    def room_for(self, num_words: int) -> Room:
+    def room_for(self, num_words: int) -> PlanBuffer:
         """Return room for so many words; whoever takes one of the pinned buffers may have to wait for its last copy."""
         if num_words > len(self.staging):
-            return Room(torch.empty(num_words, dtype=torch.int32), None)
+            return PlanBuffer(torch.empty(num_words, dtype=torch.int32), None)
         buffer = self._words.take()
-        return Room(buffer.host, buffer)
+        return PlanBuffer(buffer.host, buffer)
 
-    def send(self, room: Room, num_words: int) -> torch.Tensor:
+    def send(self, room: PlanBuffer, num_words: int) -> torch.Tensor:
         """Copy the words to the device; return where they are, usually the buffer that graphs read."""
         if room._buffer is None:
             return room.host[:num_words].to(self._device.torch_device)

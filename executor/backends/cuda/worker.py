@@ -27,7 +27,7 @@ from quintet.executor.backends.cuda.device import Event
 from quintet.executor.backends.cuda.group import DeviceGroup
 from quintet.executor.backends.cuda.ops.peers import RanksApart
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, StagingLayout, Words, pack_staging
-from quintet.executor.backends.cuda.rank_broadcast import Teller
+from quintet.executor.backends.cuda.rank_broadcast import RankBroadcaster
 from quintet.executor.backends.cuda.runner import DecodeGraph, Drawn
 from quintet.executor.backends.cuda.sampling import sampling_ops, shaping_on
 from quintet.executor.backends.cuda.staging import PinnedRing
@@ -36,7 +36,7 @@ from quintet.executor.backends.cuda.steps import DeviceSteps
 from quintet.executor.batch import Int, Rows
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.interface import Finished, Pending
-from quintet.executor.oom_split import SmallerSteps
+from quintet.executor.oom_split import OomSplit
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.ops import SamplingOps
 from quintet.executor.sampling.sampler import Sampler
@@ -102,7 +102,7 @@ class DeviceWorker:
         facts: Mapping[str, str],
         span: Span = no_span,
         group: DeviceGroup | None = None,
-        teller: Teller | None = None,
+        teller: RankBroadcaster | None = None,
     ) -> None:
         """group, teller: of the first of several ranks, which the others follow."""
         self.num_blocks = num_blocks
@@ -147,7 +147,7 @@ class DeviceWorker:
         if pool is not None:
             self.swap_bytes_per_s = pool.measure()
             self.facts["swap"] = f"{pool.num_blocks} blocks at {self.swap_bytes_per_s / 1e9:.1f} GB/s"
-        self._smaller_steps = SmallerSteps(
+        self._smaller_steps = OomSplit(
             torch.cuda.empty_cache if is_gpu else _nothing,
             self.tables.go_on if model.kv.has_states else None,
         )

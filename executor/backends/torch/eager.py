@@ -22,7 +22,7 @@ from quintet.executor.backends.cpu.ops.state_rows import StateRows
 from quintet.executor.batch import Batch, BatchBuilder, Int, Rows
 from quintet.executor.embeds import StepEmbeds, embeds_of
 from quintet.executor.memory import lazy_zeros, to_device
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
@@ -160,7 +160,7 @@ class EagerPass:
         """See `ForwardPass`."""
         raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
 
-    def of_all_ranks(self, x: torch.Tensor, kept: Kept) -> torch.Tensor:
+    def of_all_ranks(self, x: torch.Tensor, kept: KeptRange) -> torch.Tensor:
         """See `ForwardPass`. There are no others."""
         assert kept.is_all, kept
         return x

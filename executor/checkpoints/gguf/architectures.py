@@ -14,32 +14,32 @@ from quintet.executor.checkpoints.gguf import dense_values as dense
 from quintet.executor.checkpoints.gguf import routed_values as routed
 from quintet.executor.checkpoints.gguf import state_values as state
 from quintet.executor.checkpoints.gguf.common_values import Values, common
-from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How a file of one architecture is read."""
 
-    name: str | Callable[[Said], str]
+    name: str | Callable[[GgufMetadata], str]
     """The card's."""
-    more: Callable[[Said], Values] = lambda said: {}
+    more: Callable[[GgufMetadata], Values] = lambda said: {}
     neighbours: bool = False
     """Whether llama.cpp rotates neighbours: where the card's family rotates halves, rows of queries and keys are reordered."""
     tiled: bool = False
     """Whether heads of values take turns with those of keys, under the delta rule, rather than follow theirs."""
 
-    def card(self, said: Said) -> Values:
+    def card(self, said: GgufMetadata) -> Values:
         """Return the values of the card."""
         name = self.name if isinstance(self.name, str) else self.name(said)
         return {"architectures": [name], **common(said), **self.more(said)}
 
 
-def _renormalised(said: Said) -> Values:
+def _renormalised(said: GgufMetadata) -> Values:
     return routed.experts(said, True)
 
 
-def _use_bias(said: Said) -> Values:
+def _use_bias(said: GgufMetadata) -> Values:
     return {"use_bias": said.has("attn_q.bias")}
 
 

@@ -9,7 +9,7 @@ import json
 
 from quintet.executor.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
 from quintet.executor.checkpoints.gguf.common_values import KEYS
-from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.parts import Parts
 from quintet.executor.checkpoints.gguf.unsupported import REFUSED
 from quintet.executor.model_config.card import FILE_KEYS
@@ -24,7 +24,7 @@ _NARROW = ("gemma", "glm4", "plamo")
 
 def card_of_gguf(parts: Parts) -> str:
     """Return the text of the model's card. Raises `ConfigError` for an architecture that is not read."""
-    said = Said.of(parts)
+    said = GgufMetadata.of(parts)
     values = architecture_of(said).card(said)
     values |= {"dtype": _dtype(said), APART: True}
     values[FILE_KEYS] = {
@@ -36,7 +36,7 @@ def card_of_gguf(parts: Parts) -> str:
     return json.dumps({key: value for key, value in values.items() if value is not None or key in _NULLS})
 
 
-def architecture_of(said: Said) -> Architecture:
+def architecture_of(said: GgufMetadata) -> Architecture:
     """Return what is known of a file's architecture. Raises `ConfigError` naming those that are."""
     known = ARCHITECTURES.get(said.architecture)
     if said.architecture in REFUSED:
@@ -51,7 +51,7 @@ def architecture_of(said: Said) -> Architecture:
     return known
 
 
-def _dtype(said: Said) -> str:
+def _dtype(said: GgufMetadata) -> str:
     """Return the number format to compute in: that of the largest tensor, bfloat16 where it is quantized."""
     kind = max(said.tensors.values(), key=lambda tensor: tensor.num_bytes).type.name if said.tensors else ""
     if kind == "F16" and not said.architecture.startswith(_NARROW):

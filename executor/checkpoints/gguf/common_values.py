@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 Values = dict[str, Any]
 
@@ -53,7 +53,7 @@ KEYS = {
 """What files call the values of a card, for error messages: most of them, below the architecture's name."""
 
 
-def common(said: Said) -> Values:
+def common(said: GgufMetadata) -> Values:
     """Return what most families call the same."""
     hidden, heads = said.whole("embedding_length"), max(said.largest("attention.head_count", 0), 1)
     dim = said.whole("attention.key_length", hidden // heads)
@@ -80,7 +80,7 @@ def common(said: Said) -> Values:
     }
 
 
-def num_layers(said: Said) -> int:
+def num_layers(said: GgufMetadata) -> int:
     """Return how many layers there are, but for those behind them that predict further tokens."""
     count = said.whole("block_count") - said.whole("nextn_predict_layers", 0)
     if count < 1:
@@ -94,7 +94,7 @@ def _share(count: int, dim: int) -> float:
     return share if int(dim * share) == count else (count + 0.5) / max(dim, 1)
 
 
-def _scaling(said: Said) -> Values | None:
+def _scaling(said: GgufMetadata) -> Values | None:
     kind, factor = said.get("rope.scaling.type"), said.get("rope.scaling.factor")
     original = said.get("rope.scaling.original_context_length")
     if said.has("rope_factors_long.weight"):
@@ -125,7 +125,7 @@ def _scaling(said: Said) -> Values | None:
     return None
 
 
-def layer_kinds(said: Said) -> Values:
+def layer_kinds(said: GgufMetadata) -> Values:
     """Return which layers slide, of architectures whose families have a period of their own for files that do not say."""
     pattern, key = said.get("attention.sliding_window_pattern"), "sliding_window_pattern"
     if not isinstance(pattern, list):

@@ -13,8 +13,8 @@ from quintet.executor.checkpoints.gguf.expert_tensors import add_experts
 from quintet.executor.checkpoints.gguf.header import Tensor
 from quintet.executor.checkpoints.gguf.latent_tensors import add_latent
 from quintet.executor.checkpoints.gguf.state_tensors import add_state
-from quintet.executor.checkpoints.gguf.tensor_map import Found
-from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, Rows, height, scaled, unpaired
+from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
+from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height, scaled, unpaired
 from quintet.executor.model_config.spec import (
     AttentionSpec,
     BesideSpec,
@@ -28,7 +28,7 @@ from quintet.executor.model_config.spec import (
 
 def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architecture) -> dict[str, Recipe]:
     """Return how each tensor is made that a file of this architecture has."""
-    found, names = Found(tensors, spec.names), spec.names
+    found, names = TensorMap(tensors, spec.names), spec.names
     found.module(names.embedding, "token_embd")
     found.module(names.positions, "position_embd")
     found.norm(names.embedding_norm, "token_embd_norm", spec.embedding_norm)
@@ -40,7 +40,7 @@ def recipes_of(spec: DecoderSpec, tensors: Mapping[str, Tensor], how: Architectu
     return {name: scaled(recipe, tensors) for name, recipe in found.recipes.items()}
 
 
-def _add_layer(found: Found, layer: LayerSpec, how: Architecture) -> None:
+def _add_layer(found: TensorMap, layer: LayerSpec, how: Architecture) -> None:
     _add_norms(found, layer)
     mixer = layer.mixer
     if isinstance(mixer, BesideSpec):
@@ -58,7 +58,7 @@ def _add_layer(found: Found, layer: LayerSpec, how: Architecture) -> None:
         add_experts(found, layer.mlp)
 
 
-def _add_norms(found: Found, layer: LayerSpec) -> None:
+def _add_norms(found: TensorMap, layer: LayerSpec) -> None:
     names, mixer, mlp = found.names, layer.mixer_norms, layer.mlp_norms
     both = found.has("attn_norm_2")  # of one input, the second for attention: Falcon 40b
     found.norm(names.mixer_norm, "attn_norm_2" if both else "attn_norm", mixer.before)
@@ -72,7 +72,7 @@ def _add_norms(found: Found, layer: LayerSpec) -> None:
     found.norm(names.mlp_out_norm, "post_ffw_norm", mlp.behind)
 
 
-def _add_attention(found: Found, spec: AttentionSpec, paired: bool) -> None:
+def _add_attention(found: TensorMap, spec: AttentionSpec, paired: bool) -> None:
     names = found.names
     for leaf in ("weight", "bias"):
         rows = _qkv(found, spec, paired, leaf)
@@ -90,7 +90,9 @@ def _add_attention(found: Found, spec: AttentionSpec, paired: bool) -> None:
             found.norm(ours, theirs, norm)
 
 
-def _qkv(found: Found, spec: AttentionSpec, paired: bool, leaf: str) -> tuple[Rows, Rows, Rows] | None:
+def _qkv(
+    found: TensorMap, spec: AttentionSpec, paired: bool, leaf: str
+) -> tuple[TensorRows, TensorRows, TensorRows] | None:
     """Return the rows of queries, keys and values, wherever the file has them, as a model that rotates halves has them."""
     heads, kv_heads, dim = spec.num_heads * (2 if spec.output_gate else 1), spec.num_kv_heads, spec.head_dim
     stacked = found.rows(f"attn_qkv.{leaf}")
@@ -108,7 +110,7 @@ def _qkv(found: Found, spec: AttentionSpec, paired: bool, leaf: str) -> tuple[Ro
     return q, k, v
 
 
-def _add_norm_of_heads(found: Found, ours: str, theirs: str, dim: int) -> None:
+def _add_norm_of_heads(found: TensorMap, ours: str, theirs: str, dim: int) -> None:
     """Say where a norm of each head is: a tensor each, of the file a row."""
     tensor, rows = found.tensor(f"{theirs}.weight"), found.rows(f"{theirs}.weight")
     if tensor is None or rows is None:
@@ -117,7 +119,7 @@ def _add_norm_of_heads(found: Found, ours: str, theirs: str, dim: int) -> None:
         found.add(f"{ours.format(head=head)}.weight", (rows.between(head, head + 1),), (dim,))
 
 
-def _add_feed_forward(found: Found, spec: MlpSpec) -> None:
+def _add_feed_forward(found: TensorMap, spec: MlpSpec) -> None:
     names, both = found.names, found.rows("ffn_up.weight")
     if spec.gated and not found.has("ffn_gate") and both is not None:  # gates above ups: Phi 3, ChatGLM
         found.stacked(f"{names.gate}.weight", (both.between(0, spec.width),))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from quintet.executor.checkpoints.gguf.common_values import Values, common, layer_kinds, num_layers
-from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 
-def _gemma_cap(said: Said) -> Values:
+def _gemma_cap(said: GgufMetadata) -> Values:
     heads, hidden = max(said.whole("attention.head_count"), 1), said.whole("embedding_length")
     largest = num_layers(said) == (46 if said.architecture == "gemma2" else 62)
     return {
@@ -19,23 +19,23 @@ def _gemma_cap(said: Said) -> Values:
     }
 
 
-def gemma2(said: Said) -> Values:
+def gemma2(said: GgufMetadata) -> Values:
     """Gemma 2."""
     return _gemma_cap(said)
 
 
-def gemma3(said: Said) -> Values:
+def gemma3(said: GgufMetadata) -> Values:
     """Gemma 3: layers that slide have a rotation of their own."""
     local = said.get("rope.freq_base_swa", 10000.0)
     return {**gemma2(said), "rope_local_base_freq": local, **layer_kinds(said)}
 
 
-def phi3(said: Said) -> Values:
+def phi3(said: GgufMetadata) -> Values:
     """Phi 3 and 4."""
     return {"sliding_window": said.get("attention.sliding_window") or None}
 
 
-def bitnet(said: Said) -> Values:
+def bitnet(said: GgufMetadata) -> Values:
     """BitNet b1.58. Files do not say the activation: of the paper's first models, which llama.cpp computes, it is SiLU; 2B4T, the
     one of another rotation, has squared ReLU.
     """
@@ -43,7 +43,7 @@ def bitnet(said: Said) -> Values:
     return {"hidden_act": "relu2" if is_2b4t else "silu"}
 
 
-def gpt2(said: Said) -> Values:
+def gpt2(said: GgufMetadata) -> Values:
     """GPT-2: positions are a table."""
     return {
         "max_position_embeddings": said.rows("position_embd.weight"),
@@ -51,7 +51,7 @@ def gpt2(said: Said) -> Values:
     }
 
 
-def parallel(said: Said) -> Values:
+def parallel(said: GgufMetadata) -> Values:
     """GPT-NeoX and StableLM."""
     return {
         "use_parallel_residual": said.get("use_parallel_residual", True),
@@ -60,7 +60,7 @@ def parallel(said: Said) -> Values:
     }
 
 
-def falcon(said: Said) -> Values:
+def falcon(said: GgufMetadata) -> Values:
     """Falcon 7B, 40B and 11B."""
     heads, kv_heads = said.whole("attention.head_count"), said.whole("attention.head_count_kv", 1)
     both = said.has("attn_norm_2.weight")
@@ -74,12 +74,12 @@ def falcon(said: Said) -> Values:
     }
 
 
-def starcoder(said: Said) -> Values:
+def starcoder(said: GgufMetadata) -> Values:
     """StarCoder 1."""
     return {**gpt2(said), "multi_query": said.whole("attention.head_count_kv", 1) == 1}
 
 
-def cohere(said: Said) -> Values:
+def cohere(said: GgufMetadata) -> Values:
     """Command R and its heirs."""
     return {
         "logit_scale": said.get("logit_scale"),
@@ -88,7 +88,7 @@ def cohere(said: Said) -> Values:
     }
 
 
-def granite(said: Said) -> Values:
+def granite(said: GgufMetadata) -> Values:
     """Granite's factors."""
     return {
         "attention_multiplier": said.get("attention.scale"),
@@ -98,7 +98,7 @@ def granite(said: Said) -> Values:
     }
 
 
-def minicpm(said: Said) -> Values:
+def minicpm(said: GgufMetadata) -> Values:
     """MiniCPM's files have the factors that its card derives from others."""
     return {
         "scale_emb": said.get("embedding_scale", 12.0),
@@ -107,17 +107,17 @@ def minicpm(said: Said) -> Values:
     }
 
 
-def olmo2_name(said: Said) -> str:
+def olmo2_name(said: GgufMetadata) -> str:
     """OLMo 3's files have the name, too."""
     return "Olmo3ForCausalLM" if said.get("attention.sliding_window") else "Olmo2ForCausalLM"
 
 
-def slides(said: Said) -> Values:
+def slides(said: GgufMetadata) -> Values:
     """Say how far layers see that do not see everything."""
     return {"sliding_window": said.get("attention.sliding_window"), **layer_kinds(said)}
 
 
-def baichuan(said: Said) -> Values:
+def baichuan(said: GgufMetadata) -> Values:
     """Baichuan: that of 40 layers, 13B, does not rotate. The output layer of Baichuan 2 is normed before it is converted."""
     context = said.get("context_length")
     return {
@@ -126,7 +126,7 @@ def baichuan(said: Said) -> Values:
     }
 
 
-def apertus(said: Said) -> Values:
+def apertus(said: GgufMetadata) -> Values:
     """Apertus: its learned activations are settings of the file, below no architecture's name, one for all layers perhaps."""
     count = num_layers(said)
     curves = {}
@@ -138,12 +138,12 @@ def apertus(said: Said) -> Values:
     return {"xielu_curves": curves, "rope_scaling": scaling}
 
 
-def qwen1(said: Said) -> Values:
+def qwen1(said: GgufMetadata) -> Values:
     """Qwen 1: half of what it calls its width; nothing of how contexts beyond its training are stretched."""
     return {"kv_channels": said.get("attention.key_length"), "seq_length": said.get("context_length")}
 
 
-def chatglm(said: Said) -> Values:
+def chatglm(said: GgufMetadata) -> Values:
     """ChatGLM 2 and 3, GLM-4-9B."""
     return {
         "multi_query_attention": True,
@@ -153,7 +153,7 @@ def chatglm(said: Said) -> Values:
     }
 
 
-def mpt(said: Said) -> Values:
+def mpt(said: GgufMetadata) -> Values:
     """MPT: learned positions where there is no ALiBi."""
     octaves = said.real("attention.max_alibi_bias", 0.0)
     return {
@@ -168,14 +168,14 @@ def mpt(said: Said) -> Values:
     }
 
 
-def ministral3(said: Said) -> Values:
+def ministral3(said: GgufMetadata) -> Values:
     """Ministral 3, whose queries of far positions are scaled up."""
     usual = common(said)
     rope = {**(usual["rope_scaling"] or {}), "rope_theta": usual["rope_theta"]}
     return {"rope_parameters": rope | {"llama_4_scaling_beta": said.get("attention.temperature_scale")}}
 
 
-def deci(said: Said) -> Values:
+def deci(said: GgufMetadata) -> Values:
     """Nemotron-NAS: layers without attention, or without a feed-forward."""
     count = num_layers(said)
     heads, kv_heads, widths = (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from quintet.executor.checkpoints.gguf.tensor_map import Found
-from quintet.executor.checkpoints.gguf.tensor_recipes import Rows, side_by_side
+from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
+from quintet.executor.checkpoints.gguf.tensor_recipes import TensorRows, side_by_side
 from quintet.executor.model_config.experts import ExpertsSpec
 
 
-def add_experts(found: Found, spec: ExpertsSpec) -> None:
+def add_experts(found: TensorMap, spec: ExpertsSpec) -> None:
     """Say how the tensors of one layer are made."""
     names, count = found.names, spec.routing.experts
     found.module(names.router, "ffn_gate_inp")
@@ -18,7 +18,7 @@ def add_experts(found: Found, spec: ExpertsSpec) -> None:
     _add_shared(found)
 
 
-def _add_gates_and_ups(found: Found, spec: ExpertsSpec) -> None:
+def _add_gates_and_ups(found: TensorMap, spec: ExpertsSpec) -> None:
     names, count, wide = found.names, spec.routing.experts, spec.width
     rows = _gates_and_ups(found, count, wide)
     if rows is None:
@@ -31,7 +31,9 @@ def _add_gates_and_ups(found: Found, spec: ExpertsSpec) -> None:
         found.add(names.experts_gate_up_bias, (gate_bias, up_bias), (count, 2 * wide), side_by_side)
 
 
-def _gates_and_ups(found: Found, count: int, wide: int) -> tuple[list[Rows], list[Rows]] | None:
+def _gates_and_ups(
+    found: TensorMap, count: int, wide: int
+) -> tuple[list[TensorRows], list[TensorRows]] | None:
     """Return the rows of each expert's gates and ups: of a tensor for both, of one for each, or, in old files, of one each."""
     both = found.rows("ffn_gate_up_exps.weight")
     if both is not None:
@@ -41,7 +43,7 @@ def _gates_and_ups(found: Found, count: int, wide: int) -> tuple[list[Rows], lis
     return None if gates is None or ups is None else (gates, ups)
 
 
-def _by_expert(found: Found, which: str, count: int, height: int) -> list[Rows] | None:
+def _by_expert(found: TensorMap, which: str, count: int, height: int) -> list[TensorRows] | None:
     whole = found.rows(f"ffn_{which}_exps.weight")
     if whole is not None:
         return [whole.between(height * expert, height * (expert + 1)) for expert in range(count)]
@@ -50,7 +52,7 @@ def _by_expert(found: Found, which: str, count: int, height: int) -> list[Rows] 
     return there if len(there) == count else None
 
 
-def _add_downs(found: Found, spec: ExpertsSpec) -> None:
+def _add_downs(found: TensorMap, spec: ExpertsSpec) -> None:
     names, count = found.names, spec.routing.experts
     tensor = found.tensor("ffn_down_exps.weight") or found.tensor("ffn_down.0.weight")
     downs = None if tensor is None else _by_expert(found, "down", count, tensor.shape[-2])
@@ -59,7 +61,7 @@ def _add_downs(found: Found, spec: ExpertsSpec) -> None:
     found.whole(names.experts_down_bias, "ffn_down_exps.bias")
 
 
-def _add_shared(found: Found) -> None:
+def _add_shared(found: TensorMap) -> None:
     names = found.names
     found.module(names.shared_gate, "ffn_gate_shexp")
     found.module(names.shared_up, "ffn_up_shexp")

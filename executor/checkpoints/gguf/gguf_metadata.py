@@ -18,7 +18,7 @@ _MAX_FACTORS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class GgufMetadata:
     """Metadata below the architecture's name, and the tensors: what a card is made of."""
 
     parts: Parts
@@ -28,7 +28,7 @@ class Said:
     """What tensors are called that some layer has."""
 
     @classmethod
-    def of(cls, parts: Parts) -> Said:
+    def of(cls, parts: Parts) -> GgufMetadata:
         """Return what a file says. Raises `ConfigError` where it names no architecture."""
         name = parts.metadata.get("general.architecture")
         if not isinstance(name, str) or not name.isprintable() or not name:

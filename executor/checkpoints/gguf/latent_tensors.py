@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import torch
 
-from quintet.executor.checkpoints.gguf.tensor_map import Found
+from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
 from quintet.executor.model_config.spec import LatentSpec
 
 
-def add_latent(found: Found, spec: LatentSpec) -> None:
+def add_latent(found: TensorMap, spec: LatentSpec) -> None:
     """Say how the tensors of one layer are made. What heads make of latents is one tensor in older files, two in newer."""
     names = found.names
     if spec.q_rank is None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from quintet.executor.checkpoints.gguf.common_values import Values, common, num_layers
 from quintet.executor.checkpoints.gguf.dense_values import granite, slides
-from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 
 _SIGMOID = 2
 """How ``expert_gating_func`` calls scores that are logistic functions."""
 
 
-def experts(said: Said, renormalise: bool = False) -> Values:
+def experts(said: GgufMetadata, renormalise: bool = False) -> Values:
     """``renormalise``: what llama.cpp does in this architecture where its file does not say."""
     return {
         "num_experts": said.get("expert_count"),
@@ -26,7 +26,7 @@ def experts(said: Said, renormalise: bool = False) -> Values:
     }
 
 
-def mixtral(said: Said) -> Values:
+def mixtral(said: GgufMetadata) -> Values:
     """Mixtral, as far as a file of Llama is one of it."""
     return {
         "num_local_experts": said.get("expert_count"),
@@ -34,12 +34,12 @@ def mixtral(said: Said) -> Values:
     }
 
 
-def llama_name(said: Said) -> str:
+def llama_name(said: GgufMetadata) -> str:
     """Mixtral's files have the name, too."""
     return "MixtralForCausalLM" if said.get("expert_count") else "LlamaForCausalLM"
 
 
-def deepseek2_name(said: Said) -> str:
+def deepseek2_name(said: GgufMetadata) -> str:
     """All that attends over latents as DeepSeek V2 does has the name: V3 and its heirs, and Youtu-LLM, which has no experts."""
     if not said.get("expert_count"):
         return "YoutuForCausalLM"
@@ -48,7 +48,7 @@ def deepseek2_name(said: Said) -> str:
     return "DeepseekV3ForCausalLM" if kind == _SIGMOID else "DeepseekV2ForCausalLM"
 
 
-def deepseek2(said: Said) -> Values:
+def deepseek2(said: GgufMetadata) -> Values:
     """DeepSeek V2 and V3. Where a file has ``_mla`` keys, those without are of latents."""
     groups = said.get("expert_group_count", 1)
     return {
@@ -58,7 +58,7 @@ def deepseek2(said: Said) -> Values:
     }
 
 
-def minicpm3(said: Said) -> Values:
+def minicpm3(said: GgufMetadata) -> Values:
     """MiniCPM 3, whose files do not say its factors."""
     head = said.whole("embedding_length") // max(said.whole("attention.head_count"), 1)
     return {
@@ -70,7 +70,7 @@ def minicpm3(said: Said) -> Values:
     }
 
 
-def _latent(said: Said, ending: str) -> Values:
+def _latent(said: GgufMetadata, ending: str) -> Values:
     rotated = said.whole("rope.dimension_count")
     ranks = {"kv_lora_rank": said.get("attention.kv_lora_rank")}
     q_rank = said.get("attention.q_lora_rank") if said.has("attn_q_a.weight") else None
@@ -88,12 +88,12 @@ def _latent(said: Said, ending: str) -> Values:
     }
 
 
-def dots1(said: Said) -> Values:
+def dots1(said: GgufMetadata) -> Values:
     """dots.llm1: none of its layers slides."""
     return {**experts(said), "layer_types": ["full_attention"] * num_layers(said)}
 
 
-def ernie(said: Said) -> Values:
+def ernie(said: GgufMetadata) -> Values:
     """ERNIE 4.5 of experts."""
     return {
         **experts(said),
@@ -102,54 +102,54 @@ def ernie(said: Said) -> Values:
     }
 
 
-def hunyuan(said: Said) -> Values:
+def hunyuan(said: GgufMetadata) -> Values:
     """Hunyuan-A13B: its shared expert may be as wide as several."""
     width = max(said.once("expert_feed_forward_length") or 1, 1)
     shared = said.whole("expert_shared_feed_forward_length", width)
     return {**experts(said), "num_shared_expert": shared // width, "use_qk_norm": True}
 
 
-def glm4(said: Said) -> Values:
+def glm4(said: GgufMetadata) -> Values:
     """GLM-4.5 and Solar Open."""
     return {**experts(said), "use_qk_norm": said.has("attn_q_norm.weight")}
 
 
-def exaone(said: Said) -> Values:
+def exaone(said: GgufMetadata) -> Values:
     """K-EXAONE."""
     return {**experts(said), **slides(said)}
 
 
-def bailing(said: Said) -> Values:
+def bailing(said: GgufMetadata) -> Values:
     """Ling 1 and 2."""
     biased = said.has("attn_qkv.bias", "attn_q.bias")
     return {**experts(said), "use_qkv_bias": biased, "use_bias": said.has("attn_output.bias")}
 
 
-def minimax(said: Said) -> Values:
+def minimax(said: GgufMetadata) -> Values:
     """MiniMax M2: it counts the numbers that are rotated."""
     width = said.once("expert_feed_forward_length")
     rotated = said.get("rope.dimension_count")
     return {**experts(said), "intermediate_size": width, "rotary_dim": rotated, "partial_rotary_factor": None}
 
 
-def granite_name(said: Said) -> str:
+def granite_name(said: GgufMetadata) -> str:
     """Granite 4 without Mamba and without experts has the name, too."""
     return "GraniteMoeSharedForCausalLM" if said.get("expert_count") else "GraniteForCausalLM"
 
 
-def granite_moe(said: Said) -> Values:
+def granite_moe(said: GgufMetadata) -> Values:
     """Granite 3 of experts."""
     shared = said.get("expert_shared_feed_forward_length", 0)
     return {**granite(said), **experts(said), "shared_intermediate_size": shared}
 
 
-def phi_moe(said: Said) -> Values:
+def phi_moe(said: GgufMetadata) -> Values:
     """Phi 3.5 of experts."""
     biased = "output.bias" in said.tensors
     return {**experts(said), "lm_head_bias": biased, "sliding_window": said.get("attention.sliding_window")}
 
 
-def gpt_oss(said: Said) -> Values:
+def gpt_oss(said: GgufMetadata) -> Values:
     """gpt-oss. Where its rotation begins and ends to be stretched is not rounded."""
     scaling = common(said)["rope_scaling"]
     return {
@@ -160,7 +160,7 @@ def gpt_oss(said: Said) -> Values:
     }
 
 
-def llama4(said: Said) -> Values:
+def llama4(said: GgufMetadata) -> Values:
     """Llama 4, Scout and Maverick. Of the experts' number follows whether queries and keys are normed."""
     return {
         **experts(said),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from quintet.executor.checkpoints.gguf.tensor_map import Found
-from quintet.executor.checkpoints.gguf.tensor_recipes import Finish, Rows, log_of_negative, permuted
+from quintet.executor.checkpoints.gguf.tensor_map import TensorMap
+from quintet.executor.checkpoints.gguf.tensor_recipes import Finish, TensorRows, log_of_negative, permuted
 from quintet.executor.model_config.spec import StateSpec
 from quintet.executor.model_config.state_specs import DeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 
 
-def add_state(found: Found, spec: StateSpec, tiled: bool) -> None:
+def add_state(found: TensorMap, spec: StateSpec, tiled: bool) -> None:
     """Say how the tensors of one layer's mixer are made; ``tiled``: see `Architecture`."""
     match spec:
         case DeltaSpec():
@@ -26,7 +26,7 @@ def add_state(found: Found, spec: StateSpec, tiled: bool) -> None:
             found.module(_ours(found, "out_proj"), "shortconv.out_proj")
 
 
-def _add_mamba(found: Found, spec: MambaSpec) -> None:
+def _add_mamba(found: TensorMap, spec: MambaSpec) -> None:
     for ours, theirs in (
         ("in_proj", "ssm_in"),
         ("x_proj", "ssm_x"),
@@ -41,7 +41,7 @@ def _add_mamba(found: Found, spec: MambaSpec) -> None:
         found.norm(_ours(found, f"{part}_layernorm"), f"ssm_{part}_norm", spec.inner_norm)
 
 
-def _add_mamba2(found: Found, spec: Mamba2Spec) -> None:
+def _add_mamba2(found: TensorMap, spec: Mamba2Spec) -> None:
     found.module(_ours(found, "in_proj"), "ssm_in")
     found.module(_ours(found, "out_proj"), "ssm_out")
     _add_convolution(found, "conv1d", "ssm_conv1d", spec.conv_channels, spec.taps)
@@ -52,7 +52,7 @@ def _add_mamba2(found: Found, spec: Mamba2Spec) -> None:
         found.whole(_ours(found, "norm.weight"), "ssm_norm.weight", shape=(spec.channels,))
 
 
-def _add_delta(found: Found, spec: DeltaSpec, tiled: bool) -> None:
+def _add_delta(found: TensorMap, spec: DeltaSpec, tiled: bool) -> None:
     """Older files of Qwen3-Next have queries, keys, values and gates as its checkpoints do, head by head of keys."""
     keys, values, heads = spec.keys, spec.channels, spec.num_heads
     both, qkv, gates = (found.rows(f"{name}.weight") for name in ("ssm_in", "attn_qkv", "attn_gate"))
@@ -91,7 +91,7 @@ def _grouped(spec: DeltaSpec, width: int, tiled: bool) -> NDArray[np.int64] | No
     return order.reshape(-1, spec.key_heads, width).swapaxes(0, 1).reshape(-1)
 
 
-def _by_kind(rows: Rows, groups: int, sizes: tuple[int, ...]) -> list[Rows]:
+def _by_kind(rows: TensorRows, groups: int, sizes: tuple[int, ...]) -> list[TensorRows]:
     """Return the rows of each kind, of groups that have some of every kind."""
     inside = np.arange(groups * sum(sizes)).reshape(groups, -1)
     ends = np.cumsum(sizes)
@@ -99,11 +99,11 @@ def _by_kind(rows: Rows, groups: int, sizes: tuple[int, ...]) -> list[Rows]:
 
 
 def _add_convolution(
-    found: Found, ours: str, theirs: str, channels: int, taps: int, order: NDArray[np.int64] | None = None
+    found: TensorMap, ours: str, theirs: str, channels: int, taps: int, order: NDArray[np.int64] | None = None
 ) -> None:
     found.whole(_ours(found, f"{ours}.weight"), f"{theirs}.weight", shape=(channels, 1, taps), order=order)
     found.whole(_ours(found, f"{ours}.bias"), f"{theirs}.bias")
 
 
-def _ours(found: Found, name: str) -> str:
+def _ours(found: TensorMap, name: str) -> str:
     return f"{found.names.state_mixer}.{name}"

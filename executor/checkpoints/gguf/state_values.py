@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from quintet.executor.checkpoints.gguf.common_values import Values, num_layers
 from quintet.executor.checkpoints.gguf.dense_values import granite
-from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.routed_values import experts
 
 
-def lfm2(said: Said) -> Values:
+def lfm2(said: GgufMetadata) -> Values:
     """LFM2: layers without KV heads are convolutions."""
     return {
         **_kv_heads(said, "conv"),
@@ -19,26 +19,26 @@ def lfm2(said: Said) -> Values:
     }
 
 
-def lfm2_moe(said: Said) -> Values:
+def lfm2_moe(said: GgufMetadata) -> Values:
     """LFM2 with experts."""
     corrected = said.has("exp_probs_b.bias")
     dense = said.get("leading_dense_block_count", 0)
     return {**lfm2(said), **experts(said, True), "num_dense_layers": dense, "use_expert_bias": corrected}
 
 
-def _kv_heads(said: Said, other: str) -> Values:
+def _kv_heads(said: GgufMetadata, other: str) -> Values:
     """Return what follows of the number of KV heads of each layer: those without any are of the ``other`` kind."""
     counts = said.each("attention.head_count_kv", num_layers(said))
     kinds = ["full_attention" if count else other for count in counts]
     return {"num_key_value_heads": max(counts, default=0), "layer_types": kinds}
 
 
-def mamba_name(said: Said) -> str:
+def mamba_name(said: GgufMetadata) -> str:
     """Falcon Mamba's files have the name, too."""
     return "FalconMambaForCausalLM" if said.get("ssm.dt_b_c_rms") else "MambaForCausalLM"
 
 
-def mamba(said: Said) -> Values:
+def mamba(said: GgufMetadata) -> Values:
     """Mamba 1."""
     return {
         "state_size": said.get("ssm.state_size"),
@@ -53,7 +53,7 @@ def mamba(said: Said) -> Values:
     }
 
 
-def mamba2(said: Said) -> Values:
+def mamba2(said: GgufMetadata) -> Values:
     """Mamba 2."""
     heads, channels = said.whole("ssm.time_step_rank"), said.whole("ssm.inner_size")
     return {
@@ -65,7 +65,7 @@ def mamba2(said: Said) -> Values:
     }
 
 
-def jamba(said: Said) -> Values:
+def jamba(said: GgufMetadata) -> Values:
     """Jamba."""
     attends = [bool(each) for each in said.each("attention.head_count_kv", num_layers(said))]
     routed = [f"blk.{layer}.ffn_gate_inp.weight" in said.tensors for layer in range(num_layers(said))]
@@ -84,7 +84,7 @@ def jamba(said: Said) -> Values:
     }
 
 
-def _every(said: Said, key: str, chosen: list[bool]) -> Values:
+def _every(said: GgufMetadata, key: str, chosen: list[bool]) -> Values:
     """Return the period and the offset of the layers that are chosen; of none an offset behind the last layer."""
     places = [layer for layer, each in enumerate(chosen) if each]
     count = len(chosen)
@@ -95,7 +95,7 @@ def _every(said: Said, key: str, chosen: list[bool]) -> Values:
     return {f"{key}_period": period, f"{key}_offset": offset}
 
 
-def _mamba2_beside(said: Said) -> Values:
+def _mamba2_beside(said: GgufMetadata) -> Values:
     """Return what hybrids call the parts of Mamba 2."""
     heads, channels = said.whole("ssm.time_step_rank"), said.whole("ssm.inner_size")
     return {
@@ -110,7 +110,7 @@ def _mamba2_beside(said: Said) -> Values:
     }
 
 
-def falcon_h1(said: Said) -> Values:
+def falcon_h1(said: GgufMetadata) -> Values:
     """Falcon-H1, whose factors are those of its matrices."""
     normed = said.has("ssm_norm.weight")
     return {
@@ -122,7 +122,7 @@ def falcon_h1(said: Said) -> Values:
     }
 
 
-def granite_hybrid(said: Said) -> Values:
+def granite_hybrid(said: GgufMetadata) -> Values:
     """Granite 4 with Mamba 2, and Bamba, which rotates."""
     dim = said.whole(
         "attention.key_length", said.whole("embedding_length") // said.largest("attention.head_count", 1)
@@ -141,7 +141,7 @@ def granite_hybrid(said: Said) -> Values:
     }
 
 
-def nemotron_h(said: Said) -> Values:
+def nemotron_h(said: GgufMetadata) -> Values:
     """Nemotron-H: a layer is Mamba 2, attention or a feed-forward."""
     count = num_layers(said)
     kv_heads, widths = (said.each(key, count) for key in ("attention.head_count_kv", "feed_forward_length"))
@@ -164,7 +164,7 @@ def nemotron_h(said: Said) -> Values:
     }
 
 
-def qwen3_next(said: Said) -> Values:
+def qwen3_next(said: GgufMetadata) -> Values:
     """Qwen3-Next and Qwen 3.5."""
     count, heads = num_layers(said), said.whole("ssm.time_step_rank")
     linear = said.get("attention.recurrent_layers")

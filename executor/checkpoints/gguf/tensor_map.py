@@ -9,13 +9,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from quintet.executor.checkpoints.gguf.header import Tensor
-from quintet.executor.checkpoints.gguf.tensor_recipes import Finish, Recipe, Rows, all_rows, height, minus
+from quintet.executor.checkpoints.gguf.tensor_recipes import (
+    Finish,
+    Recipe,
+    TensorRows,
+    all_rows,
+    height,
+    minus,
+)
 from quintet.executor.model_config.names import Names
 from quintet.executor.model_config.norm_spec import NormSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class TensorMap:
     """One layer's, or those around the layers; what the file lacks gets no recipe, and is missed by whoever expects it."""
 
     tensors: Mapping[str, Tensor]
@@ -26,9 +33,9 @@ class Found:
     recipes: dict[str, Recipe] = field(default_factory=dict)
     """By the model's whole name."""
 
-    def in_layer(self, index: int) -> Found:
+    def in_layer(self, index: int) -> TensorMap:
         """Return the same for a layer."""
-        return Found(self.tensors, self.names, index, self.recipes)
+        return TensorMap(self.tensors, self.names, index, self.recipes)
 
     def tensor(self, theirs: str) -> Tensor | None:
         """Return the file's tensor, named within its layer."""
@@ -38,19 +45,19 @@ class Found:
         """Whether the file has the weight of a module, or of a norm that is called by its bare name (Falcon-H1's)."""
         return self.tensor(f"{module}.weight") is not None or self.tensor(module) is not None
 
-    def rows(self, theirs: str) -> Rows | None:
+    def rows(self, theirs: str) -> TensorRows | None:
         """Return all rows of a tensor; None where the file lacks it."""
         tensor = self.tensor(theirs)
         return None if tensor is None else all_rows(self._theirs(theirs), tensor)
 
     def add(
-        self, ours: str, rows: tuple[Rows, ...], shape: tuple[int, ...], finish: Finish | None = None
+        self, ours: str, rows: tuple[TensorRows, ...], shape: tuple[int, ...], finish: Finish | None = None
     ) -> None:
         """Say how a tensor is made."""
         whole = ours if self.layer is None else self.names.in_layer(self.layer, ours)
         self.recipes[whole] = Recipe(rows, shape, finish)
 
-    def stacked(self, ours: str, rows: tuple[Rows, ...]) -> None:
+    def stacked(self, ours: str, rows: tuple[TensorRows, ...]) -> None:
         """Say that a tensor is rows one below the other, of one depth; of vectors one behind the other."""
         tensors = [self.tensors[each.name] for each in rows]
         num_rows = sum(height_of(each, tensor) for each, tensor in zip(rows, tensors, strict=True))
@@ -92,7 +99,7 @@ class Found:
         return name if self.layer is None else f"blk.{self.layer}.{name}"
 
 
-def height_of(rows: Rows, tensor: Tensor) -> int:
+def height_of(rows: TensorRows, tensor: Tensor) -> int:
     """Return how many rows are taken."""
     if isinstance(rows.order, slice):
         return len(range(*rows.order.indices(height(tensor.shape))))

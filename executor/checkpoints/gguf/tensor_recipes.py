@@ -1,6 +1,6 @@
 """How a tensor that a model expects is made of those that a GGUF file has: rows of these, in some order.
 
-Rows are whole blocks, so whatever is said of rows holds of packed numbers as of those that they stand for. What is done to
+TensorRows are whole blocks, so whatever is said of rows holds of packed numbers as of those that they stand for. What is done to
 numbers themselves (a norm's offset, a transposition) is a `Finish`; a tensor with one cannot be kept packed.
 """
 
@@ -16,37 +16,37 @@ from numpy.typing import NDArray
 from quintet.executor.checkpoints.gguf.header import Tensor
 
 Finish = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-"""From the numbers of each `Rows`, ``[rows, depth]`` or of vectors ``[rows]``, to the whole."""
+"""From the numbers of each `TensorRows`, ``[rows, depth]`` or of vectors ``[rows]``, to the whole."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows of one tensor of the file; of a vector its numbers are the rows."""
+class TensorRows:
+    """TensorRows of one tensor of the file; of a vector its numbers are the rows."""
 
     name: str
     order: slice | NDArray[np.int64]
     """Which, in which order; a slice has both ends."""
 
-    def between(self, begin: int, end: int) -> Rows:
+    def between(self, begin: int, end: int) -> TensorRows:
         """Return some of these that follow each other."""
         if isinstance(self.order, slice):
-            return Rows(self.name, slice(self.order.start + begin, self.order.start + end))
-        return Rows(self.name, self.order[begin:end])
+            return TensorRows(self.name, slice(self.order.start + begin, self.order.start + end))
+        return TensorRows(self.name, self.order[begin:end])
 
-    def reordered(self, order: NDArray[np.int64] | None) -> Rows:
+    def reordered(self, order: NDArray[np.int64] | None) -> TensorRows:
         """Return these in another order; None: as they are."""
         if order is None:
             return self
         if isinstance(self.order, slice):
-            return Rows(self.name, order + self.order.start)
-        return Rows(self.name, self.order[order])
+            return TensorRows(self.name, order + self.order.start)
+        return TensorRows(self.name, self.order[order])
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """One expected tensor."""
 
-    rows: tuple[Rows, ...]
+    rows: tuple[TensorRows, ...]
     """One below the other, unless ``finish`` puts them together."""
     shape: tuple[int, ...]
     finish: Finish | None = None
@@ -54,9 +54,9 @@ class Recipe:
     """Whether ``finish`` computes with numbers: it is given fp32, so that what comes of it is rounded once."""
 
 
-def all_rows(name: str, tensor: Tensor) -> Rows:
+def all_rows(name: str, tensor: Tensor) -> TensorRows:
     """Return all rows of a tensor."""
-    return Rows(name, slice(0, height(tensor.shape)))
+    return TensorRows(name, slice(0, height(tensor.shape)))
 
 
 def height(shape: tuple[int, ...]) -> int:

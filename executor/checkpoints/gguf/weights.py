@@ -12,11 +12,11 @@ import torch
 from quintet.executor.checkpoints.gguf.card import architecture_of
 from quintet.executor.checkpoints.gguf.decoder_tensors import recipes_of
 from quintet.executor.checkpoints.gguf.dequantize import PLAIN, dequantize
-from quintet.executor.checkpoints.gguf.gguf_metadata import Said
+from quintet.executor.checkpoints.gguf.gguf_metadata import GgufMetadata
 from quintet.executor.checkpoints.gguf.header import Header, Tensor
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.executor.checkpoints.gguf.tensor_map import height_of
-from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, Rows, height
+from quintet.executor.checkpoints.gguf.tensor_recipes import Recipe, TensorRows, height
 from quintet.executor.checkpoints.gguf.types import GgmlType
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.mapped import read_only_tensor
@@ -51,7 +51,7 @@ def open_gguf(
 ) -> list[GgufFile]:
     """Open the files of a model. What is quantized is handed out in ``dtype``, by ``read``, the rest as it is."""
     parts = read_parts(path)
-    said, spec = Said.of(parts), FAMILIES[model.architecture].read(card_of(model))
+    said, spec = GgufMetadata.of(parts), FAMILIES[model.architecture].read(card_of(model))
     assert isinstance(spec, DecoderSpec), spec
     recipes = recipes_of(spec, said.tensors, architecture_of(said))
     maps = {header.path: _Mapped(header) for header in parts.headers}
@@ -148,7 +148,7 @@ class GgufFile:
     def _recipe(self, name: str) -> Recipe:
         return self._recipes[f"{name.removesuffix(BLOCKS)}.weight" if name.endswith(BLOCKS) else name]
 
-    def _tensor(self, rows: Rows) -> Tensor:
+    def _tensor(self, rows: TensorRows) -> Tensor:
         return self._owners[rows.name].header.tensors[rows.name]
 
     def _blocks_entry(self, recipe: Recipe) -> Entry | None:
@@ -179,12 +179,12 @@ class GgufFile:
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         return Entry(self.kind(name) or "F32", recipe.shape, tensors[0].begin, num_bytes)
 
-    def _numbers(self, rows: Rows, in_single: bool) -> torch.Tensor:
+    def _numbers(self, rows: TensorRows, in_single: bool) -> torch.Tensor:
         """Return the numbers of some rows, ``[rows, depth]``, of a vector ``[rows]``."""
         numbers = self._numbers_of(rows, torch.float32 if in_single else self._dtype)
         return numbers.float() if in_single else numbers
 
-    def _numbers_of(self, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
+    def _numbers_of(self, rows: TensorRows, dtype: torch.dtype) -> torch.Tensor:
         tensor = self._tensor(rows)
         blocks = self._owners[rows.name].blocks(tensor)
         if len(tensor.shape) == 1:  # a row in the file, whose numbers are what is taken
@@ -192,7 +192,7 @@ class GgufFile:
         return _of_blocks(_taken(blocks, rows), tensor, dtype, self._read).view(-1, tensor.shape[-1])
 
 
-def _taken(values: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _taken(values: torch.Tensor, rows: TensorRows) -> torch.Tensor:
     if isinstance(rows.order, slice):
         return values[rows.order]
     # Copies whole rows, where an index goes byte by byte.

@@ -12,18 +12,22 @@ from quintet.executor.checkpoints.gguf.blocks import bits_of
 from quintet.executor.checkpoints.gguf.dequantize import dequantize
 from quintet.executor.checkpoints.gguf.integers import INTEGERS, Integers
 from quintet.executor.checkpoints.gguf.types import GgmlType
-from quintet.executor.checkpoints.quant.packed_formats import Numbers
+from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 
 NUMBERS = {
-    "Q8_0": Numbers(WeightFormat.INT8, 32),
-    "Q4_0": Numbers(WeightFormat.INT4, 32),
-    **{each.name: Numbers(each) for each in WeightFormat if each.has_own_group and each.block(0) is not None},
+    "Q8_0": PackedFormat(WeightFormat.INT8, 32),
+    "Q4_0": PackedFormat(WeightFormat.INT4, 32),
+    **{
+        each.name: PackedFormat(each)
+        for each in WeightFormat
+        if each.has_own_group and each.block(0) is not None
+    },
 }
 """By the name of a type: what a packed weight has for it."""
 
 
 _AT_A_TIME = 4 << 20
-"""Numbers: 16 MB as fp32, and all threads have enough to do."""
+"""PackedFormat: 16 MB as fp32, and all threads have enough to do."""
 
 
 def read_blocks(raw: torch.Tensor, kind: GgmlType, out: torch.Tensor) -> None:

@@ -42,7 +42,7 @@ PACK_INPUTS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredRows:
     """How rows are kept."""
 
     code: Code
@@ -58,39 +58,39 @@ class Kept:
 
 
 KEPT_BLOCKS = {
-    "Q8_0": Kept(Code.INT8, 32),
-    "Q4_0": Kept(Code.INT4, 32),
-    "Q4_1": Kept(Code.INT4, 32, has_minima=True),
-    "Q5_0": Kept(Code.INT8, 32),
-    "Q5_1": Kept(Code.INT8, 32, has_minima=True),
-    "Q2_K": Kept(Code.INT4, 16, has_minima=True),
-    "Q3_K": Kept(Code.INT4, 16),
-    "Q4_K": Kept(Code.INT4, 32, has_minima=True),
-    "Q5_K": Kept(Code.INT8, 32, has_minima=True),
-    "Q6_K": Kept(Code.INT8, 16),
-    "IQ4_NL": Kept(Code.INT8, 32),
-    "IQ4_XS": Kept(Code.INT8, 32),
-    "MXFP4": Kept(Code.FP4, 32),
+    "Q8_0": StoredRows(Code.INT8, 32),
+    "Q4_0": StoredRows(Code.INT4, 32),
+    "Q4_1": StoredRows(Code.INT4, 32, has_minima=True),
+    "Q5_0": StoredRows(Code.INT8, 32),
+    "Q5_1": StoredRows(Code.INT8, 32, has_minima=True),
+    "Q2_K": StoredRows(Code.INT4, 16, has_minima=True),
+    "Q3_K": StoredRows(Code.INT4, 16),
+    "Q4_K": StoredRows(Code.INT4, 32, has_minima=True),
+    "Q5_K": StoredRows(Code.INT8, 32, has_minima=True),
+    "Q6_K": StoredRows(Code.INT8, 16),
+    "IQ4_NL": StoredRows(Code.INT8, 32),
+    "IQ4_XS": StoredRows(Code.INT8, 32),
+    "MXFP4": StoredRows(Code.FP4, 32),
 }
 """By the name of a type of GGUF files. The numbers that the 4 bits of IQ4 choose from have 8."""
 
 
-def kept_of(scheme: Scheme | None, depth: int, dtype: torch.dtype) -> Kept | None:
+def kept_of(scheme: Scheme | None, depth: int, dtype: torch.dtype) -> StoredRows | None:
     """Return how a scheme's rows are kept; None where they are rounded to ``dtype``. None as scheme: rows without codes."""
     if scheme is None or scheme.table or not multiplies(depth, dtype):
         return None
     if scheme.group % RUNS[-1] or scheme.input_factors is not None:
         return None
     if scheme.is_fp4:
-        return Kept(Code.FP4, scheme.group)
+        return StoredRows(Code.FP4, scheme.group)
     if scheme.bits is None:
         if scheme.weight_kind != "F8_E4M3":
             return None
         fp8_inputs = scheme.fp8_activations and not scheme.group and depth % FP8_PACK == 0
-        return Kept(Code.FP8, scheme.group, fp8_inputs=fp8_inputs)
+        return StoredRows(Code.FP8, scheme.group, fp8_inputs=fp8_inputs)
     has_zeros = (scheme.has_int8_zeros or scheme.zeros is not None) and scheme.all_zeros is None
     code = Code.INT4 if scheme.bits <= 4 else Code.INT8
-    return Kept(code, scheme.group, has_zeros, has_minima=scheme.real_zeros)
+    return StoredRows(code, scheme.group, has_zeros, has_minima=scheme.real_zeros)
 
 
 def multiplies(depth: int, dtype: torch.dtype) -> bool:
@@ -102,7 +102,7 @@ class CodedRun:
     """Neighbouring columns of a layer, in codes."""
 
     def __init__(
-        self, shape: LinearShape, plan: WeightPlan, kept: Kept, sources: Sequence[RowSource]
+        self, shape: LinearShape, plan: WeightPlan, kept: StoredRows, sources: Sequence[RowSource]
     ) -> None:
         self.weight = CodedWeight(kept.layout(shape.columns, shape.depth), plan.device)
         plan.num_bytes += self.weight.layout.num_bytes
@@ -179,7 +179,7 @@ class CodedLinear:
 
 
 def coded_linear(
-    shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource], kept: Sequence[Kept | None]
+    shape: LinearShape, plan: WeightPlan, sources: Sequence[RowSource], kept: Sequence[StoredRows | None]
 ) -> LinearMethod | None:
     """Return the owner of a layer on a device, whose parts are kept so; None where none is, or they cannot lie side by side."""
     keys = [(way, is_ordered(source)) for way, source in zip(kept, sources, strict=True)]
@@ -207,7 +207,7 @@ class CodedStack:
     table = None
     inputs = Inputs.SIXTEEN_BITS
 
-    def __init__(self, shape: StackShape, plan: WeightPlan, kept: Kept) -> None:
+    def __init__(self, shape: StackShape, plan: WeightPlan, kept: StoredRows) -> None:
         self.weight = CodedWeight(kept.layout(shape.columns, shape.depth), plan.device, shape.experts)
         plan.num_bytes += shape.experts * self.weight.layout.num_bytes
         for piece in shape.weights:
@@ -218,7 +218,7 @@ class CodedStack:
         put(self.weight, rows, begin, expert)
 
 
-def coded_stack(shape: StackShape, plan: WeightPlan, kept: Sequence[Kept | None]) -> StackMethod | None:
+def coded_stack(shape: StackShape, plan: WeightPlan, kept: Sequence[StoredRows | None]) -> StackMethod | None:
     """Return the owner of experts' matrices whose pieces are kept so; None where they are not all kept alike."""
     alike = kept[0]
     if shape.is_exact or alike is None or any(way != alike for way in kept):

@@ -14,7 +14,7 @@ from quintet.executor.checkpoints.quant.blocks import Blocks
 from quintet.executor.checkpoints.quant.decode import Coded
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
 from quintet.executor.checkpoints.quant.input_order import sorted_inputs
-from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, Numbers
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
 from quintet.executor.checkpoints.quant.source import Rows, floats_of
 from quintet.wire.errors import ConfigError
 
@@ -38,7 +38,7 @@ ALONE = {WeightFormat.FP8, *FP4.values(), *TABLES.values(), WeightFormat.TABLES}
 """What nothing else is widened to."""
 
 
-def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
+def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> PackedFormat:
     """Return the numbers that hold the rows of all schemes exactly; where none do, those of ``dtype``: rows are rounded to it.
 
     None among the schemes: rows in floating-point numbers.
@@ -47,32 +47,32 @@ def numbers_of(schemes: Sequence[Scheme | None], dtype: torch.dtype) -> Numbers:
     known = [numbers for numbers in each if numbers is not None]
     formats = {numbers.weight_format for numbers in known}
     if len(each) == 1 and formats <= ALONE:
-        return known[0] if known else Numbers(FLOAT_FORMATS[dtype])
+        return known[0] if known else PackedFormat(FLOAT_FORMATS[dtype])
     orders = {scheme is not None and scheme.order is not None for scheme in schemes}
     inputs = {numbers.inputs for numbers in known}
     if len(known) < len(each) or formats & ALONE or len(orders) > 1 or len(inputs) > 1:
-        return Numbers(FLOAT_FORMATS[dtype])
+        return PackedFormat(FLOAT_FORMATS[dtype])
     eight = any(each.code_levels == 256 for each in formats)
     zeros = any(each.has_zeros for each in formats)
     integers = _SINGLES if any(each.has_singles for each in formats) else _HALVES
     group = min((numbers.group for numbers in known if numbers.group), default=0)
     if not group and (zeros or not eight):
         group = GROUPS[0]
-    return Numbers(integers[eight][zeros], group, known[0].inputs)
+    return PackedFormat(integers[eight][zeros], group, known[0].inputs)
 
 
-def _exact(scheme: Scheme) -> Numbers | None:
+def _exact(scheme: Scheme) -> PackedFormat | None:
     """Return the numbers that hold one scheme's rows exactly; None where none do. A group of 0 may become any."""
     if scheme.input_factors is not None:
         return None
     if scheme.is_fp4:
         has_factor = scheme.global_scale is not None
-        return Numbers(FP4[scheme.group]) if scheme.group == (16 if has_factor else 32) else None
+        return PackedFormat(FP4[scheme.group]) if scheme.group == (16 if has_factor else 32) else None
     if scheme.row_tables:
-        return Numbers(WeightFormat.TABLES)
+        return PackedFormat(WeightFormat.TABLES)
     if scheme.table or scheme.weight_kind == "F8_E4M3":
         group = next((each for each in GROUPS if scheme.group % each == 0), 0)
-        return Numbers(TABLES.get(scheme.table, WeightFormat.FP8), group) if group else None
+        return PackedFormat(TABLES.get(scheme.table, WeightFormat.FP8), group) if group else None
     if scheme.bits is None:
         return None
     zeros = (scheme.has_int8_zeros or scheme.zeros is not None) and scheme.all_zeros is None
@@ -82,7 +82,7 @@ def _exact(scheme: Scheme) -> Numbers | None:
         group = next((each for each in GROUPS if scheme.group % each == 0), 0)
         if not group:
             return None
-    return Numbers(
+    return PackedFormat(
         integers[scheme.bits > 4][zeros or scheme.real_zeros],
         group,
         Inputs.EIGHT_BITS if scheme.bits > 4 and scheme.int8_activations else Inputs.SIXTEEN_BITS,

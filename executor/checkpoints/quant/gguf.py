@@ -15,12 +15,18 @@ from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.checkpoints.gguf.types import BY_NAME, GgmlType
 from quintet.executor.checkpoints.gguf.weights import BLOCKS
 from quintet.executor.checkpoints.quant.blocks import NUMBERS, Blocks
-from quintet.executor.checkpoints.quant.coded import KEPT_BLOCKS, Kept, coded_linear, coded_stack, multiplies
+from quintet.executor.checkpoints.quant.coded import (
+    KEPT_BLOCKS,
+    StoredRows,
+    coded_linear,
+    coded_stack,
+    multiplies,
+)
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
 from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
 from quintet.executor.checkpoints.quant.packed import PackedLinear
-from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, Numbers
-from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
+from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.source import Expect, PlainRows, Rows
 from quintet.executor.checkpoints.quant.stack import (
     PackedStack,
@@ -41,7 +47,7 @@ _DUMMIES = (0, 0)
 class BlockRows:
     """A part of a weight. A `quintet.executor.checkpoints.quant.source.RowSource`."""
 
-    part: Part
+    part: RowRange
     depth: int
     kind: GgmlType
 
@@ -147,10 +153,10 @@ class GgufQuantization:
         if not isinstance(piece, StackPiece) or not piece.is_whole or not piece.names[0].endswith(".weight"):
             return None
         ((rows, depth),) = piece.shapes
-        source = self._source(Part(piece.names[0].removesuffix(".weight"), rows), depth, plan)
+        source = self._source(RowRange(piece.names[0].removesuffix(".weight"), rows), depth, plan)
         return None if source is None else BlockPiece(source, piece.first, piece.begin)
 
-    def _source(self, part: Part, depth: int, plan: WeightPlan) -> BlockRows | None:
+    def _source(self, part: RowRange, depth: int, plan: WeightPlan) -> BlockRows | None:
         """Return the part's rows in blocks; None where they are to be had in floating-point numbers alone."""
         entry = self._contents.get(f"{part.name}{BLOCKS}")
         if entry is None or entry.dtype not in NUMBERS or part.transposed or part.unit_rows:
@@ -166,11 +172,11 @@ class GgufQuantization:
         return BlockRows(part, depth, kind)
 
 
-def _numbers(source: BlockRows | None, plan: WeightPlan) -> Numbers:
-    return Numbers(FLOAT_FORMATS[plan.dtype]) if source is None else NUMBERS[source.kind.name]
+def _numbers(source: BlockRows | None, plan: WeightPlan) -> PackedFormat:
+    return PackedFormat(FLOAT_FORMATS[plan.dtype]) if source is None else NUMBERS[source.kind.name]
 
 
-def _kept(source: BlockRows | None, plan: WeightPlan) -> Kept | None:
+def _kept(source: BlockRows | None, plan: WeightPlan) -> StoredRows | None:
     if source is None or not multiplies(source.depth, plan.dtype):
         return None
     return KEPT_BLOCKS[source.kind.name]

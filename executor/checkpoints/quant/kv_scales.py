@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from quintet.executor.checkpoints.weights.file import WeightFile
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.layers.attention import AttentionLayer, KvScales
 from quintet.wire.errors import ConfigError
 
@@ -60,7 +60,7 @@ def _set(scales: KvScales, which: str | None, values: torch.Tensor) -> None:
 
 def _scales_of(file: WeightFile, name: str, layer: AttentionLayer, by_head: bool) -> torch.Tensor:
     """Return fp32 ``[num_kv_heads]`` of those that the layer has here."""
-    kept = layer.kept_kv_heads or Kept(0, layer.num_kv_heads, layer.num_kv_heads)
+    kept = layer.kept_kv_heads or KeptRange(0, layer.num_kv_heads, layer.num_kv_heads)
     shape = file.entries[name].shape
     count = math.prod(shape)
     is_of_heads = by_head and count == kept.whole == max(shape, default=1)

@@ -11,17 +11,17 @@ import torch
 from quintet.executor.backends.cpu.ops.host_linear import Inputs
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
-from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.source import PlainRows, RowSource
 from quintet.executor.checkpoints.quant.stack import StackMethod, StackShape
-from quintet.executor.checkpoints.weights.plan import Piece, WeightPlan
+from quintet.executor.checkpoints.weights.plan import PlannedRows, WeightPlan
 
 
 @dataclass(frozen=True, slots=True)
 class LinearShape:
     """What a model says about one of its linear layers."""
 
-    parts: Sequence[Part]
+    parts: Sequence[RowRange]
     """Stacked in this order."""
     depth: int
     """Width of the input."""
@@ -47,12 +47,12 @@ class LinearShape:
 
     @property
     def leaves(self) -> int:
-        """Into how many alike the inputs are divided; see `Part`."""
+        """Into how many alike the inputs are divided; see `RowRange`."""
         return max(part.leaves for part in self.parts)
 
     @property
     def cut_columns(self) -> int:
-        """What slices of the inputs are cut for; see `Part`."""
+        """What slices of the inputs are cut for; see `RowRange`."""
         return sum(part.cut_columns for part in self.parts)
 
     @property
@@ -61,9 +61,9 @@ class LinearShape:
         return [PlainRows(part, self.depth) for part in self.parts]
 
     @property
-    def biases(self) -> list[Piece]:
+    def biases(self) -> list[PlannedRows]:
         """Of the checkpoint, in the order of the parts; where the layer is biased."""
-        return [Piece(f"{part.name}.bias", (part.height,), part.rows, part.bias) for part in self.parts]
+        return [PlannedRows(f"{part.name}.bias", (part.height,), part.rows, part.bias) for part in self.parts]
 
 
 class PackedRun(Protocol):

@@ -12,7 +12,7 @@ from quintet.executor.backends.cpu.ops.host_linear import LinearLibrary
 from quintet.executor.checkpoints.quant.input_order import is_ordered
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
 from quintet.executor.checkpoints.quant.packed import PackedLinear
-from quintet.executor.checkpoints.quant.packed_formats import Numbers
+from quintet.executor.checkpoints.quant.packed_formats import PackedFormat
 from quintet.executor.checkpoints.quant.source import RowSource
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 
@@ -42,7 +42,7 @@ def packed_by_part(
     library: LinearLibrary,
     shape: LinearShape,
     plan: WeightPlan,
-    numbers: Sequence[Numbers],
+    numbers: Sequence[PackedFormat],
     sources: Sequence[RowSource],
 ) -> LinearMethod:
     """Return the owner of a layer whose parts have these numbers and sources, one each. Not of gates beside their ups."""

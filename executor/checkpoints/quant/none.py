@@ -11,7 +11,7 @@ from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.executor.backends.cpu.ops.linear import linear
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape
 from quintet.executor.checkpoints.quant.packed import PackedLinear
-from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, Numbers
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
 from quintet.executor.checkpoints.quant.source import Rows, RowSource, floats_of
 from quintet.executor.checkpoints.quant.stack import PackedStack, RowMajorStack, StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
@@ -26,7 +26,7 @@ class Unquantized:
         library = linear_library()
         if plan.device.type != "cpu" or library is None:
             return RowMajorLinear(shape, plan)
-        return PackedLinear(library, shape, plan, Numbers(FLOAT_FORMATS[plan.dtype]))
+        return PackedLinear(library, shape, plan, PackedFormat(FLOAT_FORMATS[plan.dtype]))
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
         """See `Quantization.embedding`."""
@@ -41,7 +41,7 @@ class Unquantized:
         library = linear_library()
         if plan.device.type != "cpu" or library is None:
             return RowMajorStack(shape, plan)
-        return PackedStack(library, shape, plan, Numbers(FLOAT_FORMATS[plan.dtype]))
+        return PackedStack(library, shape, plan, PackedFormat(FLOAT_FORMATS[plan.dtype]))
 
 
 class RowMajorLinear:

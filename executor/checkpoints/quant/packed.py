@@ -15,7 +15,7 @@ from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.fill import fill
 from quintet.executor.checkpoints.quant.input_order import declare_order
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, PackedRun
-from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, LAYOUT, Numbers
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, LAYOUT, PackedFormat
 from quintet.executor.checkpoints.quant.source import CodedRows, Rows, RowSource
 from quintet.executor.checkpoints.quant.stack import PackedStack, StackMethod, StackShape
 from quintet.executor.checkpoints.weights.plan import WeightPlan
@@ -26,7 +26,7 @@ from quintet.wire.errors import ConfigError
 class PackedQuantization:
     """See `quintet.executor.checkpoints.quant.method.Quantization`."""
 
-    def __init__(self, name: str, numbers: Numbers, of_output_layer: Numbers) -> None:
+    def __init__(self, name: str, numbers: PackedFormat, of_output_layer: PackedFormat) -> None:
         library = linear_library()
         if library is None:
             raise ConfigError(
@@ -41,7 +41,7 @@ class PackedQuantization:
         """See `Quantization.linear`."""
         numbers = self._of_output_layer if shape.is_output_layer else self._numbers
         if shape.is_exact:
-            numbers = Numbers(FLOAT_FORMATS[plan.dtype])
+            numbers = PackedFormat(FLOAT_FORMATS[plan.dtype])
         return PackedLinear(self._library, shape, plan, numbers)
 
     def embedding(self, shape: LinearShape, plan: WeightPlan) -> LinearMethod | None:
@@ -54,20 +54,20 @@ class PackedQuantization:
 
     def stack(self, shape: StackShape, plan: WeightPlan) -> StackMethod:
         """See `Quantization.stack`."""
-        numbers = Numbers(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._numbers
+        numbers = PackedFormat(FLOAT_FORMATS[plan.dtype]) if shape.is_exact else self._numbers
         return PackedStack(self._library, shape, plan, numbers)
 
 
 def int8() -> PackedQuantization:
     """8 bits a weight, one scale for each output."""
-    numbers = Numbers(WeightFormat.INT8)
+    numbers = PackedFormat(WeightFormat.INT8)
     return PackedQuantization("int8", numbers, of_output_layer=numbers)
 
 
 def int4() -> PackedQuantization:
     """4 bits a weight in groups of 128 that share a scale; the output layer has 8 (see ``docs/quantization.md``)."""
     return PackedQuantization(
-        "int4", Numbers(WeightFormat.INT4, group=128), of_output_layer=Numbers(WeightFormat.INT8)
+        "int4", PackedFormat(WeightFormat.INT4, group=128), of_output_layer=PackedFormat(WeightFormat.INT8)
     )
 
 
@@ -75,8 +75,8 @@ def w8a8() -> PackedQuantization:
     """8 bits a weight, and activations quantized to 8 bits, each token by its own scale."""
     return PackedQuantization(
         "w8a8",
-        Numbers(WeightFormat.INT8, inputs=Inputs.EIGHT_BITS),
-        of_output_layer=Numbers(WeightFormat.INT8),
+        PackedFormat(WeightFormat.INT8, inputs=Inputs.EIGHT_BITS),
+        of_output_layer=PackedFormat(WeightFormat.INT8),
     )
 
 
@@ -90,7 +90,7 @@ class PackedLinear:
         library: LinearLibrary,
         shape: LinearShape,
         plan: WeightPlan,
-        numbers: Numbers,
+        numbers: PackedFormat,
         sources: Sequence[RowSource] | None = None,
     ) -> None:
         """sources: of the weight, one for each part of the shape; None: the checkpoint has it in floating-point numbers."""

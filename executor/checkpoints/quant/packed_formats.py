@@ -19,7 +19,7 @@ LAYOUT = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class PackedFormat:
     """How a layer's numbers are stored and multiplied."""
 
     weight_format: WeightFormat

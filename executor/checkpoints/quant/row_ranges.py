@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RowRange:
     """Rows of a stacked layer, and where a checkpoint has them: in a tensor of their own, or among others of a larger one.
 
     The larger one's rows are ``groups`` pieces of one height; of each piece these are the rows from ``begin`` on::
@@ -34,9 +34,9 @@ class Part:
     """Whether the weight is ``[depth, total]`` in the checkpoint."""
     unit_rows: bool = False
     """Whether each row of the weight is divided by its length."""
-    kept_rows: Kept | None = None
+    kept_rows: KeptRange | None = None
     """Which of the rows that the above describes these ``rows`` are; None: all."""
-    kept_inputs: Kept | None = None
+    kept_inputs: KeptRange | None = None
     """Which columns of the weight are taken; None: all."""
     leaves: int = 1
     """Into how many alike these inputs are divided; see `quintet.executor.backends.cpu.ops.packed_weight.PackedWeight`."""
@@ -58,12 +58,12 @@ class Part:
         """Rows of the checkpoint's tensor."""
         return self.described if self.total is None else self.total
 
-    def keeping(self, kept: Kept) -> Part:
+    def keeping(self, kept: KeptRange) -> RowRange:
         """Return the part that has these rows of this one alone."""
         assert self.kept_rows is None and kept.whole == self.rows, (self, kept)
         return replace(self, rows=kept.count, kept_rows=None if kept.is_all else kept)
 
-    def of_inputs(self, kept: Kept, leaves: int) -> Part:
+    def of_inputs(self, kept: KeptRange, leaves: int) -> RowRange:
         """Return the part that has these columns alone, in so many leaves."""
         return replace(self, kept_inputs=None if kept.is_all else kept, leaves=leaves)
 
@@ -88,7 +88,7 @@ class Part:
 
     def bias(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the rows of a tensor of ``height`` rows: ``[rows]`` of the bias."""
-        kept = self.kept_rows or Kept(0, self.described, self.described)
+        kept = self.kept_rows or KeptRange(0, self.described, self.described)
         if self.described == self.height:
             return tensor if kept.is_all else tensor[kept.begin : kept.end]
         each = self.described // self.groups  # of a group

@@ -13,9 +13,9 @@ from quintet.executor.checkpoints.quant.blocks import Blocks
 from quintet.executor.checkpoints.quant.decode import ROWS_STEP, Coded, Decoder
 from quintet.executor.checkpoints.quant.formats.cut import of_inputs
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
-from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.weights.plan import Sink, WeightPlan
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.wire.errors import ConfigError
 
 Rows = torch.Tensor | Coded | Blocks
@@ -31,7 +31,7 @@ def floats_of(rows: Rows) -> torch.Tensor:
     return rows if isinstance(rows, torch.Tensor) else rows.floats()
 
 
-def _rows_of(runs: Sequence[range], kept: Kept) -> list[range]:
+def _rows_of(runs: Sequence[range], kept: KeptRange) -> list[range]:
     """Return these of the rows that runs have one behind the other."""
     found, first = [], 0
     for run in runs:
@@ -61,7 +61,7 @@ class RowSource(Protocol):
 class PlainRows:
     """A part of a weight in floating-point numbers."""
 
-    part: Part
+    part: RowRange
     depth: int
 
     @property
@@ -73,7 +73,7 @@ class PlainRows:
     def label(self) -> str:
         """See `RowSource`: the tensor's name alone where these are all of its rows, as they are."""
         part = self.part
-        if part == Part(part.name, part.rows):
+        if part == RowRange(part.name, part.rows):
             return part.name
         marks = "T" * part.transposed + "U" * part.unit_rows
         kept = "".join(each.label for each in (part.kept_rows, part.kept_inputs) if each)
@@ -91,7 +91,7 @@ class PlainRows:
 class CodedRows:
     """A part of a weight that a format holds in codes."""
 
-    part: Part
+    part: RowRange
     depth: int
     scheme: Scheme
 

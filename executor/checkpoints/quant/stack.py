@@ -17,7 +17,7 @@ from quintet.executor.backends.cpu.ops.huge_pages import HugePages
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.fill import fill
 from quintet.executor.checkpoints.quant.formats.scheme import Scheme
-from quintet.executor.checkpoints.quant.packed_formats import LAYOUT, Numbers
+from quintet.executor.checkpoints.quant.packed_formats import LAYOUT, PackedFormat
 from quintet.executor.checkpoints.quant.source import Expect, Rows, floats_of
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import Description
@@ -130,7 +130,9 @@ class PackedStack:
 
     table = None
 
-    def __init__(self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: Numbers) -> None:
+    def __init__(
+        self, library: LinearLibrary, shape: StackShape, plan: WeightPlan, numbers: PackedFormat
+    ) -> None:
         self._library, self._shape, self._numbers = library, shape, numbers
         self._packed: list[PackedWeight] | None = None
         self.inputs = numbers.inputs

@@ -19,8 +19,8 @@ from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape,
 from quintet.executor.checkpoints.quant.mixed_rows import packed_by_part
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.quant.packed import PackedLinear
-from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, Numbers
-from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS, PackedFormat
+from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.quant.source import CodedRows, Expect, PlainRows, Rows, RowSource, floats_of
 from quintet.executor.checkpoints.quant.stack import (
     PackedStack,
@@ -105,7 +105,7 @@ class StoredQuantization:
         numbers = numbers_of(schemes, plan.dtype)
         has_outliers = any(scheme is not None and scheme.outliers for scheme in schemes)
         if shape.is_exact or is_ordered or has_outliers:
-            numbers = Numbers(FLOAT_FORMATS[plan.dtype])  # as above
+            numbers = PackedFormat(FLOAT_FORMATS[plan.dtype])  # as above
         return PackedStack(library, shape, plan, numbers)
 
     def _ignore(self, plan: WeightPlan) -> None:
@@ -113,7 +113,7 @@ class StoredQuantization:
         if not set(self._format.ignored) <= set(plan.ignored):
             plan.ignored += tuple(self._format.ignored)
 
-    def _scheme(self, part: Part, depth: int, plan: WeightPlan, is_output_layer: bool) -> Scheme | None:
+    def _scheme(self, part: RowRange, depth: int, plan: WeightPlan, is_output_layer: bool) -> Scheme | None:
         kept = part.kept_inputs
         whole = depth if kept is None else kept.whole
         layer = StoredLayer(part.name, part.height, whole, is_output_layer, self._contents, plan.prefix)
@@ -128,7 +128,9 @@ class StoredQuantization:
             )
         return scheme
 
-    def _source(self, part: Part, depth: int, plan: WeightPlan, is_output_layer: bool = False) -> RowSource:
+    def _source(
+        self, part: RowRange, depth: int, plan: WeightPlan, is_output_layer: bool = False
+    ) -> RowSource:
         scheme = self._scheme(part, depth, plan, is_output_layer)
         return PlainRows(part, depth) if scheme is None else CodedRows(part, depth, scheme)
 
@@ -142,12 +144,12 @@ class StoredQuantization:
         ):
             return piece
         rows, depth = piece.shapes[0]
-        source = self._source(Part(piece.names[0].removesuffix(".weight"), rows), depth, plan)
+        source = self._source(RowRange(piece.names[0].removesuffix(".weight"), rows), depth, plan)
         if not isinstance(source, CodedRows):
             return piece
         return CodedPiece(source, piece.first, piece.begin, None if piece.is_whole else piece)
 
-    def _expect_no_biases(self, parts: Sequence[Part], plan: WeightPlan) -> None:
+    def _expect_no_biases(self, parts: Sequence[RowRange], plan: WeightPlan) -> None:
         """Take biases that a checkpoint has of layers without any, as old ones do, if they are zeros."""
         for part in parts:
             layer = StoredLayer(part.name, part.height, 0, False, self._contents, plan.prefix)

@@ -21,7 +21,7 @@ never written to, and kept only where the memory it occupies is meant to be kept
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class PlannedRows:
     """Rows that are taken from a tensor of the checkpoint."""
 
     name: str
@@ -116,7 +116,7 @@ class WeightPlan:
         """Expect the weight of a norm."""
         return self.tensor(name, width, scale=0.0)
 
-    def stacked(self, pieces: Sequence[Piece], *rest: int) -> torch.Tensor:
+    def stacked(self, pieces: Sequence[PlannedRows], *rest: int) -> torch.Tensor:
         """Return one tensor ``[all rows, *rest]`` that pieces of the checkpoint's tensors will fill, one below the other."""
         heights = [piece.rows for piece in pieces]
         whole = torch.empty((sum(heights), *rest), dtype=self.dtype, device=self.device)

@@ -8,19 +8,19 @@ from typing import Any
 
 import msgspec
 
-from quintet.executor.distributed.hosts.host_collectives import Meetings
-from quintet.executor.distributed.hosts.link import Ear, LinkEnd, Mouth
+from quintet.executor.distributed.hosts.host_collectives import HostCollectives
+from quintet.executor.distributed.hosts.link import LinkEnd, LinkReceiver, LinkSender
 from quintet.executor.distributed.hosts.messages import (
     PIECE_BYTES,
     Carried,
-    Done,
-    Met,
-    Noted,
+    CollectiveRows,
+    CollectivesDone,
+    LinkNote,
+    LinkOrder,
+    LinkProgress,
     OfLink,
-    Piece,
-    Rows,
+    PayloadChunk,
     Senseless,
-    Told,
     most_bytes,
 )
 from quintet.executor.distributed.hosts.topology import (
@@ -38,7 +38,7 @@ from quintet.wire.config import EngineConfig
 Frames = list[Any]
 """Of a message: its head, and what belongs to it. Bytes, or memory that stays as it is until the order is done with."""
 Send = Callable[[int, Frames], None]
-NUM_FRAMES: Mapping[type, int] = {Told: 3, Piece: 2, Rows: 2}
+NUM_FRAMES: Mapping[type, int] = {LinkOrder: 3, PayloadChunk: 2, CollectiveRows: 2}
 """Of messages that are more than a head."""
 
 
@@ -52,15 +52,15 @@ class Carrier:
         executor, library = config.executor, open_ranks_library()
         self._send = send
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._ears: dict[int, tuple[Ear, int]] = {}
-        self._mouths: dict[int, tuple[Mouth, int]] = {}
+        self._ears: dict[int, tuple[LinkReceiver, int]] = {}
+        self._mouths: dict[int, tuple[LinkSender, int]] = {}
         """With the host at the other end."""
         self._noted: dict[int, tuple[int, int]] = {}
-        self._meetings: Meetings | None = None
+        self._meetings: HostCollectives | None = None
         within = meets_over_hosts(executor)
         if within:
             shape = shape_of(config)
-            self._meetings = Meetings(library, descriptors[0], shape, executor, host, self._ring)
+            self._meetings = HostCollectives(library, descriptors[0], shape, executor, host, self._ring)
         for link in links_between(executor):
             shape = _shape_of(config, link)
             is_last = not within and link == executor.pipeline_parallel_size - 1
@@ -70,10 +70,10 @@ class Carrier:
             memory = descriptors[0 if within else link]
             if host == teller:
                 end = LinkEnd(library, memory, shape, link, there, is_last=is_last, is_within=within)
-                self._ears[link] = Ear(end, self._ring), hearer
+                self._ears[link] = LinkReceiver(end, self._ring), hearer
             elif host == hearer:
                 end = LinkEnd(library, memory, shape, link, [0, *others], is_last=is_last, is_within=within)
-                self._mouths[link] = Mouth(end, self._ring), teller
+                self._mouths[link] = LinkSender(end, self._ring), teller
 
     def fileno(self) -> int:
         """Return the descriptor that is readable while there is something to send."""
@@ -94,13 +94,13 @@ class Carrier:
         for link, (mouth, host) in self._mouths.items():
             orders = mouth.newly_done()
             if orders is not None:
-                self._send(host, [encode(Done(link, orders))])
+                self._send(host, [encode(LinkProgress(link, orders))])
         for ear, host in self._ears.values():
             heard = ear.take()
             if heard is not None:
                 told, content, payload = heard
                 while len(payload) > PIECE_BYTES:
-                    self._send(host, [encode(Piece(told.link)), payload[:PIECE_BYTES]])
+                    self._send(host, [encode(PayloadChunk(told.link)), payload[:PIECE_BYTES]])
                     payload = payload[PIECE_BYTES:]
                 self._send(host, [encode(told), content, payload])
 
@@ -110,7 +110,7 @@ class Carrier:
             notes = mouth.notes()
             if notes != self._noted.get(link):
                 self._noted[link] = notes
-                self._send(host, [encode(Noted(link, *notes))])
+                self._send(host, [encode(LinkNote(link, *notes))])
 
     def take(self, message: Carried, frames: Sequence[Any]) -> None:
         """Take what another host says. Raises `Senseless` where it makes no sense."""
@@ -118,25 +118,25 @@ class Carrier:
             self._take_of_link(message, frames)
         elif self._meetings is None:
             raise Senseless("speaks of meetings, and there are none")
-        elif isinstance(message, Rows):
+        elif isinstance(message, CollectiveRows):
             self._meetings.take_rows(message, memoryview(frames[1].buffer))
-        elif isinstance(message, Met):
+        elif isinstance(message, CollectivesDone):
             self._meetings.take_met(message)
 
     def _take_of_link(self, message: OfLink, frames: Sequence[Any]) -> None:
-        ends: Mapping[int, tuple[Ear | Mouth, int]] = (
-            self._mouths if isinstance(message, Piece | Told) else self._ears
+        ends: Mapping[int, tuple[LinkReceiver | LinkSender, int]] = (
+            self._mouths if isinstance(message, PayloadChunk | LinkOrder) else self._ears
         )
         if message.link not in ends:
             raise Senseless(f"speaks of link {message.link}")
         match message, ends[message.link][0]:
-            case Piece(), Mouth() as end:
+            case PayloadChunk(), LinkSender() as end:
                 end.take_piece(memoryview(frames[1].buffer))
-            case Told(), Mouth() as end:
+            case LinkOrder(), LinkSender() as end:
                 end.tell(message, *(memoryview(frame.buffer) for frame in frames[1:]))
-            case Done(), Ear() as end:
+            case LinkProgress(), LinkReceiver() as end:
                 end.done(message.orders)
-            case Noted(), Ear() as end:
+            case LinkNote(), LinkReceiver() as end:
                 end.note(message.progress, message.chores)
 
 

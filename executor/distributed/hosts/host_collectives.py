@@ -1,6 +1,8 @@
-"""Meetings of ranks that are on several hosts: what those of this one leave goes to the others, and what theirs leave comes here.
+"""HostCollectives of ranks that are on several hosts: what those of this one leave goes to the others, and what
+theirs leave comes here.
 
-    host A   rank 0 ── sums, met ──▶ memory ──▶ Meetings ── rows, then met ──▶ Meetings ──▶ memory ── met ──▶ rank 1   host B
+    host A   rank 0 ── sums, met ──▶ memory ──▶ HostCollectives ── rows, then met ──▶ HostCollectives ──▶ memory ──
+    met ──▶ rank 1   host B
 
 Each host has the ranks' memory of its own, and in it the same place for each rank's sums. A rank on another host has come to a
 meeting here when what it left for it lies here. So what ranks may rely on is what it is on one host: who has met somebody finds
@@ -16,14 +18,19 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from quintet.executor.distributed.hosts.messages import PIECE_BYTES, Met, Rows, Senseless
+from quintet.executor.distributed.hosts.messages import (
+    PIECE_BYTES,
+    CollectiveRows,
+    CollectivesDone,
+    Senseless,
+)
 from quintet.executor.distributed.hosts.topology import ranks_of
 from quintet.executor.distributed.parallel.library import CLeft, CRanksShape, RanksLibrary, RanksMemory
 from quintet.wire.codec import encode
 from quintet.wire.config import ExecutorConfig
 
 
-class Meetings:
+class HostCollectives:
     """One host's end. A thread waits for the ranks here; everything else is done by the loop that has the sockets."""
 
     def __init__(
@@ -45,7 +52,7 @@ class Meetings:
         self._begin = library.sums(self._ranks[0], 0, shape.sums_width) - self._memory.address
         """Where what ranks leave begins in their memory."""
         self._num_met = 0
-        """Meetings that all ranks here have come to; written by the thread."""
+        """HostCollectives that all ranks here have come to; written by the thread."""
         self._num_sent = 0
         self._num_heard = dict.fromkeys(range(executor.num_hosts), 0)
         threading.Thread(target=self._wait, name="meetings", daemon=True).start()
@@ -68,7 +75,7 @@ class Meetings:
                 for each in left:
                     if other == 0 or not each.for_first:
                         yield from ((other, frames) for frames in self._rows(each, other))
-                yield other, [encode(Met(self._host, other, self._num_sent))]
+                yield other, [encode(CollectivesDone(self._host, other, self._num_sent))]
 
     def _left_by(self, rank: int) -> CLeft:
         left = CLeft()
@@ -82,7 +89,7 @@ class Meetings:
         most = max(1, PIECE_BYTES // left.row_bytes)
         for first in range(0, left.rows, most):
             offset, count = left.offset + first * left.stride, min(most, left.rows - first)
-            head = encode(Rows(self._host, other, offset, left.row_bytes, left.stride))
+            head = encode(CollectiveRows(self._host, other, offset, left.row_bytes, left.stride))
             if left.row_bytes == left.stride:
                 yield [head, memoryview(self._memory.mapped)[offset : offset + count * left.stride]]
             else:
@@ -91,7 +98,7 @@ class Meetings:
     def _place(self, offset: int, rows: int, row_bytes: int, stride: int) -> np.ndarray:
         return np.ndarray((rows, row_bytes), np.uint8, self._memory.mapped, offset, (stride, 1))
 
-    def take_rows(self, message: Rows, content: memoryview) -> None:
+    def take_rows(self, message: CollectiveRows, content: memoryview) -> None:
         """Put what ranks of another host have left where those here read it. Raises `Senseless`."""
         row_bytes, stride = message.row_bytes, message.stride
         rows = len(content) // row_bytes if row_bytes > 0 else 0
@@ -103,7 +110,7 @@ class Meetings:
         place = self._place(message.offset, rows, row_bytes, stride)
         place[:] = np.frombuffer(content, np.uint8).reshape(rows, row_bytes)
 
-    def take_met(self, message: Met) -> None:
+    def take_met(self, message: CollectivesDone) -> None:
         """Have the ranks of another host come to a meeting here. Raises `Senseless`."""
         if message.meetings != self._num_heard[message.host] + 1:
             raise Senseless(

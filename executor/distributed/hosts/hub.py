@@ -27,28 +27,28 @@ from quintet.executor.distributed.hosts.messages import (
     GROUP_KEY,
     RUNNER,
     VERSION,
-    Beat,
     Begin,
     Carried,
-    Done,
+    CollectiveRows,
+    CollectivesDone,
     FromMember,
+    HostHeartbeat,
     HostLost,
     Join,
-    Met,
-    Noted,
+    LinkNote,
+    LinkOrder,
+    LinkProgress,
     OfLink,
     Parts,
-    Piece,
+    PayloadChunk,
     Refused,
-    Rows,
     Senseless,
-    Told,
     Welcome,
 )
 from quintet.executor.distributed.hosts.topology import hearer_of, links_between, teller_of
 from quintet.executor.distributed.parallel.child import Seat, be_child, numbers
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
-from quintet.executor.kv_transfer.peers.keys import Context, Doorman, read_key
+from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key
 from quintet.wire.codec import encode
 from quintet.wire.config import EngineConfig, FrontendConfig
 from quintet.wire.errors import ConfigError
@@ -63,7 +63,7 @@ log = logging.getLogger("quintet")
 
 
 @dataclass(slots=True)
-class Guest:
+class JoiningHost:
     """A host that has asked to take part."""
 
     host: int
@@ -82,7 +82,7 @@ class Hub:
         hosts = config.executor.hosts
         self._config, self._epoch = config, seat.me.epoch
         self._sources, self._parts = sources(), parts_of(config, RUNNER)
-        self._guests: dict[bytes, Guest] = {}
+        self._guests: dict[bytes, JoiningHost] = {}
         """By how ZeroMQ calls the connection."""
         self._by_host: dict[int, bytes] = {}
         self._held: dict[int, list[Frames]] = {}
@@ -92,7 +92,7 @@ class Hub:
         self._told_s = self._quiet_until_s = 0.0
         self._context = context = Context()
         key = read_key(hosts.key_file, *GROUP_KEY)
-        self._doorman = Doorman(context, key)
+        self._doorman = PeerAuthenticator(context, key)
         self._door = context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.LINGER, 0),
@@ -138,7 +138,7 @@ class Hub:
                 self._told_s = now
                 self._carrier.send_notes()
                 for who in list(self._guests):
-                    self._send(who, [encode(Beat())])
+                    self._send(who, [encode(HostHeartbeat())])
                 self._look_for_silence(now)
 
     def _hear(self) -> None:
@@ -177,7 +177,7 @@ class Hub:
             self._refuse(who.bytes, message.host, "another with this --node-rank is there", is_final=False)
         else:
             descriptor: Any = who.get(zmq.SRCFD)
-            self._guests[who.bytes] = Guest(message.host, int(descriptor), time.monotonic())
+            self._guests[who.bytes] = JoiningHost(message.host, int(descriptor), time.monotonic())
             self._by_host[message.host] = who.bytes
             config = msgspec.json.encode(shown(self._config))
             self._send(who.bytes, [encode(Welcome(self._epoch, config))])
@@ -186,18 +186,25 @@ class Hub:
         log.warning("host %d is refused: %s", host, words)
         self._send(who, [encode(Refused(words, is_final))])
 
-    def _take(self, guest: Guest, who: bytes, message: FromMember, frames: Frames) -> None:
+    def _take(self, guest: JoiningHost, who: bytes, message: FromMember, frames: Frames) -> None:
         match message:
             case Parts() if not guest.has_begun:
                 self._compare(guest, who, message)
-            case Piece() | Told() | Done() | Noted() | Rows() | Met() if guest.has_begun:
+            case (
+                PayloadChunk()
+                | LinkOrder()
+                | LinkProgress()
+                | LinkNote()
+                | CollectiveRows()
+                | CollectivesDone()
+            ) if guest.has_begun:
                 self._carry(guest, message, frames)
-            case Beat():
+            case HostHeartbeat():
                 pass
             case _:
                 raise Senseless("says what makes no sense")
 
-    def _compare(self, guest: Guest, who: bytes, message: Parts) -> None:
+    def _compare(self, guest: JoiningHost, who: bytes, message: Parts) -> None:
         """Have a host begin that would compute the same."""
         differing = [name for name, part in self._parts.items() if message.parts.get(name) != part]
         if not differing:
@@ -215,7 +222,7 @@ class Hub:
         del self._guests[who], self._by_host[guest.host]
         self._refuse(who, guest.host, words)
 
-    def _carry(self, guest: Guest, message: Carried, frames: Frames) -> None:
+    def _carry(self, guest: JoiningHost, message: Carried, frames: Frames) -> None:
         """Give something to whom it is for."""
         executor = self._config.executor
         if not isinstance(message, OfLink):
@@ -229,13 +236,13 @@ class Hub:
         else:
             self._send_to(receiver, frames)
 
-    def _receiver(self, guest: Guest, message: OfLink) -> int:
+    def _receiver(self, guest: JoiningHost, message: OfLink) -> int:
         """Return the host at the other end of a link."""
         executor = self._config.executor
         if message.link not in links_between(executor):
             raise Senseless(f"speaks of link {message.link}")
         ends = teller_of(executor, message.link), hearer_of(executor, message.link)
-        sender, receiver = ends if isinstance(message, Piece | Told) else ends[::-1]
+        sender, receiver = ends if isinstance(message, PayloadChunk | LinkOrder) else ends[::-1]
         if sender != guest.host:
             raise Senseless(f"speaks of link {message.link}")
         return receiver
@@ -270,7 +277,7 @@ class Hub:
             if now - guest.heard_s > silent_s:
                 self._lose(who, guest, f"has been silent for {silent_s:g} s")
 
-    def _lose(self, who: bytes, guest: Guest, words: str) -> None:
+    def _lose(self, who: bytes, guest: JoiningHost, words: str) -> None:
         """End with a host that takes part; the place of another is free again."""
         if guest.has_begun:
             raise HostLost(f"host {guest.host} {words}")

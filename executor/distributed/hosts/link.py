@@ -1,7 +1,8 @@
 """The two ends of a link between two hosts: memory that looks to a stage, or a rank, as if the other one were beside it.
 
-    host A   stage k ── tells ──▶ memory ──▶ Ear ── order ──▶          Mouth ──▶ memory ── hears ──▶ stage k + 1   host B
-                                             Ear ◀────────── done ──── Mouth
+    host A   stage k ── tells ──▶ memory ──▶ LinkReceiver ── order ──▶          LinkSender ──▶ memory ── hears ──▶
+    stage k + 1   host B
+                                             LinkReceiver ◀────────── done ──── LinkSender
 
 The ear says that an order was carried out when the stage that heard it on the other host has said so. So as many orders are
 under way as between stages of one host, there is room for whatever comes, and a place in memory is written again only when it has
@@ -18,16 +19,16 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from quintet.executor.distributed.hosts.messages import Senseless, Told
+from quintet.executor.distributed.hosts.messages import LinkOrder, Senseless
 from quintet.executor.distributed.parallel.library import (
     PAIR_BYTES,
     COrder,
     CRanksShape,
     Note,
     OrderKind,
-    Part,
     RanksLibrary,
     RanksMemory,
+    StepPart,
 )
 
 _FIELDS = tuple(name for name, _ in COrder._fields_)
@@ -75,7 +76,7 @@ class LinkEnd:
         """Return how much of the payload an order comes with."""
         if order.kind != OrderKind.RUN:
             return 0
-        shape, is_new = self.shape, order.begin == Part.LAYERS
+        shape, is_new = self.shape, order.begin == StepPart.LAYERS
         rows, most = (
             (order.num_outputs, shape.max_outputs) if self.is_last else (order.num_tokens, shape.max_tokens)
         )
@@ -87,7 +88,7 @@ class LinkEnd:
         return memoryview(self.memory.mapped)[begin : begin + size]
 
 
-class Ear:
+class LinkReceiver:
     """Hears what a stage of this host tells one on another."""
 
     def __init__(self, end: LinkEnd, ring: Callable[[], None]) -> None:
@@ -108,7 +109,7 @@ class Ear:
             self._ring()
             self._taken.acquire()
 
-    def take(self) -> tuple[Told, bytes, memoryview] | None:
+    def take(self) -> tuple[LinkOrder, bytes, memoryview] | None:
         """Return the order that was heard, what comes with it, and its payload, which stays where it is until it is done with."""
         if not self._heard.is_set():
             return None
@@ -124,7 +125,7 @@ class Ear:
             library.pack_step(handle, ctypes.byref(order), packed)
             content = packed.raw
         payload = end.at(library.payload(handle), end.payload_bytes(order))
-        told = Told(end.link, tuple(getattr(order, name) for name in _FIELDS))
+        told = LinkOrder(end.link, tuple(getattr(order, name) for name in _FIELDS))
         self._num_heard += 1
         self._taken.release()
         return told, content, payload
@@ -144,7 +145,7 @@ class Ear:
         self._end.library.note(self._end.handle, Note.CHORES, chores)
 
 
-class Mouth:
+class LinkSender:
     """Tells a stage of this host what one on another has told."""
 
     def __init__(self, end: LinkEnd, ring: Callable[[], None]) -> None:
@@ -185,7 +186,7 @@ class Mouth:
         if self._num_told >= most_told:
             raise Senseless(f"tells more on link {self._end.link} than there is room for")
 
-    def tell(self, told: Told, content: memoryview, payload: memoryview) -> None:
+    def tell(self, told: LinkOrder, content: memoryview, payload: memoryview) -> None:
         """Tell an order of which this is all of the payload, or what came behind its pieces. Raises `Senseless`."""
         end, order = self._end, COrder(*told.order)
         library, handle = end.library, end.handle
@@ -214,7 +215,9 @@ class Mouth:
         elif self._end.is_within:
             is_right = order.kind == OrderKind.RUN and 0 <= order.begin <= order.end
         else:
-            is_right = order.kind == OrderKind.RUN and Part.LAYERS <= order.begin < order.end <= Part.END
+            is_right = (
+                order.kind == OrderKind.RUN and StepPart.LAYERS <= order.begin < order.end <= StepPart.END
+            )
         if not is_right:
             raise Senseless(f"tells an order on link {self._end.link} that cannot be")
 

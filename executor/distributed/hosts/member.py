@@ -29,24 +29,24 @@ from quintet.executor.distributed.hosts.messages import (
     MOST_BYTES,
     RUNNER,
     VERSION,
-    Beat,
     Begin,
-    Done,
+    CollectiveRows,
+    CollectivesDone,
     FromHub,
+    HostHeartbeat,
     HostLost,
     Join,
-    Met,
-    Noted,
+    LinkNote,
+    LinkOrder,
+    LinkProgress,
     Parts,
-    Piece,
+    PayloadChunk,
     Refused,
-    Rows,
     Senseless,
-    Told,
     Welcome,
 )
 from quintet.executor.distributed.parallel.child import ExpectedEnd, begin_child, end_child
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, read_key
 from quintet.process.log import configure_logging
@@ -168,7 +168,7 @@ class Member:
             raise HostLost(f"the first host has been silent for {silent_s:g} s")
         if self._config is None:
             return
-        self._send(0, [encode(Beat())])
+        self._send(0, [encode(HostHeartbeat())])
         if self._parts is not None:
             self._send(0, [encode(self._parts)])
             self._parts = None
@@ -214,9 +214,16 @@ class Member:
                 self._be_welcome(message)
             case Begin() if self._config is not None and self._carrier is None:
                 self._begin(self._config)
-            case Piece() | Told() | Done() | Noted() | Rows() | Met() if self._carrier is not None:
+            case (
+                PayloadChunk()
+                | LinkOrder()
+                | LinkProgress()
+                | LinkNote()
+                | CollectiveRows()
+                | CollectivesDone()
+            ) if self._carrier is not None:
                 self._carrier.take(message, frames)
-            case Beat():
+            case HostHeartbeat():
                 pass
             case _:
                 raise Senseless("says what makes no sense")
@@ -250,7 +257,7 @@ class Member:
     def _begin(self, config: EngineConfig) -> None:
         """Start the ranks of this host."""
         me, own = WorkerId(Role.EXECUTOR, 0, self._epoch), self._own
-        followers = Followers(me, config, own.host)
+        followers = FollowerProcesses(me, config, own.host)
         self._carrier = Carrier(config, own.host, followers.links or followers.groups, self._send)
         self._poller.register(self._carrier.fileno(), zmq.POLLIN)
         log.info("host %d takes part: %d ranks are being started", own.host, config.executor.ranks_per_host)

@@ -4,13 +4,14 @@
       Join ──────────────────────────────────▶ same protocol, same sources, a place that is free
       ◀──────────────────────────── Welcome    the configuration
       Parts ─────────────────────────────────▶ same weights, same kernels
-      ◀────────────────────────────── Begin    ranks are started; from here on Told, Done, Noted, Beat pass both ways
+      ◀────────────────────────────── Begin    ranks are started; from here on LinkOrder, LinkProgress, LinkNote,
+      HostHeartbeat pass both ways
 
-Ranks of one stage that are on several hosts say `Rows` and `Met` besides, each with the host it is for.
+Ranks of one stage that are on several hosts say `CollectiveRows` and `CollectivesDone` besides, each with the host it is for.
 
-`Told` is followed by two frames: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its payload. Of a long
-payload all but the last bytes come before it, as `Piece`s of one frame each: what arrives says that somebody is there, however
-slow the network is.
+`LinkOrder` is followed by two frames: the step's arrays (``csrc/cpu/step_bytes.cpp``) or the order's mail, and its
+payload. Of a long payload all but the last bytes come before it, as `PayloadChunk`s of one frame each: what arrives
+says that somebody is there, however slow the network is.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Refused(msgspec.Struct, tag=4, array_like=True, frozen=True):
     """Whether asking again changes nothing."""
 
 
-class Told(msgspec.Struct, tag=5, array_like=True, frozen=True):
+class LinkOrder(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """An order on a link."""
 
     link: int
@@ -88,14 +89,14 @@ class Told(msgspec.Struct, tag=5, array_like=True, frozen=True):
     """The fields of `quintet.executor.distributed.parallel.library.COrder`."""
 
 
-class Done(msgspec.Struct, tag=6, array_like=True, frozen=True):
+class LinkProgress(msgspec.Struct, tag=6, array_like=True, frozen=True):
     """So many orders of a link were carried out; 0: whoever hears them is there."""
 
     link: int
     orders: int
 
 
-class Noted(msgspec.Struct, tag=7, array_like=True, frozen=True):
+class LinkNote(msgspec.Struct, tag=7, array_like=True, frozen=True):
     """What those who hear a link say of themselves; see `quintet.executor.distributed.parallel.library.Note`."""
 
     link: int
@@ -103,17 +104,17 @@ class Noted(msgspec.Struct, tag=7, array_like=True, frozen=True):
     chores: int
 
 
-class Beat(msgspec.Struct, tag=8, array_like=True, frozen=True):
+class HostHeartbeat(msgspec.Struct, tag=8, array_like=True, frozen=True):
     """Somebody is there."""
 
 
-class Piece(msgspec.Struct, tag=9, array_like=True, frozen=True):
+class PayloadChunk(msgspec.Struct, tag=9, array_like=True, frozen=True):
     """Bytes of the payload of the order that a link is told next."""
 
     link: int
 
 
-class Rows(msgspec.Struct, tag=10, array_like=True, frozen=True):
+class CollectiveRows(msgspec.Struct, tag=10, array_like=True, frozen=True):
     """What a rank has left for a meeting, or a piece of it: rows, which are the frame behind this one."""
 
     host: int
@@ -126,7 +127,7 @@ class Rows(msgspec.Struct, tag=10, array_like=True, frozen=True):
     stride: int
 
 
-class Met(msgspec.Struct, tag=11, array_like=True, frozen=True):
+class CollectivesDone(msgspec.Struct, tag=11, array_like=True, frozen=True):
     """The ranks of a host have come to so many meetings; what they left for them has been told."""
 
     host: int
@@ -134,11 +135,11 @@ class Met(msgspec.Struct, tag=11, array_like=True, frozen=True):
     meetings: int
 
 
-OfLink = Piece | Told | Done | Noted
-OfRanks = Rows | Met
+OfLink = PayloadChunk | LinkOrder | LinkProgress | LinkNote
+OfRanks = CollectiveRows | CollectivesDone
 Carried = OfLink | OfRanks
-FromMember = Join | Parts | Beat | Carried
-FromHub = Welcome | Begin | Refused | Beat | Carried
+FromMember = Join | Parts | HostHeartbeat | Carried
+FromHub = Welcome | Begin | Refused | HostHeartbeat | Carried
 
 
 class HostLost(ExpectedEnd):

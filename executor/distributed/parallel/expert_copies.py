@@ -22,7 +22,7 @@ from quintet.executor.distributed.parallel.ranks import Ranks
 _PIECE = struct.Struct("8q")
 
 
-class Piece(NamedTuple):
+class CopyChunk(NamedTuple):
     """Bytes ``[begin, end)`` of an expert's ``size``, from the rank ``source`` to a place of the rank ``target``."""
 
     layer: int
@@ -43,24 +43,24 @@ class ExpertCopies:
         self.layers = layers
         self._ranks = ranks
 
-    def tell(self, piece: Piece) -> None:
+    def tell(self, piece: CopyChunk) -> None:
         """Rank 0: move a piece, and have the others do so."""
         self._ranks.tell_mail(OrderKind.MOVE_EXPERT, _PIECE.pack(*piece), _PIECE.size)
         self._move(piece)
 
     def move_told(self, mail: bytes) -> None:
         """Another rank: do what rank 0 does."""
-        self._move(Piece(*_PIECE.unpack(mail)))
+        self._move(CopyChunk(*_PIECE.unpack(mail)))
 
-    def pieces_of(self, layer: int, copy: Copy) -> Iterator[Piece]:
+    def pieces_of(self, layer: int, copy: Copy) -> Iterator[CopyChunk]:
         """Cut a copy into pieces for which there is room."""
         size = sum(part.numel() for part in self.layers[layer].bytes_at(0))
         most = self._ranks.shape.staging_bytes
         for begin in range(0, size, most):
             end = min(begin + most, size)
-            yield Piece(layer, copy.expert, copy.source, copy.target, copy.place, begin, end, size)
+            yield CopyChunk(layer, copy.expert, copy.source, copy.target, copy.place, begin, end, size)
 
-    def _move(self, piece: Piece) -> None:
+    def _move(self, piece: CopyChunk) -> None:
         layer, rank = self.layers[piece.layer], self._ranks.share.rank
         if piece.begin == 0:
             layer.copies[piece.target, piece.place] = NO_EXPERT
@@ -76,7 +76,7 @@ class ExpertCopies:
             layer.copies[piece.target, piece.place] = piece.expert
 
 
-def _within(parts: Sequence[torch.Tensor], piece: Piece) -> Iterator[tuple[torch.Tensor, int]]:
+def _within(parts: Sequence[torch.Tensor], piece: CopyChunk) -> Iterator[tuple[torch.Tensor, int]]:
     """Yield what the piece has of each part, and where in the piece that begins."""
     at = 0
     for part in parts:

@@ -18,7 +18,7 @@ from quintet.executor.backends.platforms.platform import Platform, open_platform
 from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
 from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.distributed.parallel.kv_gather import PartBlocks, open_parts
-from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, Part
+from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, StepPart
 from quintet.executor.distributed.parallel.links import Links
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
@@ -177,11 +177,11 @@ def be_a_stage(
 def _run(stage: Stage, step: Step, links: Links, begin: int, end: int, length: int, span: Span) -> None:
     """Run parts of a step, and tell the next stage to."""
     before, behind, width, count = links.before, links.behind, stage.handed_width, step.c.num_tokens
-    is_new = begin == Part.LAYERS
+    is_new = begin == StepPart.LAYERS
     if is_new:
         stage.take(before.payload(width, stage.dtype)[:count])
     first = 0 if is_new else stage.layers_end
-    last = stage.end if end == Part.END else stage.layers_end
+    last = stage.end if end == StepPart.END else stage.layers_end
     if first < last:
         stage.rotations.reach(length)
         stage.run(step.address, first, last, length)

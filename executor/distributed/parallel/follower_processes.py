@@ -41,7 +41,7 @@ WRITE_S = 1.5
 log = logging.getLogger("quintet")
 
 
-class Followers:
+class FollowerProcesses:
     """A host's ranks of one executor but rank 0. Made in the main thread: children die with the thread that made them."""
 
     def __init__(self, me: WorkerId, config: EngineConfig, host: int = 0) -> None:

@@ -22,12 +22,12 @@ from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.shapes import crossing_rows, crossing_shape, part_bytes
 from quintet.executor.kv_transfer.block_bytes import BlockBytes, Bytes, Int
-from quintet.executor.model_config.share import Share, Turn
+from quintet.executor.model_config.share import BlockStripe, Share
 from quintet.wire.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Crossing:
+class KvGather:
     """The memory, as one rank sees it."""
 
     ranks: Ranks
@@ -39,20 +39,20 @@ class Crossing:
         return self.parts[share.stage * num_memories + share.kv_copy]
 
 
-def open_crossing(config: EngineConfig, descriptor: int, rank: int) -> Crossing:
+def open_crossing(config: EngineConfig, descriptor: int, rank: int) -> KvGather:
     """Return the view of a rank of all stages'. descriptor: of the memory; what it holds begins with zeros."""
     ranks = Ranks(descriptor, Share(rank, config.executor.num_ranks), crossing_shape(config), spins=0)
     memory, num_rows = ranks.staging().numpy(), crossing_rows(config)
     widths = np.repeat(part_bytes(config), config.executor.num_kv_memories)
     ends = (num_rows * np.cumsum(widths)).tolist()
     tables = (memory[end - num_rows * width : end] for end, width in zip(ends, widths, strict=True))
-    return Crossing(ranks, [table.reshape(num_rows, -1) for table in tables])
+    return KvGather(ranks, [table.reshape(num_rows, -1) for table in tables])
 
 
 class PartBlocks:
     """One rank's part of every block, and the table that it goes through."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], ranks: Ranks, table: Bytes, turn: Turn) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], ranks: Ranks, table: Bytes, turn: BlockStripe) -> None:
         """layers: KV memory. turn: of ranks that keep it together, which rows this one copies."""
         self._blocks, self._ranks, self._table, self._turn = BlockBytes(layers), ranks, table, turn
         assert self._blocks.block_bytes == table.shape[1], (self._blocks.block_bytes, table.shape)

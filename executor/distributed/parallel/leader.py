@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quintet.executor.backends.platforms.platform import open_platform
 from quintet.executor.distributed.parallel.boot import open_links, open_ranks, share_of_rank
-from quintet.executor.distributed.parallel.follower_processes import Followers
+from quintet.executor.distributed.parallel.follower_processes import FollowerProcesses
 from quintet.executor.distributed.parallel.links import Links
 from quintet.executor.distributed.parallel.pipeline import Pipeline
 from quintet.executor.distributed.parallel.pipeline_worker import PipelineWorker
@@ -19,7 +19,7 @@ from quintet.process.trace import Span, no_span
 from quintet.wire.config import EngineConfig
 
 
-def make_leading_worker(config: EngineConfig, span: Span, followers: Followers) -> StepWorker:
+def make_leading_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> StepWorker:
     """Load rank 0's share while the others load theirs; return when all are there."""
     group = open_ranks(config, followers.groups[0], 0) if followers.groups else None
     crossings = followers.crossings

@@ -41,7 +41,7 @@ class OrderKind(IntEnum):
     """Of ranks on GPUs: part of what `quintet.executor.backends.cuda.rank_broadcast` says."""
 
 
-class Part(IntEnum):
+class StepPart(IntEnum):
     """Where the parts of a step begin that stages are told to run: layers, then logits of some tokens."""
 
     LAYERS = 0

@@ -18,7 +18,7 @@ from quintet.executor.models.layers.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)
-class Left:
+class SharedRows:
     """Rows of so many bytes, so far apart, where the others read them: carried to those that are on other hosts."""
 
     address: int
@@ -28,7 +28,7 @@ class Left:
     """Whether rank 0 alone reads them."""
 
 
-NOTHING = Left(0, 0, 0)
+NOTHING = SharedRows(0, 0, 0)
 """What lies in memory that ranks on several hosts do not have in common."""
 
 
@@ -91,7 +91,7 @@ class RankOperations:
         library, ranks = self._library, self._ranks.handle
         assert residual is None or residual.stride == y.stride, (residual, y)
         row_bytes = y.width * SUM_BYTES
-        self.meet(Extent.TOKENS, Left(library.sums(ranks, turn, y.width), row_bytes, row_bytes))
+        self.meet(Extent.TOKENS, SharedRows(library.sums(ranks, turn, y.width), row_bytes, row_bytes))
         library.add_sums(
             *(self._program, ranks, turn, y.width, None if bias is None else bias.data_ptr()),
             *(None if residual is None else residual.address, y.address, y.stride, self._code),
@@ -130,7 +130,7 @@ class RankOperations:
         kept = self._ranks.share.of(logits.shape[1])
         return logits[:, kept.begin : kept.end]
 
-    def meet(self, extent: Extent, left: Left = NOTHING) -> None:
+    def meet(self, extent: Extent, left: SharedRows = NOTHING) -> None:
         """Append a meeting. left: what this rank has made for it."""
         rows = (left.address, left.row_bytes, left.stride, left.for_first)
         self._library.meet(self._program, self._ranks.handle, extent, *rows)

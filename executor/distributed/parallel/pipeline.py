@@ -16,7 +16,7 @@ from quintet.executor.backends.cpu.program.runner import append_draw
 from quintet.executor.backends.cpu.program.stage import Stage
 from quintet.executor.backends.cpu.program.step import CStep, Step
 from quintet.executor.batch import Int, Rows
-from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, Part
+from quintet.executor.distributed.parallel.library import PAIR_BYTES, Note, OrderKind, StepPart
 from quintet.executor.distributed.parallel.links import Links
 from quintet.executor.embeds import embeds_of
 from quintet.executor.model_config.share import Share
@@ -28,7 +28,7 @@ from quintet.wire.config import EngineConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Flight:
+class InFlightStep:
     """A step that was begun, or an order for more logits of one."""
 
     step: Step
@@ -92,7 +92,7 @@ class Pipeline:
         """KV memory of the first stage's layers."""
         return self._stage.blocks
 
-    def begin(self, rows: Rows, tables: SlotTables, settings: Settings) -> Flight:
+    def begin(self, rows: Rows, tables: SlotTables, settings: Settings) -> InFlightStep:
         """Compute the first stage of a step, and have the others compute theirs."""
         stage = self._stage
         step = self._steps[self._num_steps % len(self._steps)]
@@ -109,27 +109,27 @@ class Pipeline:
         behind.make_room()
         self._span("bubble")
         stage.hand_on(behind.payload(stage.handed_width, stage.dtype)[:count])
-        return self._tell(step, length, Part.LAYERS)
+        return self._tell(step, length, StepPart.LAYERS)
 
-    def more_logits(self, flight: Flight, tokens: Int) -> torch.Tensor:
+    def more_logits(self, flight: InFlightStep, tokens: Int) -> torch.Tensor:
         """Return ``[len(tokens), vocab]`` of the step that was begun last and has been taken; overwritten by the next ones."""
         with flight.step.asking_for(tokens):
-            asked = self._tell(flight.step, flight.length, Part.LOGITS)
+            asked = self._tell(flight.step, flight.length, StepPart.LOGITS)
         self.wait(asked)
         logits = self.take(flight)
         self.give_back()
         return logits[: len(tokens)]
 
-    def _tell(self, step: Step, length: int, first: Part) -> Flight:
-        self._links.behind.tell_run(step.address, first, Part.END, length)
+    def _tell(self, step: Step, length: int, first: StepPart) -> InFlightStep:
+        self._links.behind.tell_run(step.address, first, StepPart.END, length)
         self._num_told += 1
-        return Flight(step, length, self._num_told)
+        return InFlightStep(step, length, self._num_told)
 
-    def wait(self, flight: Flight) -> None:
+    def wait(self, flight: InFlightStep) -> None:
         """Wait until the logits are there. From any thread."""
         self._links.before.wait_for_told(flight.number)
 
-    def take(self, flight: Flight) -> torch.Tensor:
+    def take(self, flight: InFlightStep) -> torch.Tensor:
         """Return the logits ``[max_outputs, vocab]`` of the oldest step whose were not taken; wait for them."""
         assert not self._is_lent, self._num_taken
         before = self._links.before
@@ -152,7 +152,7 @@ class Pipeline:
             self._num_taken += 1
             self._links.before.done()
 
-    def draw(self, flight: Flight, logits: torch.Tensor, masks: Masks | None) -> bytes:
+    def draw(self, flight: InFlightStep, logits: torch.Tensor, masks: Masks | None) -> bytes:
         """Draw a step's tokens from what was taken; return them, int32, as they are in the token table as well."""
         library, step, address = self._stage.library, flight.step, logits.data_ptr()
         program = self._draws.get(address)

@@ -25,12 +25,12 @@ from quintet.executor.batch import Int, Rows
 from quintet.executor.distributed.parallel.host_blocks import HostBlocksOfAllRanks, Moves
 from quintet.executor.distributed.parallel.library import Note
 from quintet.executor.distributed.parallel.links import Links
-from quintet.executor.distributed.parallel.pipeline import Flight, Pipeline
+from quintet.executor.distributed.parallel.pipeline import InFlightStep, Pipeline
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.distributed.parallel.whole_blocks import open_whole_blocks
 from quintet.executor.interface import Finished, Pending
 from quintet.executor.kv_transfer.features.kv_offload import HostBlocks
-from quintet.executor.kv_transfer.kv_tiers import Elsewhere
+from quintet.executor.kv_transfer.kv_tiers import KvTiers
 from quintet.executor.sampling.grammar import Grammars, StepMasks
 from quintet.executor.sampling.masks import Masks
 from quintet.executor.sampling.ops import sampling_ops_of
@@ -48,9 +48,9 @@ class PipelinedStep:
 
     plan: StepPlan
     rows: Rows
-    flight: Flight
+    flight: InFlightStep
     masks: StepMasks | None
-    _wait: Callable[[Flight], None]
+    _wait: Callable[[InFlightStep], None]
     _finish: Callable[[PipelinedStep], None]
     outcome: StepResult | Exception | None = None
     """What came of it, once it was drawn."""
@@ -76,7 +76,7 @@ class LogitsOf:
     """More logits of the step that was begun last. A `quintet.executor.runner.GivesLogits`."""
 
     pipeline: Pipeline
-    flight: Flight
+    flight: InFlightStep
 
     @property
     def max_outputs(self) -> int:
@@ -123,7 +123,7 @@ class PipelineWorker:
         self._host_blocks = host_blocks
         self.num_host_blocks = own.num_blocks
         blocks = partial(open_whole_blocks, config, crossings, pipeline.blocks, pipeline.share, moves)
-        self._elsewhere = Elsewhere(blocks, config, ProgramRunner.__name__, host_blocks)
+        self._elsewhere = KvTiers(blocks, config, ProgramRunner.__name__, host_blocks)
         self.kv_disk, self.kv_peers = self._elsewhere.disk, self._elsewhere.peers
         self.kv_store = self._elsewhere.store
         self.swap_bytes_per_s = own.measure()

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from quintet.executor.distributed.parallel.host_blocks import Moves
-from quintet.executor.distributed.parallel.kv_gather import Crossing, PartBlocks, open_crossing, pairs_of
+from quintet.executor.distributed.parallel.kv_gather import KvGather, PartBlocks, open_crossing, pairs_of
 from quintet.executor.distributed.parallel.library import OrderKind
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, Wait
 from quintet.executor.model_config.share import Share
@@ -38,7 +38,7 @@ class _Under:
 class BlocksOfAllRanks:
     """See `quintet.executor.kv_transfer.block_bytes.WholeBlocks`."""
 
-    def __init__(self, crossing: Crossing, own: PartBlocks, moves: Moves) -> None:
+    def __init__(self, crossing: KvGather, own: PartBlocks, moves: Moves) -> None:
         """own: rank 0's part."""
         self._ranks, self._parts, self._own, self._moves = crossing.ranks, crossing.parts, own, moves
         ends: list[int] = np.cumsum([part.shape[1] for part in self._parts]).tolist()

@@ -31,7 +31,7 @@ from quintet.executor.kv_transfer.disk.prefix_file import (
 from quintet.executor.memory import lazy_zeros
 from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import FileAnswer, FileOrder, KvAnswers, KvOrders
+from quintet.wire.kv_disk import FileRequest, FileResult, KvTierRequests, KvTierResults
 
 MAX_WAITING_BYTES = 256 << 20
 """Copies of blocks that may wait for the disk."""
@@ -75,7 +75,7 @@ class _Job:
     task_id: int
     steps: Iterator[int | bytes | tuple[int, bytes, bool]]
     """Yields how long the file is by now, a key that it has, or which place was to hold which block, and whether it does."""
-    answer: FileAnswer
+    answer: FileResult
 
 
 class DiskBlocks:
@@ -113,7 +113,7 @@ class DiskBlocks:
         self._failure: Exception | None = None
         """What ended the thread."""
         self._tables = 0
-        self._answers = KvAnswers(0, 0)
+        self._answers = KvTierResults(0, 0)
         self._has_answers = False
         self._is_closing = False
         self._thread = threading.Thread(target=self._work, name="kv-disk", daemon=True)
@@ -125,7 +125,7 @@ class DiskBlocks:
         self._ring = ring
         self._thread.start()
 
-    def order(self, orders: KvOrders) -> None:
+    def order(self, orders: KvTierRequests) -> None:
         """See `KvElsewhere.order`."""
         tables = orders.tables
         stores = np.frombuffer(orders.stores, np.int32).reshape(-1, 2)
@@ -134,7 +134,7 @@ class DiskBlocks:
         fetches = np.frombuffer(orders.fetches, np.int32).reshape(-1, 2).tolist()
         with self._changed:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, KvAnswers(0, tables), False
+                self._tables, self._answers, self._has_answers = tables, KvTierResults(0, tables), False
             for place, key in zip(
                 np.frombuffer(orders.drops, np.int32).tolist(), orders.drop_keys, strict=True
             ):
@@ -152,14 +152,14 @@ class DiskBlocks:
                 if each.verb == "import":
                     for place in unpack_i32(each.places):
                         self._kept.pop(place, None)
-                self._jobs.append(_Job(tables, each.task_id, self._steps(each), FileAnswer(each.task_id)))
+                self._jobs.append(_Job(tables, each.task_id, self._steps(each), FileResult(each.task_id)))
             self._changed.notify()
 
     def copy_in(self, blocks: Int, host_blocks: Int) -> None:
         """Copy what was fetched into blocks of KV memory."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvAnswers | None:
+    def take_answers(self) -> KvTierResults | None:
         """See `KvElsewhere.take_answers`."""
         with self._changed:
             if self._failure is not None:
@@ -168,7 +168,7 @@ class DiskBlocks:
                 ) from self._failure
             if not self._has_answers:
                 return None
-            answers, self._answers = self._answers, KvAnswers(0, self._tables)
+            answers, self._answers = self._answers, KvTierResults(0, self._tables)
             self._has_answers = False
         return answers
 
@@ -182,7 +182,7 @@ class DiskBlocks:
         with self._changed:
             self._stores = deque(task for task in self._stores if isinstance(task, _Drop))
             self._fetches.clear()
-            self._answers, self._has_answers = KvAnswers(0, self._tables), False
+            self._answers, self._has_answers = KvTierResults(0, self._tables), False
 
     def close(self) -> None:
         """See `KvElsewhere.close`."""
@@ -224,7 +224,7 @@ class DiskBlocks:
                 return self._stores.popleft()
             return self._jobs[0] if self._jobs and not self._is_closing else None
 
-    def _steps(self, order: FileOrder) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
+    def _steps(self, order: FileRequest) -> Iterator[int | bytes | tuple[int, bytes, bool]]:
         folder, name, whose = self._exchange, order.name, self._whose()
         wanted = list(zip(unpack_i32(order.places), order.keys, strict=True))
         if order.verb == "export":

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.model_config.share import ALONE, Turn
+from quintet.executor.model_config.share import ALONE, BlockStripe
 
 TRIAL_BYTES = 64 << 20
 """What is copied to and fro to see how fast that is: enough that beginning it costs nothing beside it."""
@@ -24,7 +24,7 @@ NUM_TRIALS = 3
 class HostBlocks:
     """Room for blocks of a runner's KV memory."""
 
-    def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int, turn: Turn = ALONE) -> None:
+    def __init__(self, layers: Sequence[torch.Tensor], num_blocks: int, turn: BlockStripe = ALONE) -> None:
         """``layers``: KV memory of each, ``[blocks, ...]``, of any format; views will do.
 
         turn: of processes that keep the KV memory together, which of the host's blocks are here.

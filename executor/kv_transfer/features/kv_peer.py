@@ -21,15 +21,15 @@ import torch
 import zmq
 
 from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
-from quintet.executor.kv_transfer.peers.keys import Context, Doorman, PeerKey
-from quintet.executor.kv_transfer.peers.kv_server import Door
-from quintet.executor.kv_transfer.peers.link import Came, Link, PeerLost, Wanted
-from quintet.executor.kv_transfer.peers.offered_blocks import Offered
+from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, PeerKey
+from quintet.executor.kv_transfer.peers.kv_server import KvServer
+from quintet.executor.kv_transfer.peers.link import BlockArrival, Link, PeerLost, WantedBlock
+from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
 from quintet.executor.memory import lazy_zeros
 from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.errors import ConfigError
-from quintet.wire.kv_disk import KvAnswers, KvOrders
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ FAREWELL_S = 1.0
 
 
 class PeerBlocks:
-    """See `quintet.executor.interface.KvElsewhere`."""
+    """See `quintet.executor.interface.KvTierWorker`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PeerBlocks:
         listen: ``host:port``, "" for nowhere. num_offered: blocks that are kept for others. Raises `ConfigError`.
         """
         self._blocks = blocks
-        self._offered = Offered(self._blocks, num_offered)
+        self._offered = OfferedBlocks(self._blocks, num_offered)
         self._parts, self._whose, self._key = parts, whose, key
         self.num_staging_blocks = num_staging_blocks
         self._first = first_host_block
@@ -67,25 +67,25 @@ class PeerBlocks:
         self._ring: Callable[[], None] = lambda: None
         self._lock = threading.Lock()
         """Guards all below, up to the sockets."""
-        self._pulls: deque[tuple[str, list[Wanted]] | None] = deque()
+        self._pulls: deque[tuple[str, list[WantedBlock]] | None] = deque()
         """Peer and what is wanted there; None: forget all before."""
         self._failure: Exception | None = None
         """What ended the thread."""
         self._tables = 0
-        self._answers = KvAnswers(0, 0)
+        self._answers = KvTierResults(0, 0)
         self._has_answers = False
         self._is_closing = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._context: Context = zmq.Context()
-        self._doorman = None if key is None else Doorman(self._context, key)
-        self._door: Door | None = None
+        self._doorman = None if key is None else PeerAuthenticator(self._context, key)
+        self._door: KvServer | None = None
         self._links: dict[str, Link] = {}
         self._shunned: dict[str, float] = {}
         """Peer that was lost -> until when it is not asked."""
         self._thread = threading.Thread(target=self._work, name="kv-peers", daemon=True)
         try:
             if listen:
-                self._door = Door(self._context, listen, key, self._offered, whose, parts)
+                self._door = KvServer(self._context, listen, key, self._offered, whose, parts)
         except ConfigError:
             self._close_sockets()
             raise
@@ -97,17 +97,17 @@ class PeerBlocks:
         self._ring = ring
         self._thread.start()
 
-    def order(self, orders: KvOrders) -> None:
+    def order(self, orders: KvTierRequests) -> None:
         """See `KvElsewhere.order`."""
         if orders.offer_keys:
             self._offered.put(orders.offer_keys, np.frombuffer(orders.offers, np.int32))
         tables = orders.tables
         with self._lock:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, KvAnswers(0, tables), False
+                self._tables, self._answers, self._has_answers = tables, KvTierResults(0, tables), False
             for pull in orders.pulls:
                 pairs = zip(unpack_i32(pull.host_blocks), pull.keys, strict=True)
-                self._pulls.append((pull.peer, [Wanted(tables, block, key) for block, key in pairs]))
+                self._pulls.append((pull.peer, [WantedBlock(tables, block, key) for block, key in pairs]))
         if orders.pulls:
             self._wake()
 
@@ -115,14 +115,14 @@ class PeerBlocks:
         """Copy what was fetched into blocks of KV memory."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvAnswers | None:
+    def take_answers(self) -> KvTierResults | None:
         """See `KvElsewhere.take_answers`."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError("the thread that talks with other servers has failed") from self._failure
             if not self._has_answers:
                 return None
-            answers, self._answers = self._answers, KvAnswers(0, self._tables)
+            answers, self._answers = self._answers, KvTierResults(0, self._tables)
             self._has_answers = False
         return answers
 
@@ -131,7 +131,7 @@ class PeerBlocks:
         with self._lock:
             self._pulls.clear()
             self._pulls.append(None)
-            self._answers, self._has_answers = KvAnswers(0, self._tables), False
+            self._answers, self._has_answers = KvTierResults(0, self._tables), False
         self._wake()
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ class PeerBlocks:
 
     def _attend(self, link: Link, ready: set[object], now_s: float) -> None:
         """Hear what a peer says; give it up where it is lost."""
-        came: list[Came] = []
+        came: list[BlockArrival] = []
         try:
             if link.socket in ready:
                 for each in link.hear(now_s):
@@ -203,14 +203,14 @@ class PeerBlocks:
             came += self._give_up(link, lost, now_s)
         self._tell(came)
 
-    def _give_up(self, link: Link, lost: PeerLost, now_s: float) -> list[Came]:
+    def _give_up(self, link: Link, lost: PeerLost, now_s: float) -> list[BlockArrival]:
         left = link.left()
         if left:
             log.warning("%s %s: %d blocks of KV are computed", link.peer, lost, len(left))
             self._shunned[link.peer] = now_s + lost.shunned_s
         link.close()
         del self._links[link.peer]
-        return [Came(wanted, is_there=False) for wanted in left]
+        return [BlockArrival(wanted, is_there=False) for wanted in left]
 
     def _pull(self, now_s: float) -> None:
         """Ask for what was ordered."""
@@ -226,7 +226,7 @@ class PeerBlocks:
             peer, wanted = pull
             found = None if peer in self._shunned else self._link_to(peer)
             if found is None:
-                self._tell([Came(each, is_there=False) for each in wanted])
+                self._tell([BlockArrival(each, is_there=False) for each in wanted])
             else:
                 try:
                     found.want(wanted, now_s)
@@ -252,7 +252,7 @@ class PeerBlocks:
         self._links[peer] = link
         return link
 
-    def _tell(self, came: Sequence[Came]) -> None:
+    def _tell(self, came: Sequence[BlockArrival]) -> None:
         """Have the core told what became of fetches."""
         with self._lock:
             current = [each for each in came if each.wanted.tables == self._tables]

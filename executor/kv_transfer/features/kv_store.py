@@ -30,8 +30,8 @@ from quintet.executor.kv_transfer.store.connector import MAX_DAMAGED, KvConnecto
 from quintet.executor.memory import lazy_zeros
 from quintet.process.sched_batch import let_others_finish
 from quintet.wire.codec import pack_i32, unpack_i32
-from quintet.wire.kv_disk import KvAnswers, KvOrders
-from quintet.wire.kv_store import Found, Get, Put, Search, StoreAnswers
+from quintet.wire.kv_disk import KvTierRequests, KvTierResults
+from quintet.wire.kv_store import Get, LookupResult, Put, Search, StoreResults
 
 log = logging.getLogger(__name__)
 ValueT = TypeVar("ValueT")
@@ -61,7 +61,7 @@ class _Task:
 
 
 class StoreBlocks:
-    """See `quintet.executor.interface.KvElsewhere`."""
+    """See `quintet.executor.interface.KvTierWorker`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class StoreBlocks:
         self._failure: Exception | None = None
         """What ended a thread."""
         self._tables = 0
-        self._answers, self._has_answers = StoreAnswers(), False
+        self._answers, self._has_answers = StoreResults(), False
         self._is_closing = False
         self._threads = [
             threading.Thread(target=self._work, name=f"kv-store-{number}", daemon=True)
@@ -121,7 +121,7 @@ class StoreBlocks:
         for thread in self._threads:
             thread.start()
 
-    def order(self, orders: KvOrders) -> None:
+    def order(self, orders: KvTierRequests) -> None:
         """See `KvElsewhere.order`."""
         store, tables = orders.store, orders.tables
         if store is None:
@@ -129,7 +129,7 @@ class StoreBlocks:
         puts = [_Task(tables, self._copy_out(put)) for put in store.puts]
         with self._changed:
             if tables != self._tables:
-                self._tables, self._answers, self._has_answers = tables, StoreAnswers(), False
+                self._tables, self._answers, self._has_answers = tables, StoreResults(), False
                 self._let_go_of_puts()
             self._searches += (_Task(tables, search) for search in store.searches)
             self._gets += (_Task(tables, get) for get in store.gets)
@@ -157,16 +157,16 @@ class StoreBlocks:
         """Copy what was fetched into blocks of KV memory."""
         self._blocks.put(blocks, self._staging[host_blocks - self._first])
 
-    def take_answers(self) -> KvAnswers | None:
+    def take_answers(self) -> KvTierResults | None:
         """See `KvElsewhere.take_answers`."""
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError("a thread that talks with the store of KV has failed") from self._failure
             if not self._has_answers:
                 return None
-            answers, self._answers = self._answers, StoreAnswers()
+            answers, self._answers = self._answers, StoreResults()
             self._has_answers = False
-            return KvAnswers(0, self._tables, store=answers)
+            return KvTierResults(0, self._tables, store=answers)
 
     def reset(self) -> None:
         """See `KvElsewhere.reset`."""
@@ -176,7 +176,7 @@ class StoreBlocks:
             self._tables += (
                 1  # what is on its way comes to nobody; the next orders name the tables that they are about
             )
-            self._answers, self._has_answers = StoreAnswers(), False
+            self._answers, self._has_answers = StoreResults(), False
 
     def close(self) -> None:
         """See `KvElsewhere.close`."""
@@ -234,7 +234,9 @@ class StoreBlocks:
         with self._changed:
             del self._asking[task]
             if task.tables == self._tables:
-                self._answers.found.append(Found(search.request_id, pack_i32(count or 0 for count in counts)))
+                self._answers.found.append(
+                    LookupResult(search.request_id, pack_i32(count or 0 for count in counts))
+                )
                 if (
                     None not in counts
                 ):  # what was not asked, or not answered, says nothing of how long it takes

@@ -52,7 +52,7 @@ def read_key(path: str, flag: str, purpose: bytes) -> PeerKey:
     return PeerKey(zmq.curve_public(secret), secret)
 
 
-class Doorman:
+class PeerAuthenticator:
     """Answers ZeroMQ's question who may talk: who has our own key."""
 
     def __init__(self, context: Context, key: PeerKey) -> None:

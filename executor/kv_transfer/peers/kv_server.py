@@ -15,13 +15,13 @@ from quintet.executor.kv_transfer.peers.messages import (
     MAX_HEAD_BYTES,
     VERSION,
     Ask,
-    Foreign,
-    Given,
-    Lacking,
+    BlockReply,
+    BlocksMissing,
+    IdentityMismatch,
     most_unread,
     window_of,
 )
-from quintet.executor.kv_transfer.peers.offered_blocks import Offered
+from quintet.executor.kv_transfer.peers.offered_blocks import OfferedBlocks
 from quintet.wire.codec import UNREADABLE, encode
 from quintet.wire.errors import ConfigError
 
@@ -32,7 +32,7 @@ SILENCE_S = 60.0
 _decoder = msgspec.msgpack.Decoder(Ask)
 
 
-class Door:
+class KvServer:
     """The socket that answers."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Door:
         context: Context,
         address: str,
         key: PeerKey | None,
-        offered: Offered,
+        offered: OfferedBlocks,
         whose: bytes,
         parts: Mapping[str, str],
     ) -> None:
@@ -94,7 +94,7 @@ class Door:
             self._complain()
             return
         if ask.whose != self._whose or ask.version != VERSION:
-            self.socket.send_multipart((who, encode(Foreign(ask.number, self._parts))))
+            self.socket.send_multipart((who, encode(IdentityMismatch(ask.number, self._parts))))
             return
         lacking: list[int] = []
         for index, key in enumerate(ask.keys):
@@ -102,9 +102,9 @@ class Door:
             if block is None:
                 lacking.append(index)
                 continue
-            head = encode(Given(ask.number, index, digest_of(self._whose, key, memoryview(block))))
+            head = encode(BlockReply(ask.number, index, digest_of(self._whose, key, memoryview(block))))
             self.socket.send_multipart((who, head, block), copy=False)
-        self.socket.send_multipart((who, encode(Lacking(ask.number, lacking))))
+        self.socket.send_multipart((who, encode(BlocksMissing(ask.number, lacking))))
 
     def _complain(self) -> None:
         """Say that somebody asks who is no server of ours; not of each question."""

@@ -21,9 +21,9 @@ from quintet.executor.kv_transfer.peers.messages import (
     VERSION,
     Answer,
     Ask,
-    Foreign,
-    Given,
-    Lacking,
+    BlockReply,
+    BlocksMissing,
+    IdentityMismatch,
     most_unread,
     window_of,
 )
@@ -61,7 +61,7 @@ class PeerLost(Exception):
 
 
 @dataclass(slots=True, frozen=True)
-class Wanted:
+class WantedBlock:
     """A block that is to come."""
 
     tables: int
@@ -70,10 +70,10 @@ class Wanted:
 
 
 @dataclass(slots=True, frozen=True)
-class Came:
+class BlockArrival:
     """What became of one."""
 
-    wanted: Wanted
+    wanted: WantedBlock
     is_there: bool
 
 
@@ -98,8 +98,8 @@ class Link:
         self._whose, self._parts = whose, parts
         self._staging, self._first = staging, first_host_block
         self._window = window_of(staging.shape[1])
-        self._waiting: deque[Wanted] = deque()
-        self._asked: dict[int, dict[int, Wanted]] = {}
+        self._waiting: deque[WantedBlock] = deque()
+        self._asked: dict[int, dict[int, WantedBlock]] = {}
         """Question -> what it asks for and has not come, by place."""
         self._until_s: dict[int, float] = {}
         """Question -> when it must have been answered."""
@@ -125,7 +125,7 @@ class Link:
         """Whether nothing is to come."""
         return not (self._waiting or self._asked)
 
-    def want(self, wanted: Iterable[Wanted], now_s: float) -> None:
+    def want(self, wanted: Iterable[WantedBlock], now_s: float) -> None:
         """Ask for these, as soon as that makes sense."""
         if self.is_idle:
             self._heard_s = now_s
@@ -138,7 +138,7 @@ class Link:
         self._asked.clear()
         self._until_s.clear()
 
-    def left(self) -> list[Wanted]:
+    def left(self) -> list[WantedBlock]:
         """Return what has not come, and forget it."""
         left = [wanted for asked in self._asked.values() for wanted in asked.values()] + [*self._waiting]
         self.forget()
@@ -166,7 +166,7 @@ class Link:
             raise PeerLost("has closed the connection")
         raise PeerLost("does not shake hands: it has another --kv-peer-key, or none")
 
-    def hear(self, now_s: float) -> Iterator[Came]:
+    def hear(self, now_s: float) -> Iterator[BlockArrival]:
         """Read all answers that are there; yield what became of what."""
         for _ in range(MAX_FRAMES):
             try:
@@ -180,32 +180,32 @@ class Link:
             yield from self._take(answer, frames[1:], now_s)
         self._ask(now_s)
 
-    def _take(self, answer: Answer, frames: list[zmq.Frame], now_s: float) -> Iterator[Came]:
+    def _take(self, answer: Answer, frames: list[zmq.Frame], now_s: float) -> Iterator[BlockArrival]:
         asked = self._asked.get(answer.number)
         if asked is None:
             return  # forgotten since
         self._heard_s = now_s
-        if isinstance(answer, Foreign):
+        if isinstance(answer, IdentityMismatch):
             raise PeerLost(f"computes other bits: its {self._differing(answer)} differ from ours", FOREIGN_S)
-        if isinstance(answer, Lacking):
+        if isinstance(answer, BlocksMissing):
             del self._asked[answer.number], self._until_s[answer.number]
-            yield from (Came(wanted, is_there=False) for wanted in asked.values())
+            yield from (BlockArrival(wanted, is_there=False) for wanted in asked.values())
             return
         wanted = asked.get(answer.index)
         if wanted is None or len(frames) != 1:
             raise PeerLost("gives what was not asked for")
         self._store(answer, wanted, memoryview(frames[0].buffer))
         del asked[answer.index]
-        yield Came(wanted, is_there=True)
+        yield BlockArrival(wanted, is_there=True)
 
-    def _store(self, given: Given, wanted: Wanted, block: memoryview) -> None:
+    def _store(self, given: BlockReply, wanted: WantedBlock, block: memoryview) -> None:
         """Put a block to where it is to come, if it is whole."""
         row = self._staging[wanted.host_block - self._first]
         if len(block) != len(row) or digest_of(self._whose, wanted.key, block) != given.digest:
             raise PeerLost("gives a block that is not what its hash says", FOREIGN_S)
         row.data[:] = block
 
-    def _differing(self, answer: Foreign) -> str:
+    def _differing(self, answer: IdentityMismatch) -> str:
         """Return what differs by our names alone: theirs may be anything."""
         differing = sorted(name for name, part in self._parts.items() if part != answer.parts.get(name))
         return ", ".join(differing) or "version"

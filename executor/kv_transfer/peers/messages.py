@@ -2,11 +2,11 @@
 
     who wants                              who offers
     Ask 7: keys a, b, c          ──────▶
-                                 ◀──────   Given 7, of a   | block
-                                 ◀──────   Given 7, of c   | block
-                                 ◀──────   Lacking 7: b
+                                 ◀──────   BlockReply 7, of a   | block
+                                 ◀──────   BlockReply 7, of c   | block
+                                 ◀──────   BlocksMissing 7: b
     Ask 8: keys, other whose     ──────▶
-                                 ◀──────   Foreign 8: what the blocks depend on here
+                                 ◀──────   IdentityMismatch 8: what the blocks depend on here
 
 Every message is one frame; the block follows as another. A block's digest is over whose it is, its key and its bytes, as on
 disk: nothing is taken by accident for what it is not. Who speaks is a matter of `quintet.executor.kv_transfer.peers.keys`.
@@ -51,7 +51,7 @@ class Ask(msgspec.Struct, array_like=True, tag="ask"):
         return len(self.keys) <= MAX_KEYS and all(len(key) in KEY_BYTES for key in self.keys)
 
 
-class Given(msgspec.Struct, array_like=True, tag="given"):
+class BlockReply(msgspec.Struct, array_like=True, tag="given"):
     """Here is one of those that you asked for, by its place among them."""
 
     number: int
@@ -59,18 +59,18 @@ class Given(msgspec.Struct, array_like=True, tag="given"):
     digest: bytes
 
 
-class Lacking(msgspec.Struct, array_like=True, tag="lacking"):
+class BlocksMissing(msgspec.Struct, array_like=True, tag="lacking"):
     """These are not here (any more). The last answer to every question."""
 
     number: int
     indexes: list[int]
 
 
-class Foreign(msgspec.Struct, array_like=True, tag="foreign"):
+class IdentityMismatch(msgspec.Struct, array_like=True, tag="foreign"):
     """What is here might have other bits. By name, hashes of all that these depend on."""
 
     number: int
     parts: dict[str, str]
 
 
-Answer = Given | Lacking | Foreign
+Answer = BlockReply | BlocksMissing | IdentityMismatch

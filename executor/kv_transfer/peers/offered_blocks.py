@@ -15,7 +15,7 @@ from quintet.executor.kv_transfer.block_bytes import Bytes, Int, WholeBlocks
 from quintet.executor.memory import lazy_zeros
 
 
-class Offered:
+class OfferedBlocks:
     """Used by the executor's loop, which copies, and by the thread that gives."""
 
     def __init__(self, blocks: WholeBlocks, num_rows: int) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, AttentionSpec, NormSpec, QkNormOver, QkvLayout
 from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
@@ -122,14 +122,14 @@ def _slopes(scope: Scope, spec: AttentionSpec) -> torch.Tensor | None:
     return torch.tensor(spec.alibi, dtype=torch.float32, device=scope.setting.device)
 
 
-def _sinks(scope: Scope, spec: AttentionSpec, heads: Kept) -> torch.Tensor | None:
+def _sinks(scope: Scope, spec: AttentionSpec, heads: KeptRange) -> torch.Tensor | None:
     if not spec.sinks:
         return None
     whole = scope.weights.floats(scope.name(scope.names.sinks), heads.whole)
     return whole[heads.begin : heads.end]
 
 
-def _head_norm(scope: Scope, spec: AttentionSpec, name: str, heads: Kept) -> Norm | None:
+def _head_norm(scope: Scope, spec: AttentionSpec, name: str, heads: KeptRange) -> Norm | None:
     """Declare the norm of queries, or of keys, over whatever of them it is: over all as one, also where a rank has some."""
     norm, dim = spec.qk_norm, spec.head_dim
     if norm is None or spec.qk_norm_over is QkNormOver.HEAD:
@@ -139,7 +139,7 @@ def _head_norm(scope: Scope, spec: AttentionSpec, name: str, heads: Kept) -> Nor
     return scope.norm_of(norm, dim, _own_weights(scope, norm, name, heads, dim))
 
 
-def _own_weights(scope: Scope, norm: NormSpec, name: str, heads: Kept, dim: int) -> torch.Tensor | None:
+def _own_weights(scope: Scope, norm: NormSpec, name: str, heads: KeptRange, dim: int) -> torch.Tensor | None:
     """Declare a weight ``[heads * dim]`` that the checkpoint has as one tensor, or as one a head."""
     name = scope.name(name)
     if "{head}" not in name:

@@ -9,7 +9,7 @@ Yang, Kautz and Hatamizadeh, "Gated delta networks" (2024), figure 1::
 
 from __future__ import annotations
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.model_config.state_specs import DeltaSpec
 from quintet.executor.models.blocks.scope import Scope
@@ -68,7 +68,7 @@ class Delta:
         return ops.linear(self._out, y)
 
 
-def _parts(scope: Scope, spec: DeltaSpec, keys: Kept, values: Kept, heads: Kept) -> list[Part]:
+def _parts(scope: Scope, spec: DeltaSpec, keys: KeptRange, values: KeptRange, heads: KeptRange) -> list[Part]:
     """Return queries, keys, values, gates, betas and alphas, in this order, wherever the checkpoint has them: those kept."""
     if not spec.by_head:
         named = {"qkv": (keys, keys, values), "z": (values,), "b": (heads,), "a": (heads,)}

@@ -11,7 +11,7 @@ from quintet.executor.checkpoints.quant.decode import Coded, mxfp4
 from quintet.executor.checkpoints.quant.formats.scheme import Packing, Scheme
 from quintet.executor.checkpoints.quant.stack import StackPiece, StackShape
 from quintet.executor.model_config.experts import ExpertsLayout, ExpertsSpec
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.blocks.scope import Scope
 
 _MX = Scheme(stored=(), codes=Packing(4), group=32, is_fp4=True)
@@ -95,7 +95,7 @@ def down_of(scope: Scope, spec: ExpertsSpec) -> StackShape:
     )
 
 
-def _label(here: Kept) -> str:
+def _label(here: KeptRange) -> str:
     return "" if here.is_all else f" of experts{here.label}"
 
 
@@ -107,15 +107,15 @@ def _columns(begin: int, end: int, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[begin:end]
 
 
-def _turns(first: int, kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
+def _turns(first: int, kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[first::2][kept.begin : kept.end]
 
 
-def _inputs(kept: Kept, tensor: torch.Tensor) -> torch.Tensor:
+def _inputs(kept: KeptRange, tensor: torch.Tensor) -> torch.Tensor:
     return tensor[:, kept.begin : kept.end]
 
 
-def _rows(kept: Kept) -> Rows:
+def _rows(kept: KeptRange) -> Rows:
     return _as_they_are if kept.is_all else partial(_columns, kept.begin, kept.end)
 
 
@@ -124,7 +124,7 @@ def _transposed(rows: Rows) -> Rows:
 
 
 def _each(
-    scope: Scope, name: str, here: Kept, shape: tuple[int, int], begin: int, rows: Rows
+    scope: Scope, name: str, here: KeptRange, shape: tuple[int, int], begin: int, rows: Rows
 ) -> list[StackPiece]:
     """Return the pieces of a tensor of each expert that is here."""
     names = [scope.name(name).format(expert=expert) for expert in range(here.whole)]
@@ -143,7 +143,7 @@ def _each(
     ]
 
 
-def _stacked(name: str, here: Kept, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
+def _stacked(name: str, here: KeptRange, shape: tuple[int, ...], begin: int, rows: Rows) -> StackPiece:
     """Return a piece of one tensor of all experts. shape: of one."""
     return StackPiece(
         names=(name,),
@@ -155,7 +155,7 @@ def _stacked(name: str, here: Kept, shape: tuple[int, ...], begin: int, rows: Ro
     )
 
 
-def _mx(name: str, here: Kept, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
+def _mx(name: str, here: KeptRange, columns: int, depth: int, begin: int, rows: Rows) -> StackPiece:
     """Return a piece of two tensors, 4-bit numbers and their exponents."""
     blocks = depth // _MX.group
 

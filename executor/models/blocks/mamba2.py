@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation
 from quintet.executor.model_config.state_specs import Mamba2Spec
 from quintet.executor.models.blocks.norms import norm_of_all
@@ -62,7 +62,7 @@ class Mamba2:
             weight = scope.vector(scope.name(below(scope, "norm.weight")), spec.norm, channels.whole)
             if spec.groups % share.size == 0:  # whole ones, so that no other rank has any of what is normed
                 weight = None if weight is None else weight[channels.begin : channels.end]
-                self._normed = Kept(0, channels.count, channels.count)
+                self._normed = KeptRange(0, channels.count, channels.count)
             self._norm = scope.norm_of(spec.norm, channels.whole // spec.groups, weight)
         self._out = output(scope, "out_proj", channels, scope.hidden_size, biased=spec.output_bias)
 

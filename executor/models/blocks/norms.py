@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.norm import Norm
 
 
-def norm_of_all(ops: ForwardPass[ValueT], x: ValueT, norm: Norm, kept: Kept) -> ValueT:
+def norm_of_all(ops: ForwardPass[ValueT], x: ValueT, norm: Norm, kept: KeptRange) -> ValueT:
     """Return ``x``, which is ``kept`` of what the norm is over, normed with what the other ranks have of it."""
     if kept.is_all:
         return ops.norm(x, norm)

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import torch
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.state_specs import StateNeed
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.layers.linear import Linear, Part
@@ -22,7 +22,7 @@ def below(scope: Scope, name: str) -> str:
 class KeptRows:
     """Rows of a tensor, kinds of them one below the other, and which of each kind this rank keeps."""
 
-    def __init__(self, *kinds: Kept) -> None:
+    def __init__(self, *kinds: KeptRange) -> None:
         self._kinds = kinds
         self._begins = list(accumulate((kept.whole for kept in kinds), initial=0))
         self._is_all = all(kept.is_all for kept in kinds)
@@ -74,7 +74,7 @@ def fading(scope: Scope, rows: KeptRows, *rest: int) -> torch.Tensor:
     return numbers(scope, "A_log", rows, *rest, take=lambda tensor: -torch.exp(tensor).t())
 
 
-def output(scope: Scope, name: str, kept: Kept, rows: int, *, biased: bool = False) -> Linear:
+def output(scope: Scope, name: str, kept: KeptRange, rows: int, *, biased: bool = False) -> Linear:
     """Declare a linear layer whose inputs ranks divide, ``kept`` being this one's."""
     part = scope.part(below(scope, name), rows).of_inputs(kept, scope.share.own_leaves)
     return scope.linear([part], kept.count, biased=biased)

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import NormKind, Temperature
 from quintet.executor.models.layers.norm import Norm
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class AttentionWindow:
     """Which of the tokens up to its own a token sees. At most one of the two is set."""
 
     window: int | None = None
@@ -87,9 +87,9 @@ class AttentionLayer:
     interleaved: bool = False
     """Whether numbers ``2 i`` and ``2 i + 1`` are a pair that is turned (GPT-J), rather than ``i`` and ``i + rotary_dim / 2``."""
     window: int | None = None
-    """See `Sight`."""
+    """See `AttentionWindow`."""
     chunk: int | None = None
-    """See `Sight`."""
+    """See `AttentionWindow`."""
     softcap: float | None = None
     """Scores become ``softcap * tanh(score / softcap)``."""
     alibi_slopes: torch.Tensor | None = None
@@ -105,7 +105,7 @@ class AttentionLayer:
     temperature: Temperature | None = None
     """Of queries, after their rotation."""
     kv_scales: KvScales = field(default_factory=KvScales)
-    kept_kv_heads: Kept | None = None
+    kept_kv_heads: KeptRange | None = None
     """Which of the model's KV heads these are, of a rank; None: all."""
 
     def __post_init__(self) -> None:
@@ -135,9 +135,9 @@ class AttentionLayer:
         return Heads(self.num_heads, self.num_kv_heads, self.head_dim, self.value_width)
 
     @property
-    def sight(self) -> Sight:
+    def sight(self) -> AttentionWindow:
         """What a token sees."""
-        return Sight(self.window, self.chunk)
+        return AttentionWindow(self.window, self.chunk)
 
     @property
     def is_product(self) -> bool:

@@ -13,10 +13,10 @@ import torch
 from quintet.executor.backends.cpu.ops.linear import GatedActivation
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.checkpoints.quant.method import LinearMethod, LinearShape, Quantization
-from quintet.executor.checkpoints.quant.row_ranges import Part
+from quintet.executor.checkpoints.quant.row_ranges import RowRange
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 
-__all__ = ["Embedding", "GatedActivation", "Linear", "Part"]
+__all__ = ["Embedding", "GatedActivation", "Linear", "RowRange"]
 
 
 class LinearSetting(Protocol):
@@ -36,7 +36,7 @@ class Linear:
         self,
         setting: LinearSetting,
         plan: WeightPlan,
-        parts: Sequence[Part],
+        parts: Sequence[RowRange],
         depth: int,
         *,
         biased: bool = False,
@@ -94,7 +94,7 @@ class Embedding:
         if tied_to is not None and not tied_to.method.is_quantized:
             self._method: LinearMethod | None = tied_to.method
         else:
-            self._method = setting.quantization.embedding(LinearShape((Part(name, rows),), width), plan)
+            self._method = setting.quantization.embedding(LinearShape((RowRange(name, rows),), width), plan)
         self._table: torch.Tensor | None = None
         self.width = width
         if self._method is None:

@@ -22,7 +22,7 @@ from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.http.http_request import Header
 from quintet.frontend.resume.resume_token import Answer
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream, pieces
 from quintet.wire.channels import Channel
@@ -165,7 +165,7 @@ class MessagesWriter:
     """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
 
     def __init__(
-        self, answer: MessagesAnswer, stream_id: StreamId | None = None, position: Position | None = None
+        self, answer: MessagesAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
     ) -> None:
         """``stream_id``: events carry ids and go on after ``position``. Raises `RequestError` for one of another dialect."""
         self.stream_id = stream_id
@@ -176,7 +176,7 @@ class MessagesWriter:
         self.created: int | None = None
         """No event says when the answer began."""
         self._answer = answer
-        self._position = position or Position(1)
+        self._position = position or StreamCursor(1)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         num_blocks, kind, self._num_skipped = _state_of(self._position.note)
         self._set_open(num_blocks, kind)

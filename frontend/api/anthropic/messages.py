@@ -18,7 +18,7 @@ from quintet.frontend.api.openai.chat import (
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import claim_for
 from quintet.frontend.resume.token_relay import behind, relaying
 from quintet.frontend.service import Service
@@ -26,13 +26,13 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Reading
+from quintet.wire.request import OutputParsing
 
 _decoder = msgspec.json.Decoder(MessagesBody)
 _count_decoder = msgspec.json.Decoder(CountTokensBody)
 
 
-async def messages(service: Service, exchange: Exchange) -> None:
+async def messages(service: Service, exchange: HttpRequest) -> None:
     """Answer one request."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
@@ -65,7 +65,7 @@ async def messages(service: Service, exchange: Exchange) -> None:
         await exchange.respond_json(message_of(answer, output))
 
 
-async def render_messages(service: Service, exchange: Exchange) -> None:
+async def render_messages(service: Service, exchange: HttpRequest) -> None:
     """Answer with the conversation's request in ids."""
     body = await parse.read_body(service, exchange, _decoder)
     chat, conversation, params, _ = _checked(body, service.config)
@@ -74,7 +74,7 @@ async def render_messages(service: Service, exchange: Exchange) -> None:
 
 def _checked(
     body: MessagesBody, config: EngineConfig
-) -> tuple[ChatBody, Conversation, SamplingParams, Reading | None]:
+) -> tuple[ChatBody, Conversation, SamplingParams, OutputParsing | None]:
     """Return the request as the chat dialect spells it, and what that comes to."""
     chat, translation = chat_body(body)
     if body.thinking is not None and config.model.parsers.thinks is not None:
@@ -85,7 +85,7 @@ def _checked(
         raise parse.renamed(error, THEIR_NAMES) from None
 
 
-async def count_tokens(service: Service, exchange: Exchange) -> None:
+async def count_tokens(service: Service, exchange: HttpRequest) -> None:
     """Answer with the tokens of the prompt that a request would have."""
     config = service.config
     body = await parse.read_body(service, exchange, _count_decoder)

@@ -20,9 +20,9 @@ from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.frontend.api.routing import session_of
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import behind, relaying
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
@@ -38,7 +38,7 @@ class GenerateAnswer(Answer, tag="generate"):
     options: AnswerOptions
 
 
-async def generate(service: Service, exchange: Exchange) -> None:
+async def generate(service: Service, exchange: HttpRequest) -> None:
     """Answer one request."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
@@ -123,7 +123,7 @@ SHAPE = Shape(
 
 
 def writer(
-    answer: GenerateAnswer, stream_id: StreamId | None, position: Position | None = None
+    answer: GenerateAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
     """Return who writes the events of an answer."""
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)

@@ -15,8 +15,8 @@ from quintet.frontend.api import sse
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.errors import error_body
 from quintet.frontend.api.openai.types import CompletionBody, GenerationBody
-from quintet.frontend.http.http_request import Exchange, Header
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.http.http_request import Header, HttpRequest
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream
 from quintet.wire.config import EngineConfig
@@ -25,7 +25,7 @@ from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Starte
 from quintet.wire.params import SamplingParams
 
 USAGE_TOLD = "u"
-"""`Position.note` once the usage was told."""
+"""`StreamCursor.note` once the usage was told."""
 
 encode_json = msgspec.json.Encoder().encode
 
@@ -73,7 +73,7 @@ class AnswerOptions(msgspec.Struct, frozen=True, array_like=True):
 
 
 def options_of(
-    id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: Exchange, config: EngineConfig
+    id_prefix: str, body: GenerationBody, params: SamplingParams, exchange: HttpRequest, config: EngineConfig
 ) -> AnswerOptions:
     """Return what the client asked for besides text, or the server adds; its id begins with ``id_prefix``."""
     wanted, as_ids = body.stream_options, body.return_tokens_as_token_ids
@@ -175,7 +175,7 @@ class ChunkWriter:
         options: AnswerOptions,
         num_prompts: int,
         stream_id: StreamId | None = None,
-        position: Position | None = None,
+        position: StreamCursor | None = None,
     ) -> None:
         """``stream_id``: events carry ids and go on after ``position`` (default: from the beginning)."""
         self.stream_id = stream_id
@@ -186,7 +186,7 @@ class ChunkWriter:
         self.foretold: list[bytes] = []
         """Such comments, of tokens that were told before this writer's first event."""
         self.created: int | None = options.created
-        self._position = position or Position(num_prompts * options.num_choices)
+        self._position = position or StreamCursor(num_prompts * options.num_choices)
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self.shape = shape
         self.options = options

@@ -22,7 +22,7 @@ from quintet.frontend.api.openai.logprobs import prompt_logprobs
 from quintet.frontend.api.openai.tools import reading_of
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
@@ -31,7 +31,7 @@ _decoder = msgspec.json.Decoder(ChatBody)
 _conversations_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-async def batch(service: Service, exchange: Exchange) -> None:
+async def batch(service: Service, exchange: HttpRequest) -> None:
     """Answer one request. Its choices are numbered through, those of the first conversation first."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)

@@ -19,7 +19,7 @@ from quintet.frontend.api.openai.structured import form_field
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.beam_rounds import fitting, search, telling
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Stream
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -27,7 +27,7 @@ from quintet.wire.config import ModelConfig
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import Reading
+from quintet.wire.request import OutputParsing
 
 NO_BEAMS: Mapping[str, object] = {
     "presence_penalty": 0,
@@ -62,7 +62,7 @@ class BeamRequest:
     answer: AnswerOptions
     deadline_ns: int
     session: str
-    reading: Reading | None = None
+    reading: OutputParsing | None = None
 
     @property
     def num_shown(self) -> int:
@@ -102,7 +102,7 @@ def _hides_choices(body: GenerationBody) -> bool:
 
 
 async def beam_answer(
-    service: Service, exchange: Exchange, request: BeamRequest
+    service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[list[Output], Submissions]:
     """Search, and return the choices of each prompt, the best first, with the submissions that told them."""
     submissions, beams = await _found(service, exchange, request)
@@ -114,7 +114,7 @@ async def beam_answer(
 
 async def stream_beams(
     service: Service,
-    exchange: Exchange,
+    exchange: HttpRequest,
     request: BeamRequest,
     writer: Callable[[AnswerOptions, int], ChunkWriter],
 ) -> None:
@@ -146,7 +146,7 @@ class BeamsWriter:
 
 
 async def _found(
-    service: Service, exchange: Exchange, request: BeamRequest
+    service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[Submissions, list[Beam]]:
     """Search, and return the beams of each prompt, the best first, with the submissions that are about to tell them."""
     body, params = request.body, request.params

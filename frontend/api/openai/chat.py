@@ -38,9 +38,9 @@ from quintet.frontend.api.openai.types import (
 )
 from quintet.frontend.api.openai.usage_replay import recall
 from quintet.frontend.api.routing import session_of
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import behind, relaying
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta
@@ -49,7 +49,7 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import ChatPrompt, Started, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import Reading
+from quintet.wire.request import OutputParsing
 
 _decoder = msgspec.json.Decoder(ChatBody)
 _messages_decoder = msgspec.json.Decoder(list[ChatMessage])
@@ -86,7 +86,7 @@ class Conversation:
     """All tools that the model may call, as JSON; the prompt has those that the template shows."""
 
 
-async def chat_completions(service: Service, exchange: Exchange) -> None:
+async def chat_completions(service: Service, exchange: HttpRequest) -> None:
     """Answer one request."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
@@ -144,7 +144,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
 
 def checked_chat(
     body: ChatBody, config: EngineConfig, translation: Translation = AS_SENT
-) -> tuple[Conversation, SamplingParams, Reading | None]:
+) -> tuple[Conversation, SamplingParams, OutputParsing | None]:
     """Validate the body except unsupported fields; return prompt, parameters and output parsing."""
     check_chat(body, config)
     conversation = parse_conversation(body, config, translation)
@@ -354,7 +354,9 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
     )
 
 
-def writer(answer: ChatAnswer, stream_id: StreamId | None, position: Position | None = None) -> ChunkWriter:
+def writer(
+    answer: ChatAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
+) -> ChunkWriter:
     """Return who writes the events of a chat answer."""
     shape = chat_shape(answer.role, answer.prefix, answer.channels)
     return ChunkWriter(shape, answer.options, answer.num_prompts, stream_id, position)

@@ -32,9 +32,9 @@ from quintet.frontend.api.openai.logprobs import (
 from quintet.frontend.api.openai.types import CompletionBody
 from quintet.frontend.api.openai.usage_replay import recall
 from quintet.frontend.api.routing import session_of
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import behind, relaying
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -53,7 +53,7 @@ class CompletionAnswer(Answer, tag="completion"):
     options: AnswerOptions
 
 
-async def completions(service: Service, exchange: Exchange) -> None:
+async def completions(service: Service, exchange: HttpRequest) -> None:
     """Answer one request."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
@@ -229,7 +229,7 @@ SHAPE = Shape(
 
 
 def writer(
-    answer: CompletionAnswer, stream_id: StreamId | None, position: Position | None = None
+    answer: CompletionAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
     """Return who writes the events of a completion."""
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)

@@ -24,13 +24,13 @@ from quintet.frontend.api.openai.chat import (
 from quintet.frontend.api.openai.completions import completion_params
 from quintet.frontend.api.openai.redetokenize import reread
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
 from quintet.wire.messages import Detokenized, Finish, FinishReason
 from quintet.wire.params import SamplingParams, check_token_ids, shown
-from quintet.wire.request import Reading
+from quintet.wire.request import OutputParsing
 
 MAX_CHOICES = 256
 """Of one request: they are read one after the other."""
@@ -41,7 +41,7 @@ _chat_request_decoder = msgspec.json.Decoder(ChatBody)
 _completion_request_decoder = msgspec.json.Decoder(CompletionBody)
 
 
-async def derender_chat(service: Service, exchange: Exchange) -> None:
+async def derender_chat(service: Service, exchange: HttpRequest) -> None:
     """Answer with the conversation's next message."""
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
@@ -78,7 +78,7 @@ async def derender_chat(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json({**answer_body, "prompt_logprobs": _as_it_came(generated.prompt_logprobs)})
 
 
-async def derender_completions(service: Service, exchange: Exchange) -> None:
+async def derender_completions(service: Service, exchange: HttpRequest) -> None:
     """Answer with the texts behind the prompts."""
     config = service.config
     body = await parse.read_body(service, exchange, _completion_decoder)
@@ -132,7 +132,7 @@ def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConf
             )
 
 
-def _options(prefix: str, generated: Generated, exchange: Exchange, config: EngineConfig) -> AnswerOptions:
+def _options(prefix: str, generated: Generated, exchange: HttpRequest, config: EngineConfig) -> AnswerOptions:
     given = generated.request_id
     fields = CompletionBody(request_id=given.removeprefix(f"{prefix}-") if given else None)
     response_id = f"{prefix}-{parse.request_id(fields, exchange)}"
@@ -144,7 +144,7 @@ async def _read(
     choice: GeneratedChoice,
     params: SamplingParams,
     prompt_ids: bytes,
-    reading: Reading | None,
+    reading: OutputParsing | None,
 ) -> Detokenized:
     """Return a choice's text."""
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")

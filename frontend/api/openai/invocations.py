@@ -7,7 +7,7 @@ import msgspec
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat import chat_completions
 from quintet.frontend.api.openai.completions import completions
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 
 
@@ -21,7 +21,7 @@ class _Kind(msgspec.Struct):
 _decoder = msgspec.json.Decoder(_Kind)
 
 
-async def invocations(service: Service, exchange: Exchange) -> None:
+async def invocations(service: Service, exchange: HttpRequest) -> None:
     """Answer a conversation (``messages``) or complete a text (``prompt``)."""
     kind = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     if kind.messages is not msgspec.UNSET:

@@ -24,7 +24,7 @@ from quintet.wire.config import EngineConfig, KvPeersConfig
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import FinishReason
 from quintet.wire.params import shown
-from quintet.wire.request import MAX_PEER_CHARS, Handover
+from quintet.wire.request import MAX_PEER_CHARS, KvTransfer
 
 FIELD = "kv_transfer_params"
 _COMPLETE = (FinishReason.STOP, FinishReason.LENGTH, FinishReason.REPETITION)
@@ -43,7 +43,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(TransferParams)
 
 
-def take_handover(body: GenerationBody, num_prompts: int, config: EngineConfig) -> Handover | None:
+def take_handover(body: GenerationBody, num_prompts: int, config: EngineConfig) -> KvTransfer | None:
     """Take the field out of a body; return what it means, None where nothing. Raises `RequestError`."""
     encoded = parse.json_of(body.kv_transfer_params)
     if encoded in {b"", b"{}"}:
@@ -73,15 +73,15 @@ def take_handover(body: GenerationBody, num_prompts: int, config: EngineConfig) 
     return _fetching(params, peers)
 
 
-def _offering(body: GenerationBody, peers: KvPeersConfig | None) -> Handover:
+def _offering(body: GenerationBody, peers: KvPeersConfig | None) -> KvTransfer:
     if peers is None or not peers.listen:
         raise _role_missing("do_remote_decode", "offers no KV", "prefill", peers)
     if body.stream:
         raise _wrong("do_remote_decode is true, and whole answers alone say where KV is; set stream to false")
-    return Handover(offers=True)
+    return KvTransfer(offers=True)
 
 
-def _fetching(params: TransferParams, peers: KvPeersConfig | None) -> Handover:
+def _fetching(params: TransferParams, peers: KvPeersConfig | None) -> KvTransfer:
     if peers is None or not peers.allowed:
         raise _role_missing("do_remote_prefill", "fetches no KV", "decode", peers)
     host, port = (params.remote_host or "").strip("[]"), params.remote_port or 0
@@ -97,7 +97,7 @@ def _fetching(params: TransferParams, peers: KvPeersConfig | None) -> Handover:
         )
     ids = params.remote_block_ids
     most = 1 << 30
-    return Handover(
+    return KvTransfer(
         peer=f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         num_blocks=most if ids is None else len(ids),
     )

@@ -11,7 +11,7 @@ import msgspec
 
 from quintet.frontend.api.openai.structured import form_of
 from quintet.frontend.api.openai.types import SHARED_SAMPLING_FIELDS, ChatBody, GenerationBody, RawField
-from quintet.frontend.http.http_request import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, Exchange
+from quintet.frontend.http.http_request import MAX_REQUEST_ID, REQUEST_ID, REQUEST_ID_HEADER, HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig, ModelConfig
 from quintet.wire.errors import ErrorCode, RequestError
@@ -47,7 +47,9 @@ class NamesModel(Protocol):
     model: str | None
 
 
-async def read_body(service: Service, exchange: Exchange, decoder: msgspec.json.Decoder[NamingT]) -> NamingT:
+async def read_body(
+    service: Service, exchange: HttpRequest, decoder: msgspec.json.Decoder[NamingT]
+) -> NamingT:
     """Return the body of a request to the model that is served. Raises `RequestError`."""
     body = decode(await exchange.read_json_body(service.bodies), decoder)
     check_model(body.model, service.config.model)
@@ -256,7 +258,7 @@ def max_alternatives(params: SamplingParams) -> int:
     return max(params.logprobs or 0, len(params.logprob_token_ids or ()))
 
 
-def deadline_ns(body: GenerationBody, exchange: Exchange) -> int:
+def deadline_ns(body: GenerationBody, exchange: HttpRequest) -> int:
     """Return the moment after which the answer is of no use (monotonic): the earlier of body's and header's; 0 for none."""
     waits_s: list[float] = []
     if body.timeout is not None:
@@ -277,7 +279,7 @@ def deadline_ns(body: GenerationBody, exchange: Exchange) -> int:
     return exchange.arrival_ns + max(1, int(min(waits_s) * 1e9)) if waits_s else 0
 
 
-def request_id(body: GenerationBody, exchange: Exchange) -> str:
+def request_id(body: GenerationBody, exchange: HttpRequest) -> str:
     """Return the id that the answer's own begins with: the body's, else the header's, else the one that was made."""
     if body.request_id:
         _check_request_id("request_id", "request_id", body.request_id)

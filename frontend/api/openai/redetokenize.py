@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from quintet.frontend.service import Service
 from quintet.wire.messages import PROMPT_TAIL, Detokenized, Open
 from quintet.wire.params import SamplingParams
-from quintet.wire.request import Echo, Reading
+from quintet.wire.request import Echo, OutputParsing
 
 
 async def reread(
@@ -16,7 +16,7 @@ async def reread(
     ends_with_stop: bool,
     params: SamplingParams,
     prompt_ids: bytes,
-    reading: Reading | None,
+    reading: OutputParsing | None,
     *,
     is_cut: bool = False,
 ) -> Detokenized:

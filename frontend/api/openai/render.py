@@ -12,7 +12,7 @@ from quintet.frontend.api.openai.chat import chat_params, check_chat, parse_conv
 from quintet.frontend.api.openai.chat import refuse_missing as refuse_missing_in_chat
 from quintet.frontend.api.openai.completions import completion_params, parse_prompts
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
@@ -28,7 +28,7 @@ NOT_TOLD = frozenset({"output_kind", "detokenize", "structured_outputs", "trunca
 """Parameters that say nothing to the endpoint that generates, or are told in a form of their own."""
 
 
-async def render_chat(service: Service, exchange: Exchange) -> None:
+async def render_chat(service: Service, exchange: HttpRequest) -> None:
     """Answer with the conversation's request in ids."""
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
@@ -44,7 +44,7 @@ async def render_chat(service: Service, exchange: Exchange) -> None:
 
 async def respond_rendered(
     service: Service,
-    exchange: Exchange,
+    exchange: HttpRequest,
     chat: ChatBody,
     prompt: ChatPrompt,
     params: SamplingParams,
@@ -60,7 +60,7 @@ async def respond_rendered(
     await exchange.respond_json(_rendered(ids, chat, params, exchange, service.config))
 
 
-async def render_completions(service: Service, exchange: Exchange) -> None:
+async def render_completions(service: Service, exchange: HttpRequest) -> None:
     """Answer with a list of requests in ids, one per prompt."""
     config = service.config
     body = await parse.read_body(service, exchange, _completion_decoder)
@@ -101,7 +101,11 @@ async def _ids_of(
 
 
 def _rendered(
-    ids: Sequence[int], body: GenerationBody, params: SamplingParams, exchange: Exchange, config: EngineConfig
+    ids: Sequence[int],
+    body: GenerationBody,
+    params: SamplingParams,
+    exchange: HttpRequest,
+    config: EngineConfig,
 ) -> dict[str, object]:
     if params.truncate_prompt_tokens is not None:
         raise parse.not_implemented(

@@ -10,7 +10,7 @@ import msgspec
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat import parse_conversation
 from quintet.frontend.api.openai.types import DetokenizeBody, TokenizeBody
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.columns import ID_BYTES
@@ -25,7 +25,7 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 
-async def tokenize(service: Service, exchange: Exchange) -> None:
+async def tokenize(service: Service, exchange: HttpRequest) -> None:
     """Answer with the ids of a text, or of a conversation as the chat template renders it."""
     config = service.config
     body = await parse.read_body(service, exchange, _tokenize_decoder)
@@ -59,7 +59,7 @@ async def _as_json(column: bytes) -> msgspec.Raw:
     return msgspec.Raw(b"[%b]" % b",".join(parts))
 
 
-async def tokenizer_info(service: Service, exchange: Exchange) -> None:
+async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
     """Answer with what the model's files say of its tokenizer, and with its chat template."""
     config = service.config
     if not config.frontend.tokenizer_info:
@@ -73,7 +73,7 @@ async def tokenizer_info(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json(told if template is None else {**told, "chat_template": template})
 
 
-async def detokenize(service: Service, exchange: Exchange) -> None:
+async def detokenize(service: Service, exchange: HttpRequest) -> None:
     """Answer with the text of some ids."""
     config = service.config
     body = await parse.read_body(service, exchange, _detokenize_decoder)

@@ -15,7 +15,7 @@ from quintet.frontend.api.openai.offered_tools import shown_tools
 from quintet.frontend.api.openai.types import ChatBody, FunctionTool, Tool
 from quintet.wire.config import ForcedCalls, ParsersConfig
 from quintet.wire.params import shown
-from quintet.wire.request import MAX_SCHEMAS_BYTES, Reading
+from quintet.wire.request import MAX_SCHEMAS_BYTES, OutputParsing
 from quintet.wire.structured import StructuredOutputsParams
 
 WORDS = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
@@ -191,16 +191,16 @@ def _object_schema(function: FunctionTool) -> dict[str, object]:
 
 def reading_of(
     body: ChatBody, tools: bytes, parsers: ParsersConfig, form: StructuredOutputsParams | None = None
-) -> Reading | None:
+) -> OutputParsing | None:
     """Return how the output is read; calls are only looked for where the model was shown ``tools`` that it may call.
 
     form: that the answer must have. Calls beside it are written as those that are insisted on.
     """
     tools = tools if body.tool_choice != "none" else b""
     if tools and body.tool_choice not in (None, "auto"):
-        return Reading(parsers.reasoning, parsers.forced.reader, insists=True)
+        return OutputParsing(parsers.reasoning, parsers.forced.reader, insists=True)
     if tools and form is not None and form.calls:
-        return Reading(parsers.reasoning, parsers.forced.reader)
+        return OutputParsing(parsers.reasoning, parsers.forced.reader)
     name = parsers.tools if tools else ""
     if not (parsers.reasoning or name):
         return None
@@ -211,4 +211,4 @@ def reading_of(
             "types of their own. Send fewer tools, or shorter descriptions.",
             "tools",
         )
-    return Reading(parsers.reasoning, name, schemas)
+    return OutputParsing(parsers.reasoning, name, schemas)

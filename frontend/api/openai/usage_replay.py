@@ -9,7 +9,7 @@ from __future__ import annotations
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai.redetokenize import reread
 from quintet.frontend.service import Service
-from quintet.frontend.streams import Choice, Stream
+from quintet.frontend.streams import Stream, StreamChoice
 from quintet.wire.embeds import EmbedsPrompt
 from quintet.wire.messages import Finish, Started, TokenPrompt
 from quintet.wire.request import room_for_output
@@ -30,7 +30,7 @@ async def recall(service: Service, submissions: Submissions) -> None:
         raise
 
 
-async def _count(service: Service, stream: Stream, ended: list[tuple[Choice, Finish]]) -> None:
+async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoice, Finish]]) -> None:
     submit, is_over = stream.submit, len(ended) == len(stream.choices)
     params, reading, arrival_ns = submit.spec.params, submit.spec.reading, submit.spec.arrival_ns
     if reading is None and not is_over:

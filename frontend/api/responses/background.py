@@ -20,7 +20,7 @@ from quintet.frontend.api.responses.output import CANCELLED, FAILED, ResponsesAn
 from quintet.frontend.api.responses.response_history import answer_of, turn_of
 from quintet.frontend.response_store import Events, Record, ResponseFile
 from quintet.frontend.resume.resume_token import claim_for
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
@@ -136,7 +136,7 @@ async def _go_on(service: Service, record: Record) -> None:
     try:
         await note_request(service, record, submissions)
         told = await service.responses.do(lambda file: file.last_position(record.id))
-        writer = ResponsesWriter(answer, None, Position.parse(told, 1))
+        writer = ResponsesWriter(answer, None, StreamCursor.parse(told, 1))
     except BaseException:
         submissions.close()
         raise

@@ -25,7 +25,7 @@ from quintet.frontend.api.responses.types import (
     InputItem,
     ItemsBody,
 )
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import CONVERSATION, Record, ResponseStore
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
@@ -38,7 +38,7 @@ _items_decoder = msgspec.json.Decoder(ItemsBody)
 _raw_items_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-async def conversations(service: Service, exchange: Exchange) -> None:
+async def conversations(service: Service, exchange: HttpRequest) -> None:
     """POST /v1/conversations."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     check_metadata(body.metadata or {})
@@ -56,7 +56,7 @@ async def conversations(service: Service, exchange: Exchange) -> None:
     await exchange.respond(200, record.answer)
 
 
-async def conversation(service: Service, exchange: Exchange) -> None:
+async def conversation(service: Service, exchange: HttpRequest) -> None:
     """GET, POST (other metadata) or DELETE /v1/conversations/{id}."""
     record = await _find(service.responses, exchange.path_params["id"])
     if exchange.method == "DELETE":
@@ -75,7 +75,7 @@ async def conversation(service: Service, exchange: Exchange) -> None:
     await exchange.respond(200, record.answer)
 
 
-async def items(service: Service, exchange: Exchange) -> None:
+async def items(service: Service, exchange: HttpRequest) -> None:
     """GET or POST /v1/conversations/{id}/items: a page of them, or more of them."""
     record = await _find(service.responses, exchange.path_params["id"])
     if exchange.method != "POST":
@@ -92,7 +92,7 @@ async def items(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json({"object": "list", "data": new, **ends, "has_more": False})
 
 
-async def item(service: Service, exchange: Exchange) -> None:
+async def item(service: Service, exchange: HttpRequest) -> None:
     """GET or DELETE /v1/conversations/{id}/items/{item_id}."""
     record, item_id = (
         await _find(service.responses, exchange.path_params["id"]),

@@ -40,9 +40,9 @@ from quintet.frontend.api.responses.response_history import (
 from quintet.frontend.api.responses.stored import tell_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.api.routing import session_of
-from quintet.frontend.http.http_request import Exchange
+from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
-from quintet.frontend.resume.partial_response import Begun
+from quintet.frontend.resume.partial_response import PartialResponse
 from quintet.frontend.resume.resume_token import claim_for
 from quintet.frontend.resume.token_relay import behind, relaying
 from quintet.frontend.service import Service
@@ -50,7 +50,7 @@ from quintet.wire.codec import pack_i32
 from quintet.wire.errors import RequestError
 from quintet.wire.messages import ChatPrompt
 from quintet.wire.params import SamplingParams, shown
-from quintet.wire.request import Claim, Reading
+from quintet.wire.request import OutputParsing, ResumeToken
 
 ID_BYTES = 24
 RESPONSE_ID = re.compile(r"resp_[0-9a-f]{48}")
@@ -59,7 +59,7 @@ _decoder = msgspec.json.Decoder(ResponsesBody)
 
 
 @dataclass(slots=True)
-class Asked:
+class CheckedRequest:
     """A checked request."""
 
     body: ResponsesBody
@@ -67,7 +67,7 @@ class Asked:
     """Its own."""
     prompt: ChatPrompt
     params: SamplingParams
-    reading: Reading | None
+    reading: OutputParsing | None
     answer: ResponsesAnswer
     deadline_ns: int
 
@@ -77,7 +77,7 @@ class Asked:
         return self.answer.options.response_id
 
 
-async def responses(service: Service, exchange: Exchange) -> None:
+async def responses(service: Service, exchange: HttpRequest) -> None:
     """Answer one request."""
     body = await parse.read_body(service, exchange, _decoder)
     asked = await _read(service, exchange, body)
@@ -110,7 +110,7 @@ async def responses(service: Service, exchange: Exchange) -> None:
         await exchange.respond(200, response_of(record))
 
 
-def _keep(record: Record, begun: Begun | None, file: ResponseFile) -> bool:
+def _keep(record: Record, begun: PartialResponse | None, file: ResponseFile) -> bool:
     """Keep a response; return whether it was not kept yet: this server may be the one that was lost with it, and has its file."""
     if begun is not None and file.find(record.id) is not None:
         return False
@@ -118,7 +118,7 @@ def _keep(record: Record, begun: Begun | None, file: ResponseFile) -> bool:
     return True
 
 
-async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> Asked:
+async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) -> CheckedRequest:
     """Check a request, with the conversation that it goes on with."""
     config, store = service.config, service.responses
     if exchange.begun is not None:
@@ -166,10 +166,10 @@ async def _read(service: Service, exchange: Exchange, body: ResponsesBody) -> As
     channels = channels_of(chat, read, options.response_id, config)
     answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named, forms)
     deadline_ns = parse.deadline_ns(chat, exchange)
-    return Asked(body, items, read.prompt, params, reading, answer, deadline_ns)
+    return CheckedRequest(body, items, read.prompt, params, reading, answer, deadline_ns)
 
 
-def _check_begun(begun: Begun, body: ResponsesBody) -> None:
+def _check_begun(begun: PartialResponse, body: ResponsesBody) -> None:
     """Refuse to go on with what cannot be. Raises `RequestError`."""
     if RESPONSE_ID.fullmatch(begun.name) is None:
         raise parse.invalid(
@@ -209,7 +209,7 @@ def _own_places(translation: Translation, num_former: int) -> Translation:
     return replace(translation, message_names=[own(place) for place in translation.message_names])
 
 
-async def render_responses(service: Service, exchange: Exchange) -> None:
+async def render_responses(service: Service, exchange: HttpRequest) -> None:
     """Answer with the request in ids; nothing is kept of it."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
@@ -225,9 +225,9 @@ async def render_responses(service: Service, exchange: Exchange) -> None:
 
 def _submit(
     service: Service,
-    asked: Asked,
-    exchange: Exchange,
-    claim: Claim | None,
+    asked: CheckedRequest,
+    exchange: HttpRequest,
+    claim: ResumeToken | None,
     told: bytes = b"",
     seeds: Sequence[int] = (),
 ) -> Submissions:
@@ -248,7 +248,7 @@ def _submit(
     )
 
 
-async def _answer(service: Service, exchange: Exchange, asked: Asked) -> bool:
+async def _answer(service: Service, exchange: HttpRequest, asked: CheckedRequest) -> bool:
     """Answer a client that waits; return True: its answer has ended."""
     answer = asked.answer
     claim = claim_for(answer, service.config) if asked.body.stream else None
@@ -270,7 +270,9 @@ async def _answer(service: Service, exchange: Exchange, asked: Asked) -> bool:
     return True
 
 
-async def _answer_later(service: Service, exchange: Exchange, asked: Asked, record: Record) -> bool:
+async def _answer_later(
+    service: Service, exchange: HttpRequest, asked: CheckedRequest, record: Record
+) -> bool:
     """Have a response answered in the background; return True: it will be."""
     claim = claim_for(asked.answer, service.config)
     submissions = tell_start(_submit(service, asked, exchange, claim))
@@ -283,7 +285,7 @@ async def _answer_later(service: Service, exchange: Exchange, asked: Asked, reco
     return True
 
 
-async def _forget(service: Service, exchange: Exchange, asked: Asked, is_new: bool) -> None:
+async def _forget(service: Service, exchange: HttpRequest, asked: CheckedRequest, is_new: bool) -> None:
     """Keep nothing of a response that nobody heard of; one whose client hung up is cancelled, unless it comes back."""
     response_id = asked.response_id
     if not exchange.started and is_new:

@@ -37,7 +37,7 @@ from quintet.frontend.api.responses.output import (
 )
 from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
-from quintet.frontend.resume.stream_cursor import Position, StreamId
+from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
 from quintet.frontend.streams import Batch, Delta, Stream, pieces
 from quintet.wire.channels import Channel
@@ -128,7 +128,7 @@ class ResponsesWriter:
     """Writes the events of one streamed answer (an `AnswerWriter`)."""
 
     def __init__(
-        self, answer: ResponsesAnswer, stream_id: StreamId | None = None, position: Position | None = None
+        self, answer: ResponsesAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
     ) -> None:
         """``stream_id``: events carry ids. What a reader has who is at ``position`` is left out; the writer must be told
         the answer from its beginning all the same. Raises `RequestError` for a position of another dialect."""
@@ -142,7 +142,7 @@ class ResponsesWriter:
         self.can_go_on = answer.options.logprobs is None
         """The last event has the log-probabilities of all tokens, and nobody keeps them."""
         self._answer = answer
-        self._position = position or Position(1)
+        self._position = position or StreamCursor(1)
         self._num_known = self._position.counts[0] or 0
         """Tokens whose comments the reader needs no more."""
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"

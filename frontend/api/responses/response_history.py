@@ -15,7 +15,7 @@ from quintet.frontend.api.openai.answer import encode_json
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import COMPLETED, INCOMPLETE, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.types import ContentPart, InputItem
-from quintet.frontend.response_store import CONVERSATION, Record, ResponseStore, Turn
+from quintet.frontend.response_store import CONVERSATION, ConversationTurn, Record, ResponseStore
 from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
@@ -86,7 +86,7 @@ def items_of(record: Record) -> list[InputItem]:
     return [*asked_of(record), *output]
 
 
-def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> Turn | None:
+def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> ConversationTurn | None:
     """Return what a response adds to the conversation that it is a turn of; None where there is none, or no answer."""
     if not answer.conversation or status not in (COMPLETED, INCOMPLETE):
         return None
@@ -95,7 +95,7 @@ def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> Turn | Non
         own = _raw_items_decoder.decode(asked.items)
         add_items(record, [*own, *msgspec.json.decode(response, type=_RawOutput).output])
 
-    return Turn(answer.conversation, join)
+    return ConversationTurn(answer.conversation, join)
 
 
 def add_items(record: Record, items: Sequence[msgspec.Raw]) -> None:

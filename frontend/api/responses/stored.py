@@ -22,7 +22,7 @@ from quintet.frontend.api.responses.response_history import (
     kept_items,
     response_of,
 )
-from quintet.frontend.http.http_request import ClientGone, Exchange
+from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Events, Record
 from quintet.frontend.service import Service
@@ -35,7 +35,7 @@ POLL_S, MAX_POLL_S = 0.025, 0.4
 MAX_ITEMS, DEFAULT_ITEMS = 100, 20
 
 
-async def response(service: Service, exchange: Exchange) -> None:
+async def response(service: Service, exchange: HttpRequest) -> None:
     """GET or DELETE /v1/responses/{id}. With ``stream``, its events behind number ``starting_after``."""
     record = await find(service, exchange.path_params["id"])
     if exchange.method == "DELETE":
@@ -49,7 +49,7 @@ async def response(service: Service, exchange: Exchange) -> None:
         await exchange.respond(200, response_of(record))
 
 
-async def cancel_response(service: Service, exchange: Exchange) -> None:
+async def cancel_response(service: Service, exchange: HttpRequest) -> None:
     """POST /v1/responses/{id}/cancel."""
     record = await find(service, exchange.path_params["id"])
     if not record.background:
@@ -63,14 +63,14 @@ async def cancel_response(service: Service, exchange: Exchange) -> None:
     await exchange.respond(200, response_of(record))
 
 
-async def input_items(service: Service, exchange: Exchange) -> None:
+async def input_items(service: Service, exchange: HttpRequest) -> None:
     """GET /v1/responses/{id}/input_items: the items that it was asked with, those before its own too."""
     record = await find(service, exchange.path_params["id"])
     former = await items_before(service.responses, record)
     await exchange.respond_json(page_of(exchange, kept_items([*former, *asked_of(record)], record.id)))
 
 
-def page_of(exchange: Exchange, items: list[dict[str, Any]]) -> dict[str, Any]:
+def page_of(exchange: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the part of a list that a request asks for: ``limit``, ``order`` and ``after``."""
     query = parse_qs(exchange.query)
     order, after = query.get("order", ["desc"])[0], query.get("after", [""])[0]
@@ -93,7 +93,7 @@ def page_of(exchange: Exchange, items: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _number(exchange: Exchange, name: str, most: int, least: int = 0) -> int | None:
+def _number(exchange: HttpRequest, name: str, most: int, least: int = 0) -> int | None:
     given = parse_qs(exchange.query).get(name, [""])[-1]
     if not given:
         return None
@@ -102,7 +102,7 @@ def _number(exchange: Exchange, name: str, most: int, least: int = 0) -> int | N
     return int(given)
 
 
-async def tell_events(service: Service, exchange: Exchange, record: Record, first: int) -> None:
+async def tell_events(service: Service, exchange: HttpRequest, record: Record, first: int) -> None:
     """Write a response's events from number ``first`` on: those that are kept, and those that come.
 
     Of a response whose events were not kept they are made of how it ended.
@@ -135,11 +135,11 @@ async def tell_events(service: Service, exchange: Exchange, record: Record, firs
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(gone.wait(), pause_s)
                 pause_s = min(2 * pause_s, MAX_POLL_S)
-        raise ClientGone
+        raise ClientDisconnected
     except RequestError as error:  # too late for an answer of its own
         _log.warning("response %s can be read no further: %s", record.id, error)
         exchange.abort()
-        raise ClientGone from error
+        raise ClientDisconnected from error
     finally:
         service.patience.forget(reader)
         watcher.cancel()

@@ -18,12 +18,12 @@ from quintet.executor.backends.cpu.ops.host_dtypes import FLOAT_CODES
 from quintet.executor.backends.cpu.ops.host_experts import HostExperts
 from quintet.executor.backends.cpu.program.kv import KvMemory
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
-from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, Places, fuse
+from quintet.executor.backends.cpu.program.memory_planner import Lifetimes, MemoryPlanner, fuse
 from quintet.executor.backends.cpu.program.states import StateOperations
 from quintet.executor.backends.cpu.program.values import EmitWith, Extent, Operation, Value
-from quintet.executor.distributed.parallel.operations import Left, RankOperations
+from quintet.executor.distributed.parallel.operations import RankOperations, SharedRows
 from quintet.executor.distributed.parallel.ranks import Ranks, input_place
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.experts import Experts
@@ -43,7 +43,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedGraph:
     """Where everything is in the program."""
 
     spans: list[Span]
@@ -52,7 +52,7 @@ class Recorded:
     """Where each marked part begins."""
 
 
-class Recorder:
+class GraphBuilder:
     """A `quintet.executor.models.forward.ForwardPass` over `Value`."""
 
     def __init__(
@@ -419,12 +419,12 @@ class Recorder:
         assert logits.place.shape[1] == logits.width and logits.viewed is None, (logits, place.shape)
         self.keep(logits)
         row_bytes, stride = (width * dtype.itemsize for width in (logits.width, whole.stride))
-        left = Left(logits.place.data_ptr(), row_bytes, stride, for_first=True)
+        left = SharedRows(logits.place.data_ptr(), row_bytes, stride, for_first=True)
         return self._append(
             "logits of all ranks", partial(ranks.meet, Extent.OUTPUTS, left), (logits,), whole
         )
 
-    def of_all_ranks(self, x: Value, kept: Kept) -> Value:
+    def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
         """See `ForwardPass`. Each rank writes its columns where all read them, until the next but one wants the place."""
         ranks = self._ranks
         assert ranks is not None and x.extent is Extent.TOKENS and x.width == kept.count, (x, kept)
@@ -438,7 +438,7 @@ class Recorder:
                 *(self.handle, x.address, x.stride, x.width, 1.0),
                 *(own, whole.stride, self._code, x.extent),
             )
-            ranks.meet(x.extent, Left(own, x.width * item_bytes, whole.stride * item_bytes))
+            ranks.meet(x.extent, SharedRows(own, x.width * item_bytes, whole.stride * item_bytes))
 
         return self._append(f"{kept.whole} of all ranks", emit, (x,), whole)
 
@@ -453,11 +453,11 @@ class Recorder:
         """Never give the memory of ``value`` to another: it is read after the pass, or by a later part."""
         self._kept.add(id(value.owner))
 
-    def finish(self) -> Recorded:
+    def finish(self) -> RecordedGraph:
         """Give every value its memory and append the operations to the program."""
         self._check_parts()
         operations = fuse(self._operations, self._kept, self._marks)
-        places = Places(self._dtype, self._max_rows, self._kept, Lifetimes(operations))
+        places = MemoryPlanner(self._dtype, self._max_rows, self._kept, Lifetimes(operations))
         spans, parts = [], []
         for number, operation in enumerate(operations):
             begin = self._library.size(self.handle)
@@ -469,7 +469,7 @@ class Recorder:
                 operation.emit()
                 spans.append(Span(operation.name, begin, self._library.size(self.handle)))
         self.memory = places.memory
-        return Recorded(spans, parts)
+        return RecordedGraph(spans, parts)
 
     def _code_of(self, value: Value) -> int:
         return self._code if value.dtype is None else FLOAT_CODES[value.dtype]

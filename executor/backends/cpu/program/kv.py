@@ -10,7 +10,7 @@ from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.step import KvPlace
 from quintet.executor.distributed.parallel.ranks import Ranks
 from quintet.executor.memory import lazy_zeros
-from quintet.executor.model_config.share import ALONE, Share, Turn
+from quintet.executor.model_config.share import ALONE, BlockStripe, Share
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.wire.kv_spec import KvSpec
 
@@ -24,7 +24,7 @@ class KvMemory:
     """uint8 ``[num_blocks, layer_bytes]`` each, inner layout private to the kernels."""
     dtype: int
     """Code of the numbers stored."""
-    turn: Turn = ALONE
+    turn: BlockStripe = ALONE
     """Which blocks this process writes, where it keeps the memory together with others."""
 
     def place(self, layer: int, *, state: bool = False) -> KvPlace:

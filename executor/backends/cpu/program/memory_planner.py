@@ -139,7 +139,7 @@ def _where(
     return made if is_there else number
 
 
-class Places:
+class MemoryPlanner:
     """Gives values memory, and sees to it that nobody reads what is not there any more."""
 
     def __init__(

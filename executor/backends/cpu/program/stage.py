@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quintet.executor.backends.cpu.program.graph_builder import Recorder
+from quintet.executor.backends.cpu.program.graph_builder import GraphBuilder
 from quintet.executor.backends.cpu.program.kv import KvMemory
 from quintet.executor.backends.cpu.program.library import ProgramLibrary
 from quintet.executor.backends.cpu.program.rotations import Rotations
@@ -49,7 +49,7 @@ class Stage:
         self.max_outputs = most_outputs(config.scheduler)
         self.max_tokens = max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.rotations = Rotations(model.ropes, dtype, config.model.max_model_len + 1, ranks)
-        recorder = Recorder(library, dtype, kv, self.max_tokens, self.max_outputs, ranks)
+        recorder = GraphBuilder(library, dtype, kv, self.max_tokens, self.max_outputs, ranks)
         hidden = model.forward(recorder)
         recorder.keep(hidden)
         logits = None

@@ -47,7 +47,7 @@ Stopwatch = Callable[[Callable[[], None]], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class BackendChoice:
     """The backend, and why."""
 
     name: str
@@ -62,7 +62,7 @@ def choose_attention(
     needs: AttentionNeeds,
     stopwatch: Stopwatch,
     backends: Mapping[str, str] = BACKENDS,
-) -> Choice:
+) -> BackendChoice:
     """Return the backend for ``--attention-backend wanted``; `ConfigError` for a name nobody registered."""
     ours: OpenBackend = import_string(backends[OURS])
     choice = _choose(wanted, device, plan, needs, stopwatch, backends, ours(device, plan, needs))
@@ -70,7 +70,7 @@ def choose_attention(
     return choice
 
 
-def choose_as_first(wanted: str, ranks: Ranks, choose: Callable[[str], Choice]) -> Choice:
+def choose_as_first(wanted: str, ranks: Ranks, choose: Callable[[str], BackendChoice]) -> BackendChoice:
     """Return the choice of rank 0, by `choose`, at every rank; ours at all of them where another one cannot have it.
 
     Each rounds in its own way, and times differ from rank to rank. Called by all ranks.
@@ -92,12 +92,12 @@ def _choose(
     stopwatch: Stopwatch,
     backends: Mapping[str, str],
     ours: AttentionBackend,
-) -> Choice:
+) -> BackendChoice:
     if wanted == OURS:
-        return Choice(OURS, ours, "as --attention-backend asks")
+        return BackendChoice(OURS, ours, "as --attention-backend asks")
     paths = {name: _path(name, backends) for name in (CANDIDATES if wanted == "auto" else (wanted,))}
     if needs.batch_invariant:
-        return Choice(OURS, ours, "--batch-invariant needs fixed splits, which only ours have")
+        return BackendChoice(OURS, ours, "--batch-invariant needs fixed splits, which only ours have")
     reasons = []
     times_ms: dict[str, float] = {}
     usable: dict[str, AttentionBackend] = {}
@@ -117,9 +117,9 @@ def _choose(
         else:
             usable[name] = backend
     if not usable:
-        return Choice(OURS, ours, "; ".join(reasons))
+        return BackendChoice(OURS, ours, "; ".join(reasons))
     if wanted != "auto":
-        return Choice(wanted, usable[wanted], "as --attention-backend asks; a probe agreed with ours")
+        return BackendChoice(wanted, usable[wanted], "as --attention-backend asks; a probe agreed with ours")
     return _fastest(usable, times_ms, _time(ours, device, plan, needs, stopwatch), ours, reasons)
 
 
@@ -129,13 +129,13 @@ def _fastest(
     ours_ms: float,
     ours: AttentionBackend,
     reasons: list[str],
-) -> Choice:
+) -> BackendChoice:
     best = min(usable, key=lambda name: times_ms[name])
     shown = ", ".join(f"{name} {time_ms:.3f} ms" for name, time_ms in {OURS: ours_ms, **times_ms}.items())
     reason = "; ".join([f"measured: {shown}", *reasons])
     if times_ms[best] <= MARGIN * ours_ms:
-        return Choice(best, usable[best], reason)
-    return Choice(OURS, ours, reason)
+        return BackendChoice(best, usable[best], reason)
+    return BackendChoice(OURS, ours, reason)
 
 
 def _time(

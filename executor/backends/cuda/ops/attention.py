@@ -18,7 +18,7 @@ from quintet.executor.backends.cuda.ops.attention_plan import (
 )
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, Planes, check_planes, describe
 from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.models.layers.attention import Sight
+from quintet.executor.models.layers.attention import AttentionWindow
 
 __all__ = ["AttentionPlan", "paged_attention"]
 
@@ -44,7 +44,7 @@ def paged_attention(
     ``[num_blocks, num_kv_heads, block_size, head_dim or value_dim]``, blocks at any distance, the same of both, in which those
     of the new tokens were written already; values may be what keys begin with; out: ``[num_tokens, num_heads, value_dim]``
     without gaps. `AttentionPlan.prepare` has been launched for ``rows``. ``scale`` is positive. window: positions that a token
-    sees, its own included; chunk: positions of which it sees those of its own; see `Sight`. soft_cap: logits become
+    sees, its own included; chunk: positions of which it sees those of its own; see `AttentionWindow`. soft_cap: logits become
     ``cap * tanh(logit / cap)``; 0 for none. alibi: fp32 slopes ``[num_heads]``, times the distance (negative) to the position.
     sinks: fp32 ``[num_heads]``, a logit without a value. Padding tokens get zeros.
 
@@ -56,7 +56,7 @@ def paged_attention(
         _check(plan, q, kv, rows, scale, {"alibi": alibi, "sinks": sinks}, out)
     if rows.num_tokens == 0:
         return out
-    call = _Call(q, kv, rows, scale, Sight(window, chunk), soft_cap, alibi, sinks, out, value_scale)
+    call = _Call(q, kv, rows, scale, AttentionWindow(window, chunk), soft_cap, alibi, sinks, out, value_scale)
     if plan.matrix is None:
         _launch_plain(device, plan, call)
     else:
@@ -72,7 +72,7 @@ class _Call:
     kv: Planes
     rows: StepRows
     scale: float
-    sight: Sight
+    sight: AttentionWindow
     soft_cap: float
     alibi: torch.Tensor | None
     sinks: torch.Tensor | None

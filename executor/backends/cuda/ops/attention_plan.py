@@ -18,7 +18,7 @@ import torch
 from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import SUFFIXES
 from quintet.executor.backends.cuda.rows import StepRows
-from quintet.executor.models.layers.attention import Sight
+from quintet.executor.models.layers.attention import AttentionWindow
 
 TILE = 64
 """Positions that are computed together; all split sizes are multiples."""
@@ -136,7 +136,7 @@ class AttentionPlan:
         *,
         fixed_splits: bool,
         value_dim: int | None = None,
-        sights: Sequence[Sight] = (Sight(),),
+        sights: Sequence[AttentionWindow] = (AttentionWindow(),),
     ) -> None:
         """Allocate. value_dim: None for ``head_dim``; sights: of all layers, once each.
 
@@ -192,7 +192,7 @@ class AttentionPlan:
             return block_size >= 1
         return block_size >= 2 and (self.max_model_len + 1) * block_size <= 1 << 32
 
-    def table(self, sight: Sight, of_chunks: bool) -> torch.Tensor:
+    def table(self, sight: AttentionWindow, of_chunks: bool) -> torch.Tensor:
         """Return the table of a sight for one of the kernels; `ValueError` for a sight the plan was not made for."""
         if sight not in self.sights:
             raise ValueError(
@@ -245,7 +245,7 @@ def _check(
     max_model_len: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    sights: Sequence[Sight],
+    sights: Sequence[AttentionWindow],
 ) -> None:
     if dtype not in SUFFIXES or kv_dtype not in (dtype, torch.float8_e4m3fn):
         raise ValueError(

@@ -20,7 +20,7 @@ from quintet.executor.backends.cuda.ops.logit_tiles import (
 )
 from quintet.executor.memory import to_device
 from quintet.executor.ragged import Int
-from quintet.executor.sampling.logprob_entries import Entries
+from quintet.executor.sampling.logprob_entries import LogprobEntries
 from quintet.executor.sampling.logprob_entries import entries as entries_with_torch
 
 REPORT = {
@@ -36,7 +36,7 @@ MAX_TOP = 64
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntries:
-    """See `Entries`; on the device, in one piece of memory, so that one copy brings it to the host."""
+    """See `LogprobEntries`; on the device, in one piece of memory, so that one copy brings it to the host."""
 
     memory: torch.Tensor
     """uint8: normalizers, ids, values, ranks."""
@@ -104,7 +104,7 @@ class DeviceReport:
 
     def __call__(
         self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
-    ) -> Entries:
+    ) -> LogprobEntries:
         """See `quintet.executor.sampling.logprob_entries`. Waits for the device, as what it returns is on the host."""
         count = len(own)
         if not count or num_top > min(MAX_TOP, logits.shape[1]):
@@ -113,4 +113,4 @@ class DeviceReport:
         found = entries(self._device, logits, own.to(torch.int32).contiguous(), num_top, there)
         here = DeviceEntries(found.memory.cpu(), count, num_top)
         normalizers, ids, values, ranks = (column.numpy() for column in here.columns())
-        return Entries(ids, values, ranks, normalizers)
+        return LogprobEntries(ids, values, ranks, normalizers)

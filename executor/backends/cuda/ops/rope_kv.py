@@ -49,7 +49,7 @@ _PLAIN_KERNELS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class HeadTransform:
     """What becomes of a query's or key's head besides the rotation of its first numbers."""
 
     q_norm: torch.Tensor | None = None
@@ -74,7 +74,7 @@ class Turn:
         return not unusual
 
 
-USUAL = Turn()
+USUAL = HeadTransform()
 
 
 def rope_kv_reference(
@@ -85,7 +85,7 @@ def rope_kv_reference(
     sin: torch.Tensor | None,
     kv: Planes,
     rows: StepRows,
-    turn: Turn = USUAL,
+    turn: HeadTransform = USUAL,
 ) -> torch.Tensor:
     """Return the queries and write ``kv`` as `rope_kv` does, with torch."""
     assert rows.kv_rows is not None
@@ -119,7 +119,7 @@ def rope_kv(
     sin: torch.Tensor | None,
     kv: Planes,
     rows: StepRows,
-    turn: Turn = USUAL,
+    turn: HeadTransform = USUAL,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rotated queries ``[num_tokens, num_heads, head_dim]`` and write keys and values into ``kv``.
@@ -185,7 +185,7 @@ def _check(
     angles: tuple[torch.Tensor | None, torch.Tensor | None],
     kv: Planes,
     rows: StepRows,
-    turn: Turn,
+    turn: HeadTransform,
     out: torch.Tensor,
 ) -> None:
     """Raise `ValueError` that names the tensor: a kernel would read or write other memory."""

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from quintet.executor.backends.torch.fallback.masks import MaskFunction, UnknownSight, sight_of
-from quintet.executor.models.layers.attention import AttentionLayer, Sight
+from quintet.executor.models.layers.attention import AttentionLayer, AttentionWindow
 
 HARMLESS = {"position_ids", "use_cache", "output_attentions", "cache_position", "is_causal", "sliding_window"}
 """Arguments of an attention that change nothing here, or that its mask tells as well."""
@@ -42,7 +42,7 @@ class AttentionCall:
     key_dim: int
     value_dim: int
     scale: float
-    sight: Sight
+    sight: AttentionWindow
     softcap: float | None
     sinks: torch.Tensor | None
 
@@ -99,7 +99,7 @@ class PagedAttention:
         self._layers: Sequence[AttentionLayer] = ()
         self._ops: AttendsTokens | None = None
         self._next = 0
-        self._sights: list[tuple[Mask, Sight]] = []
+        self._sights: list[tuple[Mask, AttentionWindow]] = []
         AttentionInterface.register(self.name, _while_alive(self.attend))
         AttentionMaskInterface.register(self.name, _while_alive(self.make_mask))
 
@@ -167,11 +167,13 @@ class PagedAttention:
             sinks=more.get("s_aux"),
         )
 
-    def _sight(self, module: torch.nn.Module, mask: Any, window: Any, device: torch.device) -> Sight:
+    def _sight(
+        self, module: torch.nn.Module, mask: Any, window: Any, device: torch.device
+    ) -> AttentionWindow:
         if mask is None:
             if not getattr(module, "is_causal", True):
                 raise NotServed("a token sees later ones")
-            return Sight(window=window)
+            return AttentionWindow(window=window)
         if not isinstance(mask, Mask):
             raise NotServed("it makes a mask of its own")
         for other, known in self._sights:

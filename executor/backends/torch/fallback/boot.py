@@ -15,7 +15,7 @@ from quintet.executor.backends.torch.fallback.compat_check import check_calls, e
 from quintet.executor.backends.torch.fallback.host_runner import HostRunner
 from quintet.executor.backends.torch.fallback.linears import keep_logit_sums, pack_linears
 from quintet.executor.backends.torch.fallback.model import TransformersModel
-from quintet.executor.backends.torch.fallback.self_check import Rehearsal
+from quintet.executor.backends.torch.fallback.self_check import SelfCheck
 from quintet.executor.model_config.card import ModelCard, card_of
 from quintet.executor.model_config.families.unknown import unknown
 from quintet.executor.model_config.spec import KvNeed
@@ -48,7 +48,7 @@ def open_transformers_model(
             loaded = checkpoint.load(attention.name, device)
         model = TransformersModel(loaded, attention)
         check_calls(model.calls, needs)
-        rehearsal = Rehearsal(model, config.model, device)
+        rehearsal = SelfCheck(model, config.model, device)
         num_bytes = model.num_bytes
         logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
         if device.type == "cpu":

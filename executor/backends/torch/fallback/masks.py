@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quintet.executor.models.layers.attention import Sight
+from quintet.executor.models.layers.attention import AttentionWindow
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """``f(batch, head, query's position, key's position)``: whether the query sees the key, for index tensors of one shape."""
@@ -16,17 +16,17 @@ class UnknownSight(Exception):
     """A mask that is neither causal nor a window nor a chunk; the message says how."""
 
 
-def sight_of(function: MaskFunction, length: int, device: torch.device) -> Sight:
+def sight_of(function: MaskFunction, length: int, device: torch.device) -> AttentionWindow:
     """Return what ``function`` shows, for sequences of up to ``length`` tokens. Raises `UnknownSight`.
 
     The last position tells which window or chunk it would have to be; that and some positions more must agree in every key.
     """
     seen = _seen(function, length - 1, length, device)
     if bool(seen.all()):
-        sights = [Sight()]
+        sights = [AttentionWindow()]
     else:
         first = int((~seen).sum())  # of a window or a chunk, the first that is seen
-        sights = [Sight(window=length - first), *_chunks(function, length, first, device)]
+        sights = [AttentionWindow(window=length - first), *_chunks(function, length, first, device)]
     for sight in sights:
         if all(_agrees(function, sight, at, length, device) for at in _some_positions(length)):
             return sight
@@ -36,7 +36,7 @@ def sight_of(function: MaskFunction, length: int, device: torch.device) -> Sight
     raise UnknownSight("what a token sees is neither all before it, nor a window, nor a chunk")
 
 
-def _chunks(function: MaskFunction, length: int, first: int, device: torch.device) -> list[Sight]:
+def _chunks(function: MaskFunction, length: int, first: int, device: torch.device) -> list[AttentionWindow]:
     """Return the chunk that the first position tells which does not see position 0."""
     positions = torch.arange(length, device=device)
     zero = torch.zeros_like(positions)
@@ -44,7 +44,7 @@ def _chunks(function: MaskFunction, length: int, first: int, device: torch.devic
     if not len(blind):
         return []
     chunk = int(blind[0])
-    return [Sight(chunk=chunk)] if chunk and first % chunk == 0 else []
+    return [AttentionWindow(chunk=chunk)] if chunk and first % chunk == 0 else []
 
 
 def _some_positions(length: int) -> list[int]:
@@ -60,7 +60,9 @@ def _seen(function: MaskFunction, at: int, length: int, device: torch.device) ->
     return function(zero, zero, torch.full_like(keys, at), keys).expand(length)
 
 
-def _agrees(function: MaskFunction, sight: Sight, at: int, length: int, device: torch.device) -> bool:
+def _agrees(
+    function: MaskFunction, sight: AttentionWindow, at: int, length: int, device: torch.device
+) -> bool:
     keys = torch.arange(length, device=device)
     wanted = keys <= at
     if sight.window is not None:

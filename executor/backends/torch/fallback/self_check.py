@@ -29,7 +29,7 @@ or a neighbour that is wrong moves every token by about its whole spread. The mi
 either way."""
 
 
-class Rehearsal:
+class SelfCheck:
     """Two sequences with what transformers says of them."""
 
     def __init__(self, model: TransformersModel, config: ModelConfig, device: torch.device) -> None:

@@ -128,7 +128,7 @@ class HasNoPlace(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Laid:
+class FileTensor:
     """A tensor of the file."""
 
     name: str
@@ -144,7 +144,7 @@ def architecture_of(config: Config) -> str | None:
     return _OF_CARDS.get(names[0]) or ARCHITECTURES.get(str(config.get("model_type")))
 
 
-def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[Laid]:
+def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[FileTensor]:
     """Yield the file's tensors, in the order of the folder's. Raises `HasNoPlace`."""
     names = gguf.get_tensor_name_map(
         _arch_of(arch), either(config, "num_hidden_layers", "n_layer", "n_layers")
@@ -162,10 +162,10 @@ def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[Laid
         ):
             arranged = _arranged(name, config, arch)
             for spelled, arrange in converted(name, config, arch):
-                yield Laid(renamed(names, spelled), (name,), _first(arranged, arrange))
+                yield FileTensor(renamed(names, spelled), (name,), _first(arranged, arrange))
     for name, parts in stacks.items():
         sources_of = tuple(parts[each] for each in sorted(parts))
-        yield Laid(_of_experts(name) or renamed(names, name), sources_of, _stacked)
+        yield FileTensor(_of_experts(name) or renamed(names, name), sources_of, _stacked)
 
 
 def _first(make: Make, arrange: Arrange) -> Make:
@@ -196,15 +196,15 @@ def _arch_of(name: str) -> Any:
     return next(arch for arch, each in gguf.MODEL_ARCH_NAMES.items() if each == name)
 
 
-def _of_rope(config: Config) -> Iterator[Laid]:
+def _of_rope(config: Config) -> Iterator[FileTensor]:
     """Yield what the file has of rope scaling."""
     rope = rope_of(config)
     if rope.get("rope_type") == "llama3":
-        yield Laid("rope_freqs.weight", (), lambda _: _llama3_factors(config, rope))
+        yield FileTensor("rope_freqs.weight", (), lambda _: _llama3_factors(config, rope))
     if rope.get("rope_type") == "longrope":
         for which in ("long", "short"):
             factors = torch.tensor(rope[f"{which}_factor"], dtype=torch.float32)
-            yield Laid(f"rope_factors_{which}.weight", (), lambda _, factors=factors: factors)  # type: ignore[misc]
+            yield FileTensor(f"rope_factors_{which}.weight", (), lambda _, factors=factors: factors)  # type: ignore[misc]
 
 
 def _llama3_factors(config: Config, rope: Mapping[str, Any]) -> torch.Tensor:

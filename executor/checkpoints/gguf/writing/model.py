@@ -24,8 +24,8 @@ from quintet.executor.checkpoints.gguf.writing.check import check_says_the_same
 from quintet.executor.checkpoints.gguf.writing.layout import (
     ARCHITECTURES,
     CURVES,
+    FileTensor,
     HasNoPlace,
-    Laid,
     architecture_of,
     laid_out,
 )
@@ -70,7 +70,7 @@ _REALS = frozenset(
 class Planned:
     """A tensor that will be written."""
 
-    laid: Laid
+    laid: FileTensor
     type: GgmlType
     shape: tuple[int, ...]
     read: Callable[[], torch.Tensor]
@@ -169,18 +169,18 @@ def _curves_of(files: Mapping[str, WeightFile], num_layers: int) -> Config:
     return dict(found)
 
 
-def _shape_of(laid: Laid, files: Mapping[str, WeightFile]) -> tuple[int, ...]:
+def _shape_of(laid: FileTensor, files: Mapping[str, WeightFile]) -> tuple[int, ...]:
     """Return the shape of what would be made, of tensors without numbers."""
     entries = [files[name].entries[name] for name in laid.sources]
     empty = [torch.empty(each.shape, dtype=DTYPES[each.dtype], device="meta") for each in entries]
     return tuple(laid.make(empty).shape)
 
 
-def _read(laid: Laid, files: Mapping[str, WeightFile]) -> torch.Tensor:
+def _read(laid: FileTensor, files: Mapping[str, WeightFile]) -> torch.Tensor:
     return laid.make([files[name].tensor(name) for name in laid.sources])
 
 
-def _drop(laid: Laid, files: Mapping[str, WeightFile]) -> None:
+def _drop(laid: FileTensor, files: Mapping[str, WeightFile]) -> None:
     for name in laid.sources:
         files[name].drop(name)
 

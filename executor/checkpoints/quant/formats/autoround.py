@@ -84,7 +84,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
 def _floats(section: ModelCard, kind: str, packing: str) -> Format:
     bits = section.whole("bits", 1, FLOAT_BITS, 8)
     if "e5m3" not in packing and (kind[:5], bits) in MICROSCALED:
-        others = _others(section, gptq.Numbers(4, 128, True, False))
+        others = _others(section, gptq.GptqConfig(4, 128, True, False))
         return Floats(kind[:5], bits, tuple(pattern for pattern, its in others if its is None))
     if kind.startswith("fp") and bits == 8:
         group = section.values.get("group_size")
@@ -114,7 +114,7 @@ def _integers(section: ModelCard, packing: str) -> Format:
         raise section.wrong(
             "act_bits", f"{FLOAT_BITS}: export integers with activations with the format 'llm_compressor'"
         )
-    numbers = gptq.numbers_of(section, gptq.Numbers(4, 128, True, False))
+    numbers = gptq.numbers_of(section, gptq.GptqConfig(4, 128, True, False))
     return gptq.Gptq(
         "auto-round",
         numbers,
@@ -126,8 +126,8 @@ def _integers(section: ModelCard, packing: str) -> Format:
 
 
 def _others(
-    section: ModelCard, usual: gptq.Numbers
-) -> tuple[tuple[re.Pattern[str], gptq.Numbers | None], ...]:
+    section: ModelCard, usual: gptq.GptqConfig
+) -> tuple[tuple[re.Pattern[str], gptq.GptqConfig | None], ...]:
     """Return the layers of ``extra_config``: with other bits, or left as they are."""
     found = []
     extra = section.section("extra_config")

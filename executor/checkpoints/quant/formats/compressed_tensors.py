@@ -54,7 +54,7 @@ UNUSED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class GroupConfig:
     """What a group's layers have."""
 
     format: str
@@ -86,7 +86,7 @@ class Group:
 
     targets: tuple[str, ...]
     """Names, patterns after ``re:``, or classes of modules."""
-    numbers: Numbers
+    numbers: GroupConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class CompressedTensors:
             return _floats(layer, numbers)
         return _packed(layer, numbers) if numbers.format == PACKED else _integers(layer, numbers)
 
-    def _numbers_of(self, layer: StoredLayer) -> Numbers | None:
+    def _numbers_of(self, layer: StoredLayer) -> GroupConfig | None:
         """Return the numbers of a layer by the configuration alone: a name counts more than a class."""
         if is_named(layer, self.ignore, self.path, "ignore"):
             return None
@@ -139,7 +139,7 @@ class CompressedTensors:
         return next((group.numbers for group in self.groups if "Linear" in group.targets), None)
 
 
-def _scale_shapes(layer: StoredLayer, numbers: Numbers) -> tuple[tuple[int, ...], ...]:
+def _scale_shapes(layer: StoredLayer, numbers: GroupConfig) -> tuple[tuple[int, ...], ...]:
     """Return the shapes that scales may have."""
     match numbers.strategy:
         case "tensor":
@@ -153,7 +153,7 @@ def _scale_shapes(layer: StoredLayer, numbers: Numbers) -> tuple[tuple[int, ...]
             return ((layer.rows, -(-layer.depth // numbers.group)),)
 
 
-def _packed(layer: StoredLayer, numbers: Numbers) -> Scheme:
+def _packed(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
     bits, rows, depth = numbers.bits, layer.rows, layer.depth
     shapes = _scale_shapes(layer, numbers)
     stored: tuple[Stored, ...] = (
@@ -181,7 +181,7 @@ def _packed(layer: StoredLayer, numbers: Numbers) -> Scheme:
     )
 
 
-def _integers(layer: StoredLayer, numbers: Numbers) -> Scheme:
+def _integers(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
     shapes = _scale_shapes(layer, numbers)
     is_block = numbers.strategy == "block"
     stored: tuple[Stored, ...] = (
@@ -207,7 +207,7 @@ def _integers(layer: StoredLayer, numbers: Numbers) -> Scheme:
     )
 
 
-def _floats(layer: StoredLayer, numbers: Numbers) -> Scheme:
+def _floats(layer: StoredLayer, numbers: GroupConfig) -> Scheme:
     shapes = _scale_shapes(layer, numbers)
     match numbers.strategy:
         case "tensor":
@@ -291,7 +291,7 @@ def _group(section: ModelCard, usual: object) -> Group:
     return Group(targets, _numbers(weights, section, kind, bits, is_float))
 
 
-def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_float: bool) -> Numbers:
+def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_float: bool) -> GroupConfig:
     grouped = weights.values.get("group_size")
     strategy = weights.word("strategy", STRATEGIES, "group" if grouped and grouped != -1 else "tensor")
     group = 0
@@ -304,7 +304,7 @@ def _numbers(weights: ModelCard, section: ModelCard, kind: str, bits: int, is_fl
         block = block_size(weights, "block_structure")
     activations = section.section("input_activations")
     has_zeros = not activations.flag("symmetric", True)
-    return Numbers(
+    return GroupConfig(
         kind,
         bits,
         is_float,

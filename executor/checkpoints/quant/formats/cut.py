@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from quintet.executor.checkpoints.quant.formats.scheme import Packing, Scheme, Stored
-from quintet.executor.model_config.share import Kept
+from quintet.executor.model_config.share import KeptRange
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ DECODER = "quintet.executor.checkpoints.quant.decode:decode"
 """Whose tensors are known here: those of other formats are laid out each in its own way."""
 
 
-def why_not(scheme: Scheme, kept: Kept) -> str | None:
+def why_not(scheme: Scheme, kept: KeptRange) -> str | None:
     """Return why no rank can read these inputs of a layer alone; None if one can."""
     if (scheme.decoder != DECODER and not scheme.row_tables) or scheme.table:
         return "tensors of this format are not divided yet"
@@ -45,7 +45,9 @@ def why_not(scheme: Scheme, kept: Kept) -> str | None:
     return None
 
 
-def of_inputs(scheme: Scheme, tensors: Mapping[str, torch.Tensor], kept: Kept) -> dict[str, torch.Tensor]:
+def of_inputs(
+    scheme: Scheme, tensors: Mapping[str, torch.Tensor], kept: KeptRange
+) -> dict[str, torch.Tensor]:
     """Return the layer's tensors, views of them, as if these were all its inputs. Only where `why_not` says nothing."""
     codes, scales, *others = scheme.stored
     cut = dict(tensors)
@@ -63,7 +65,7 @@ def of_inputs(scheme: Scheme, tensors: Mapping[str, torch.Tensor], kept: Kept) -
     return cut
 
 
-def _outliers_of(tensors: Mapping[str, torch.Tensor], kept: Kept) -> dict[str, torch.Tensor]:
+def _outliers_of(tensors: Mapping[str, torch.Tensor], kept: KeptRange) -> dict[str, torch.Tensor]:
     """Return what is added to the numbers of tables (`quintet.executor.checkpoints.quant.formats.squeezellm`): of
     other inputs zeros, to the first one of these.
     """
@@ -81,12 +83,14 @@ def _outliers_of(tensors: Mapping[str, torch.Tensor], kept: Kept) -> dict[str, t
     return cut
 
 
-def _groups(scheme: Scheme, kept: Kept) -> Kept:
+def _groups(scheme: Scheme, kept: KeptRange) -> KeptRange:
     """Return the groups of which all these inputs are."""
-    return Kept(kept.begin // scheme.group, -(-kept.end // scheme.group), -(-kept.whole // scheme.group))
+    return KeptRange(kept.begin // scheme.group, -(-kept.end // scheme.group), -(-kept.whole // scheme.group))
 
 
-def _inputs_of(tensor: torch.Tensor, stored: Stored, packing: Packing | None, kept: Kept) -> torch.Tensor:
+def _inputs_of(
+    tensor: torch.Tensor, stored: Stored, packing: Packing | None, kept: KeptRange
+) -> torch.Tensor:
     """Return what belongs to these inputs, or groups of inputs; packing: None where each has a number of its own."""
     if packing is None:
         return tensor.narrow(1, kept.begin, kept.count)
@@ -102,7 +106,7 @@ def _word_bits(stored: Stored, packing: Packing) -> int:
     return 8 if "U8" in stored.kinds else packing.word_bits
 
 
-def _has_part_of_word(stored: Stored, packing: Packing, kept: Kept) -> bool:
+def _has_part_of_word(stored: Stored, packing: Packing, kept: KeptRange) -> bool:
     """Whether a word has codes of these inputs and of others: it would have to be taken apart."""
     if packing.neighbours != "depth":
         return False

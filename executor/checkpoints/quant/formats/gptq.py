@@ -33,7 +33,7 @@ MOST_GROUP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class GptqConfig:
     """What the configuration says of the layers, or of some that it names."""
 
     bits: int
@@ -55,12 +55,12 @@ class Gptq:
     """A `Format`."""
 
     name: Quantization
-    numbers: Numbers
+    numbers: GptqConfig
     zero_offset: int
     """1 where what is stored is a zero less one."""
     of_output_layer: bool
     left_out: tuple[str, ...] = ()
-    others: tuple[tuple[re.Pattern[str], Numbers | None], ...] = ()
+    others: tuple[tuple[re.Pattern[str], GptqConfig | None], ...] = ()
     """By pattern of names: layers with numbers of their own, or with none."""
     mark = "qweight"
     takes_quantization = False
@@ -111,7 +111,7 @@ class Gptq:
             order="g_idx" if is_ordered else None,
         )
 
-    def _numbers_of(self, layer: StoredLayer) -> Numbers | None:
+    def _numbers_of(self, layer: StoredLayer) -> GptqConfig | None:
         """Return the numbers of a layer by the configuration alone; None where it is not quantized."""
         for pattern, numbers in self.others:
             if any(pattern.match(name) for name in layer.names):
@@ -133,7 +133,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
             f"{section.path}: a GPTQ checkpoint in the layout {version!r}, which was shuffled for one GPU's kernels: take the"
             " one it was made from, whose `checkpoint_format` is 'gptq' or 'gptq_v2'"
         )
-    numbers = numbers_of(section, Numbers(4, 128, True, False))
+    numbers = numbers_of(section, GptqConfig(4, 128, True, False))
     symmetric = section.flag(("sym", "symmetric"), True)
     return Gptq(
         "gptq",
@@ -149,7 +149,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     )
 
 
-def numbers_of(section: ModelCard, usual: Numbers) -> Numbers:
+def numbers_of(section: ModelCard, usual: GptqConfig) -> GptqConfig:
     """Return what a section says; ``usual`` where it says nothing."""
     bits = section.whole("bits", 2, 8, usual.bits)
     if bits not in (2, 3, 4, 8):
@@ -157,7 +157,7 @@ def numbers_of(section: ModelCard, usual: Numbers) -> Numbers:
     group = section.whole("group_size", -1, MOST_GROUP, usual.group or -1)
     if group != -1 and group < 1:
         raise section.wrong("group_size", "-1 or a number of columns")
-    return Numbers(
+    return GptqConfig(
         bits,
         max(group, 0),
         section.flag(("sym", "symmetric"), usual.symmetric),
@@ -165,7 +165,7 @@ def numbers_of(section: ModelCard, usual: Numbers) -> Numbers:
     )
 
 
-def _others(section: ModelCard, usual: Numbers) -> tuple[tuple[re.Pattern[str], Numbers | None], ...]:
+def _others(section: ModelCard, usual: GptqConfig) -> tuple[tuple[re.Pattern[str], GptqConfig | None], ...]:
     """Return GPTQModel's ``dynamic``: patterns, after ``-:`` of layers that it left out, else with what is other of them."""
     found = []
     dynamic = section.section("dynamic")

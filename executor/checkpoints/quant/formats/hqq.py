@@ -58,7 +58,7 @@ BESIDE = (
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class HqqConfig:
     """What the configuration says of layers."""
 
     bits: int
@@ -86,8 +86,8 @@ class Numbers:
 class Hqq:
     """A `Format`."""
 
-    usual: Numbers | None
-    by_tag: Mapping[str, Numbers]
+    usual: HqqConfig | None
+    by_tag: Mapping[str, HqqConfig]
     """By what is left of a layer's name without ``model``, ``layers`` and numbers."""
     skipped: tuple[str, ...]
     name: Quantization = "hqq"
@@ -96,7 +96,7 @@ class Hqq:
     ignored: Sequence[str] = tuple(f"*.{each}" for each in BESIDE)
 
     @property
-    def _all(self) -> list[Numbers]:
+    def _all(self) -> list[HqqConfig]:
         return [*([self.usual] if self.usual else []), *self.by_tag.values()]
 
     @property
@@ -169,7 +169,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return Hqq(None, by_tag, skipped)
 
 
-def _numbers(section: ModelCard) -> Numbers:
+def _numbers(section: ModelCard) -> HqqConfig:
     for key in ("scale_quant_params", "zero_quant_params"):
         if section.has(key):
             raise ConfigError(
@@ -186,4 +186,4 @@ def _numbers(section: ModelCard) -> Numbers:
     group = weight.whole("group_size", 1, MOST_GROUP) if weight.has("group_size") else 0
     if not group and not axis:
         raise weight.wrong("group_size", "a number of inputs where axis is 0")
-    return Numbers(bits, group, axis)
+    return HqqConfig(bits, group, axis)

@@ -14,7 +14,7 @@ _NAMED: Mapping[str, Literal["fp8", "int8"]] = {"FP8": "fp8", "INT8": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
-class KvWish:
+class KvFormat:
     """Of fewer bits than the model's format."""
 
     words: str
@@ -53,7 +53,7 @@ class KvWish:
         )
 
 
-def wish_of(card: ModelCard) -> KvWish | None:
+def wish_of(card: ModelCard) -> KvFormat | None:
     """Return it; None where the checkpoint asks for nothing."""
     for holder in (card, card.section("text_config")):
         if holder.has("quantization_config"):
@@ -61,13 +61,13 @@ def wish_of(card: ModelCard) -> KvWish | None:
     return None
 
 
-def _wish(section: ModelCard) -> KvWish | None:
+def _wish(section: ModelCard) -> KvFormat | None:
     inner = section.section("quantization") if section.has("quantization") else section
     named = inner.values.get("kv_cache_quant_algo")  # ModelOpt's
     if named is None and isinstance(section.values.get("kv_cache_scheme"), str):  # as transformers has it
         named = section.values["kv_cache_scheme"]
     if named is not None:
-        return KvWish(
+        return KvFormat(
             f"{named!s:.40}", _NAMED.get(str(named)), nearest="int4" if "4" in str(named) else "int8"
         )
     if not section.has("kv_cache_scheme"):
@@ -75,7 +75,7 @@ def _wish(section: ModelCard) -> KvWish | None:
     return _of_scheme(section.section("kv_cache_scheme").values)
 
 
-def _of_scheme(values: Mapping[str, object]) -> KvWish:
+def _of_scheme(values: Mapping[str, object]) -> KvFormat:
     """Return what a scheme of compressed-tensors asks for."""
     bits, kind = values.get("num_bits"), values.get("type", "int")
     strategy, symmetric = values.get("strategy") or "tensor", values.get("symmetric", True)
@@ -91,7 +91,7 @@ def _of_scheme(values: Mapping[str, object]) -> KvWish:
         *(["scales that follow from the input"] if dynamic else []),
         *([] if symmetric is True else ["zero points"]),
     ]
-    return KvWish(
+    return KvFormat(
         ", ".join(words),
         "fp8" if is_fp8 else "int8" if is_int8 else None,
         is_fp8 and strategy == "attn_head",

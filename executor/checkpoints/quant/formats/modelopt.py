@@ -52,7 +52,7 @@ MOST_GROUP = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class ModelOptConfig:
     """What a layer's weights are."""
 
     algorithm: str
@@ -68,10 +68,10 @@ class Numbers:
 class ModelOpt:
     """A `Format`."""
 
-    usual: Numbers | None
+    usual: ModelOptConfig | None
     left_out: tuple[str, ...]
     """Patterns of names, ``*`` for anything."""
-    by_name: Mapping[str, Numbers]
+    by_name: Mapping[str, ModelOptConfig]
     name: Quantization = "modelopt"
     mark: str = "weight_scale"
     takes_quantization: bool = False
@@ -110,7 +110,7 @@ class ModelOpt:
         )
 
 
-def _scheme(layer: StoredLayer, numbers: Numbers, scale: str) -> Scheme:
+def _scheme(layer: StoredLayer, numbers: ModelOptConfig, scale: str) -> Scheme:
     algorithm, rows = numbers.algorithm, layer.rows
     match algorithm:
         case "FP8":
@@ -163,7 +163,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return ModelOpt(None, left_out, {name: _numbers(layers.section(name)) for name in layers.values})
 
 
-def _numbers(section: ModelCard) -> Numbers:
+def _numbers(section: ModelCard) -> ModelOptConfig:
     algorithm = section.values.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         raise ConfigError(
@@ -171,6 +171,6 @@ def _numbers(section: ModelCard) -> Numbers:
             f" {', '.join(ALGORITHMS)}"
         )
     if algorithm == "W4A16_AWQ":
-        return Numbers(algorithm, section.whole("group_size", 1, MOST_GROUP, 128))
+        return ModelOptConfig(algorithm, section.whole("group_size", 1, MOST_GROUP, 128))
     group = GROUPS.get(algorithm, 0)
-    return Numbers(algorithm, section.whole("group_size", group, group, group) if group else 0)
+    return ModelOptConfig(algorithm, section.whole("group_size", group, group, group) if group else 0)

@@ -38,14 +38,14 @@ KNOWN = {
     "int4": ("per_group",),
     "uint4": ("per_group",),
 }
-"""Numbers of weights, and what may share a scale."""
+"""QuarkConfig of weights, and what may share a scale."""
 GROUP, IN_WORD = 32, 8
 MOST_GROUP = 1 << 20
 ZEROS = "weight_zero_point"
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class QuarkConfig:
     """What the configuration says of layers."""
 
     dtype: str
@@ -66,8 +66,8 @@ class Numbers:
 class Quark:
     """A `Format`."""
 
-    usual: Numbers | None
-    others: tuple[tuple[str, Numbers | None], ...]
+    usual: QuarkConfig | None
+    others: tuple[tuple[str, QuarkConfig | None], ...]
     """By pattern of names, ``*`` for anything: layers with numbers of their own, or with none."""
     reorders: bool
     left_out: tuple[str, ...]
@@ -109,7 +109,7 @@ class Quark:
         return fp8_scheme(layer, self.mark, ((), (1,)), row_group=0, group=0)
 
 
-def _eight_bits(layer: StoredLayer, numbers: Numbers, scale: str) -> Scheme:
+def _eight_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str) -> Scheme:
     by_row = numbers.by == "per_channel"
     shapes = ((layer.rows,), (layer.rows, 1)) if by_row else ((), (1,))
     stored: tuple[Stored, ...] = (
@@ -134,7 +134,7 @@ def _eight_bits(layer: StoredLayer, numbers: Numbers, scale: str) -> Scheme:
     )
 
 
-def _four_bits(layer: StoredLayer, numbers: Numbers, scale: str, reorders: bool) -> Scheme:
+def _four_bits(layer: StoredLayer, numbers: QuarkConfig, scale: str, reorders: bool) -> Scheme:
     rows, depth, group = layer.rows, layer.depth, numbers.group
     if rows % IN_WORD or depth % group:
         layer.refuse(f"Quark's tensors hold whole words of {IN_WORD} and whole groups of {group} inputs")
@@ -175,7 +175,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return Quark(usual, others, reorders, left_out, section.path)
 
 
-def _numbers(section: ModelCard) -> Numbers | None:
+def _numbers(section: ModelCard) -> QuarkConfig | None:
     """Return what a section says of its layers; None where their weights are left as they are."""
     if not section.has("weight"):
         return None
@@ -192,7 +192,7 @@ def _numbers(section: ModelCard) -> Numbers | None:
     if dtype == "fp4" and group != GROUP:
         raise weight.wrong("group_size", f"{GROUP}, whose scales are exponents")
     inputs = section.values.get("input_tensors")
-    return Numbers(
+    return QuarkConfig(
         dtype,
         str(by),
         group,

@@ -203,7 +203,7 @@ class Format(Protocol):
         """Return how the checkpoint has a layer; None where it has it as it was. Raises `ConfigError` where it cannot be."""
 
 
-class Numbers(Protocol):
+class LayerScheme(Protocol):
     """What a configuration says of the layers that are quantized alike."""
 
     @property
@@ -211,7 +211,7 @@ class Numbers(Protocol):
         """For people."""
 
 
-def in_words(name: str, kinds: Iterable[Numbers | None]) -> str:
+def in_words(name: str, kinds: Iterable[LayerScheme | None]) -> str:
     """Return `Format.words` of a format whose layers have numbers of several kinds."""
     return f"{name}: {'; '.join(dict.fromkeys(each.words for each in kinds if each is not None))}"
 

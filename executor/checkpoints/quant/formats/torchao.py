@@ -58,7 +58,7 @@ _SPELLINGS = ("_weight_", "weight:")
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class TorchAoConfig:
     """What a configuration says of layers."""
 
     kind: str
@@ -78,8 +78,8 @@ class Numbers:
 class TorchAo:
     """A `Format`."""
 
-    usual: Numbers | None
-    by_name: tuple[tuple[str | re.Pattern[str], Numbers | None], ...]
+    usual: TorchAoConfig | None
+    by_name: tuple[tuple[str | re.Pattern[str], TorchAoConfig | None], ...]
     left_out: tuple[str, ...]
     name: Quantization = "torchao"
     mark: str = "qdata"
@@ -87,7 +87,7 @@ class TorchAo:
     ignored: Sequence[str] = ("*act_quant_scale", "*act_quant_zero_point")
 
     @property
-    def _all(self) -> list[Numbers | None]:
+    def _all(self) -> list[TorchAoConfig | None]:
         return [self.usual, *(numbers for _, numbers in self.by_name)]
 
     @property
@@ -125,7 +125,7 @@ class TorchAo:
             int8_activations=False,
         )
 
-    def _numbers_of(self, layer: StoredLayer) -> Numbers | None:
+    def _numbers_of(self, layer: StoredLayer) -> TorchAoConfig | None:
         if is_part_of(layer, self.left_out) or (layer.contents is None and layer.is_output_layer):
             return None
         tried = [*layer.names, *(f"{name}.weight" for name in layer.names)]
@@ -141,7 +141,7 @@ def _is_in_fp32_groups(name: str, entry: Entry) -> bool:
     return is_scale and entry.dtype == "F32" and len(entry.shape) == 2 and entry.shape[1] > 1
 
 
-def _scheme(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
+def _scheme(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     match numbers.kind:
         case "4-bit integers":
             return _int4(layer, numbers, start)
@@ -151,7 +151,7 @@ def _scheme(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
             return _int8(layer, numbers, start)
 
 
-def _int8(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
+def _int8(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     rows, depth = layer.rows, layer.depth
     scale, zero = f"{start}scale", f"{start}zero_point"
     entry = layer.entry(scale)
@@ -199,7 +199,7 @@ def _float8(layer: StoredLayer, start: str) -> Scheme:
     return fp8_scheme(layer, scale, ((1, 1), (1,), ()), row_group=0, group=0, weight=f"{start}qdata")
 
 
-def _int4(layer: StoredLayer, numbers: Numbers, start: str) -> Scheme:
+def _int4(layer: StoredLayer, numbers: TorchAoConfig, start: str) -> Scheme:
     group = numbers.group or USUAL_GROUP
     if layer.depth % group or layer.depth % 2:
         layer.refuse(f"torchao's 4-bit integers come in whole groups of {group} inputs")
@@ -255,7 +255,7 @@ def recognise(card: ModelCard, section: ModelCard) -> Format:
     return TorchAo(usual, tuple(found), left_out)
 
 
-def _numbers(section: ModelCard) -> Numbers:
+def _numbers(section: ModelCard) -> TorchAoConfig:
     kind, inner = section.values.get("_type"), section.section("_data")
     if not isinstance(kind, str) or kind not in KNOWN:
         raise ConfigError(
@@ -278,7 +278,7 @@ def _numbers(section: ModelCard) -> Numbers:
                 group = inner.section(key).section("_data").whole("group_size", 0, MOST_GROUP, 0)
     mappings = [_mapping(inner, key) for key in ("mapping_type", "weight_mapping_type")]
     int8_activations = kind in WITH_INT8_ACTIVATIONS and _mapping(inner, "act_mapping_type") != "ASYMMETRIC"
-    return Numbers(KNOWN[kind], group, "ASYMMETRIC" not in mappings, int8_activations)
+    return TorchAoConfig(KNOWN[kind], group, "ASYMMETRIC" not in mappings, int8_activations)
 
 
 def _mapping(inner: ModelCard, key: str) -> str:
