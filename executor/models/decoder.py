@@ -20,7 +20,7 @@ from quintet.executor.models.blocks.layer import Layer
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
-from quintet.executor.models.layers.linear import Embedding, Linear, Part
+from quintet.executor.models.layers.linear import Embedding, Linear, RowRange
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
 
@@ -66,7 +66,7 @@ class Decoder:
     def _declare_end(self, scope: Scope, spec: DecoderSpec) -> None:
         """Declare what is behind the layers."""
         names, hidden, width = spec.names, spec.hidden_size, spec.embedding_width or spec.hidden_size
-        head = Part(
+        head = RowRange(
             names.embedding if spec.tied else names.head, spec.vocab_size, unit_rows=spec.normalised_head
         )
         head = head.keeping(scope.share.of(spec.vocab_size))

@@ -19,7 +19,7 @@ from quintet.executor.checkpoints.quant.gguf import GgufQuantization
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
 from quintet.executor.checkpoints.weights.header import Entry
 from quintet.executor.checkpoints.weights.plan import WeightPlan
-from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 
 DEPTH = 256
 
@@ -48,7 +48,7 @@ def loaded(
     plan = WeightPlan(torch.bfloat16, device.torch_device)
     quantization = GgufQuantization(contents, RowMajor(), on_device=True)
     layer = Linear(
-        Setting(quantization), plan, [Part(name, 48) for name in kinds], DEPTH, activation=activation
+        Setting(quantization), plan, [RowRange(name, 48) for name in kinds], DEPTH, activation=activation
     )
     for name, expected in plan.expected.items():
         for sink in (*expected.sinks, *expected.packers):

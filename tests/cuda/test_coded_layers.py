@@ -17,13 +17,13 @@ from quintet.executor.backends.cuda.ops.coded_weight import Code
 from quintet.executor.backends.cuda.ops.linear_fp8 import fp8_quantize_reference
 from quintet.executor.checkpoints.quant.coded import CodedLinear, CodedRun, Fp8Run
 from quintet.executor.checkpoints.quant.none import RowMajorLinear
-from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.wire.errors import ConfigError
 
 IN_TABLES = {name: written for name, (written, kept, _) in KEPT.items() if kept is WeightFormat.TABLES}
 """What only the host's kernels multiply as it is stored."""
 
-QKV = [Part("q", 96), Part("k", 32), Part("v", 32)]
+QKV = [RowRange("q", 96), RowRange("k", 32), RowRange("v", 32)]
 """Layers that are computed as one."""
 
 
@@ -94,7 +94,7 @@ def test_parts_that_are_kept_otherwise_write_their_own_columns(device: Device) -
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_rows_of_one_tensor_in_any_places(groups: int, device: Device) -> None:
-    parts = [Part("qkv", 72, 120, 0, groups), Part("qkv", 24, 120, 72 // groups, groups)]
+    parts = [RowRange("qkv", 72, 120, 0, groups), RowRange("qkv", 24, 120, 72 // groups, groups)]
     layer, numbers = loaded(KEPT["awq"][0], parts, where=device.torch_device)
     pieces = numbers["qkv"].reshape(groups, -1, DEPTH)
     begins = {72: 0, 24: 72 // groups}
@@ -105,7 +105,7 @@ def test_rows_of_one_tensor_in_any_places(groups: int, device: Device) -> None:
 
 
 def test_gates_and_ups_are_halves_of_the_result(device: Device) -> None:
-    parts = [Part("gate", 64), Part("up", 64)]
+    parts = [RowRange("gate", 64), RowRange("up", 64)]
     layer, numbers = loaded(KEPT["awq"][0], parts, GatedActivation.SILU_AND_MUL, where=device.torch_device)
     x, y = product(device, layer)
     check(y, x, torch.cat([numbers["gate"], numbers["up"]]))
@@ -121,7 +121,7 @@ def test_gates_and_ups_are_halves_of_the_result(device: Device) -> None:
 @pytest.mark.parametrize("name", ROUNDED | IN_TABLES)
 def test_what_no_kernel_multiplies_is_rounded_once(name: str, device: Device) -> None:
     layer, numbers = loaded(
-        (ROUNDED | IN_TABLES)[name], [Part("q", 96), Part("k", 32)], where=device.torch_device
+        (ROUNDED | IN_TABLES)[name], [RowRange("q", 96), RowRange("k", 32)], where=device.torch_device
     )
     assert layer.method.table is not None
     assert torch.equal(layer.method.table.cpu(), torch.cat([numbers["q"], numbers["k"]]).bfloat16())
@@ -140,7 +140,7 @@ def test_a_weight_of_no_number_is_refused(device: Device) -> None:
         return tensors, numbers
 
     with pytest.raises(ConfigError, match="layer 'q': a weight in fp8 is no number"):
-        loaded(Written(written.section, spoilt), [Part("q", 96)], where=device.torch_device)
+        loaded(Written(written.section, spoilt), [RowRange("q", 96)], where=device.torch_device)
 
 
 def test_inputs_are_rounded_to_fp8_where_the_checkpoint_says_so(device: Device) -> None:

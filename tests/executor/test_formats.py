@@ -28,7 +28,7 @@ from quintet.executor.checkpoints.weights.mapped import DTYPES
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
 from quintet.executor.model_config.card import ModelCard
-from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.wire.errors import ConfigError
 
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
@@ -222,7 +222,7 @@ def noise(rows: int, seed: int = 0) -> Array:
 
 def loaded(
     written: Written,
-    parts: list[Part],
+    parts: list[RowRange],
     activation: GatedActivation = GatedActivation.NONE,
     plain: dict[str, torch.Tensor] | None = None,
     where: torch.device | None = None,
@@ -258,7 +258,7 @@ def loaded(
 def test_packed_numbers_are_the_checkpoints(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "MOST_CODES", 1)  # a step of rows at a time
     written, weight_format, group = KEPT[name]
-    layer, numbers = loaded(written, [Part("q", 288), Part("k", 32), Part("v", 32)])
+    layer, numbers = loaded(written, [RowRange("q", 288), RowRange("k", 32), RowRange("v", 32)])
     packed = layer.method.packed
     assert packed is not None and (packed.format, packed.group) == (weight_format, group)
     order, whole = layer.method.runs[0].order, torch.cat([numbers[each] for each in "qkv"])
@@ -280,7 +280,7 @@ def test_factors_of_inputs_are_the_weights(name: str) -> None:
         its, numbers = plain.tensors(name, weight)
         return its | {"_weight_act_pre_scale": factors}, numbers * factors.numpy()
 
-    layer, numbers = loaded(Written(plain.section, tensors), [Part("q", 96)])
+    layer, numbers = loaded(Written(plain.section, tensors), [RowRange("q", 96)])
     packed = layer.method.packed
     assert packed is not None and packed.format is WeightFormat.BF16
     torch.testing.assert_close(packed.read(), numbers["q"].bfloat16().float(), rtol=2**-7, atol=0)
@@ -297,7 +297,7 @@ def test_tables_are_kept(kind: str, kept: WeightFormat) -> None:
 @needs_kernels
 def test_zeros_are_made_of_what_is_added() -> None:
     """torchao's 4 bits are ``code * scale + added`` with added / scale no integers: off by the rounding of that to fp32."""
-    layer, numbers = loaded(tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False), [Part("q", 96)])
+    layer, numbers = loaded(tools.torchao("Int4WeightOnlyConfig", 32, symmetric=False), [RowRange("q", 96)])
     packed = layer.method.packed
     assert packed is not None and (packed.format, packed.group) == (WeightFormat.INT4_SINGLE_ZEROS, 32)
     largest = numbers["q"].abs().max()
@@ -314,14 +314,14 @@ def test_layers_that_are_computed_together_have_one_order() -> None:
 
     written = KEPT["gptq, ordered"][0]
     with pytest.raises(ConfigError, match="layer 'k': its inputs are in another order"):
-        loaded(Written(written.section, turned), [Part("q", 96), Part("k", 32)])
+        loaded(Written(written.section, turned), [RowRange("q", 96), RowRange("k", 32)])
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", KEPT)
 def test_inputs_are_rounded_if_integers_are_multiplied(name: str) -> None:
     """By token where the checkpoint says so, or where the weight has no groups."""
-    layer, _ = loaded(KEPT[name][0], [Part("q", 96)])
+    layer, _ = loaded(KEPT[name][0], [RowRange("q", 96)])
     (run,) = layer.method.runs
     says_so = run.inputs is Inputs.EIGHT_BITS
     assert run.round_inputs() is KEPT[name][1].is_integer
@@ -332,7 +332,7 @@ def test_inputs_are_rounded_if_integers_are_multiplied(name: str) -> None:
 @needs_kernels
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
-    layer, numbers = loaded(ROUNDED[name], [Part("q", 96), Part("k", 32)])
+    layer, numbers = loaded(ROUNDED[name], [RowRange("q", 96), RowRange("k", 32)])
     packed = layer.method.packed
     assert packed is not None and packed.format is WeightFormat.BF16
     assert torch.equal(packed.read(), torch.cat([numbers["q"], numbers["k"]]).bfloat16().float())
@@ -354,7 +354,7 @@ def test_what_no_kernel_multiplies_is_rounded_once(name: str) -> None:
     ids=lambda each: each.section["quant_method"],
 )
 def test_what_is_estimated_before_loading_is_what_weights_take(written: Written) -> None:
-    layer, _ = loaded(written, [Part("q", 960)])
+    layer, _ = loaded(written, [RowRange("q", 960)])
     its, _ = written.tensors("q", noise(960))
     contents = {
         f"q.{ending}": Entry(NAMES[each.dtype], tuple(each.shape), 0, each.numel() * each.element_size())
@@ -393,7 +393,7 @@ def test_activations_of_8_bits_are_as_the_checkpoint_says(name: str) -> None:
         "modelopt": tools.modelopt_integers("W8A8_SQ_PER_CHANNEL"),
         "quark": tools.quark_integers("int8", activations=True),
     }[name]
-    layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
+    layer, numbers = loaded(written, [RowRange("q", 96), RowRange("k", 32)])
     packed = layer.method.packed
     assert packed is not None and layer.method.runs[0].inputs is Inputs.EIGHT_BITS
     x = torch.from_numpy(noise(5, seed=9)).bfloat16()
@@ -429,7 +429,7 @@ def test_activations_with_zero_points_keep_16_bits(name: str) -> None:
             *("global_quant_config", "input_tensors", "symmetric"),
         ),
     }[name]
-    layer, numbers = loaded(written, [Part("q", 96), Part("k", 32)])
+    layer, numbers = loaded(written, [RowRange("q", 96), RowRange("k", 32)])
     assert layer.method.runs[0].inputs is Inputs.SIXTEEN_BITS
     assert layer.method.packed is not None and layer.method.packed.format is WeightFormat.INT8
     assert torch.equal(layer.method.packed.read(), torch.cat([numbers["q"], numbers["k"]]))
@@ -440,7 +440,7 @@ def test_activations_with_zero_points_keep_16_bits(name: str) -> None:
 @pytest.mark.parametrize("name", ["gptq, 4 bits", "awq"])
 def test_parts_of_one_tensor_are_its_rows(name: str, groups: int) -> None:
     heads = {"q": (192, 0), "k": (64, 192 // groups), "v": (64, 256 // groups)}
-    parts = [Part("qkv", rows, 320, begin, groups) for rows, begin in heads.values()]
+    parts = [RowRange("qkv", rows, 320, begin, groups) for rows, begin in heads.values()]
     layer, numbers = loaded(KEPT[name][0], parts)
     pieces = numbers["qkv"].reshape(groups, -1, DEPTH)
     expected = [
@@ -452,7 +452,9 @@ def test_parts_of_one_tensor_are_its_rows(name: str, groups: int) -> None:
 
 @needs_kernels
 def test_gates_and_ups_have_scales_of_their_own() -> None:
-    layer, numbers = loaded(KEPT["awq"][0], [Part("gate", 64), Part("up", 64)], GatedActivation.SILU_AND_MUL)
+    layer, numbers = loaded(
+        KEPT["awq"][0], [RowRange("gate", 64), RowRange("up", 64)], GatedActivation.SILU_AND_MUL
+    )
     assert layer.method.packed is not None
     assert torch.equal(layer.method.packed.read(), torch.cat([numbers["gate"], numbers["up"]]))
 
@@ -471,7 +473,7 @@ def test_gates_and_ups_have_scales_of_their_own() -> None:
 def test_parts_with_unlike_numbers_get_the_wider_kind(
     other: dict[str, int | bool], weight_format: WeightFormat, group: int
 ) -> None:
-    layer, values = loaded(with_another_k(other), [Part("q", 96), Part("k", 32)])
+    layer, values = loaded(with_another_k(other), [RowRange("q", 96), RowRange("k", 32)])
     packed, whole = layer.method.packed, torch.cat([values["q"], values["k"]])
     assert packed is not None and (packed.format, packed.group) == (weight_format, group)
     assert torch.equal(packed.read(), whole)
@@ -496,7 +498,9 @@ def with_another_k(other: dict[str, int | bool]) -> Written:
 
 @needs_kernels
 def test_a_part_whose_inputs_are_ordered_is_a_weight_of_its_own() -> None:
-    layer, numbers = loaded(with_another_k({"desc_act": True}), [Part("q", 96), Part("k", 32), Part("v", 32)])
+    layer, numbers = loaded(
+        with_another_k({"desc_act": True}), [RowRange("q", 96), RowRange("k", 32), RowRange("v", 32)]
+    )
     q, k, v = layer.method.runs
     assert q.order is None is v.order and k.order is not None
     x = torch.from_numpy(noise(3, seed=4)).bfloat16()
@@ -507,7 +511,7 @@ def test_a_part_whose_inputs_are_ordered_is_a_weight_of_its_own() -> None:
 @needs_kernels
 def test_so_is_a_part_that_was_left_out() -> None:
     left_out = {"k.weight": torch.from_numpy(noise(32)).bfloat16()}
-    layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [Part("q", 96), Part("k", 32)], plain=left_out)
+    layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [RowRange("q", 96), RowRange("k", 32)], plain=left_out)
     q, k = (run.packed for run in layer.method.runs)
     assert (q.format, k.format) == (WeightFormat.INT4, WeightFormat.BF16)
     assert torch.equal(q.read(), numbers["q"]) and torch.equal(k.read(), left_out["k.weight"].float())
@@ -516,7 +520,7 @@ def test_so_is_a_part_that_was_left_out() -> None:
 @needs_kernels
 def test_a_gate_and_its_up_are_of_one_weight() -> None:
     left_out = {"up.weight": torch.from_numpy(noise(64)).bfloat16()}
-    gate_up = [Part("gate", 64), Part("up", 64)]
+    gate_up = [RowRange("gate", 64), RowRange("up", 64)]
     layer, numbers = loaded(KEPT["gptq, 4 bits"][0], gate_up, GatedActivation.SILU_AND_MUL, left_out)
     assert layer.method.packed is not None
     whole = torch.cat([numbers["gate"].bfloat16(), left_out["up.weight"]])
@@ -526,7 +530,7 @@ def test_a_gate_and_its_up_are_of_one_weight() -> None:
 def test_without_the_kernels_torch_multiplies(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("none", "stored"):
         monkeypatch.setattr(f"quintet.executor.checkpoints.quant.{module}.linear_library", lambda: None)
-    layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [Part("q", 96), Part("k", 32)])
+    layer, numbers = loaded(KEPT["gptq, 4 bits"][0], [RowRange("q", 96), RowRange("k", 32)])
     whole = torch.cat([numbers["q"], numbers["k"]]).bfloat16()
     assert layer.method.table is not None and torch.equal(layer.method.table, whole)
 

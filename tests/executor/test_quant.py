@@ -15,14 +15,14 @@ from quintet.executor.checkpoints.quant.registry import open_quantization
 from quintet.executor.checkpoints.quant.rounded_inputs import RoundedInputs
 from quintet.executor.checkpoints.weights.plan import WeightPlan
 from quintet.executor.checkpoints.weights.store import reserve
-from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, Part
+from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, RowRange
 from quintet.wire.errors import ConfigError
 
 needs_kernels = pytest.mark.skipif(linear_library() is None, reason="the host kernels are not built")
 
 DEPTH = 200  # one whole group of 128 and a part of one
-QKV = (Part("q", 96), Part("k", 37), Part("v", 37))  # the second and third begin inside a tile
-GATE_UP = (Part("gate", 72), Part("up", 72))
+QKV = (RowRange("q", 96), RowRange("k", 37), RowRange("v", 37))  # the second and third begin inside a tile
+GATE_UP = (RowRange("gate", 72), RowRange("up", 72))
 
 QUANTIZATIONS = ("none", "int8", "int4", "w8a8")
 
@@ -48,7 +48,10 @@ def deliver(plan: WeightPlan, dtype: torch.dtype = torch.bfloat16) -> dict[str, 
 
 
 def layer_of(
-    name: str, parts: tuple[Part, ...], activation: GatedActivation = GatedActivation.NONE, **options: bool
+    name: str,
+    parts: tuple[RowRange, ...],
+    activation: GatedActivation = GatedActivation.NONE,
+    **options: bool,
 ) -> tuple[Linear, dict[str, torch.Tensor]]:
     plan = WeightPlan(torch.bfloat16, torch.device("cpu"))
     layer = Linear(
@@ -66,13 +69,13 @@ def test_parts_of_one_tensor_are_what_they_would_be_in_tensors_of_their_own(
 ) -> None:
     """Three query heads for each KV head: ``qqqkv qqqkv`` in two groups, all queries first in one."""
     heads = {"q": (48, 0), "k": (16, 48 // groups), "v": (16, 64 // groups)}
-    parts = [Part("qkv", rows, 80, begin, groups, transposed) for rows, begin in heads.values()]
+    parts = [RowRange("qkv", rows, 80, begin, groups, transposed) for rows, begin in heads.values()]
     layer, given = layer_of(name, tuple(parts))
     apart = WeightPlan(torch.bfloat16, torch.device("cpu"))
     alone = Linear(
         Setting(open_quantization(name)),
         apart,
-        [Part(head, rows) for head, (rows, _) in heads.items()],
+        [RowRange(head, rows) for head, (rows, _) in heads.items()],
         DEPTH,
         biased=True,
     )
@@ -94,7 +97,7 @@ def test_parts_of_one_tensor_are_what_they_would_be_in_tensors_of_their_own(
 @needs_kernels
 @pytest.mark.parametrize("name", QUANTIZATIONS)
 @pytest.mark.parametrize("parts", [QKV, GATE_UP])
-def test_parts_arrive_in_their_rows(name: str, parts: tuple[Part, ...]) -> None:
+def test_parts_arrive_in_their_rows(name: str, parts: tuple[RowRange, ...]) -> None:
     activation = GatedActivation.SILU_AND_MUL if parts is GATE_UP else GatedActivation.NONE
     layer, given = layer_of(name, parts, activation)
     whole = torch.cat([given[f"{part.name}.weight"] for part in parts]).float()
@@ -181,7 +184,7 @@ def test_gates_and_ups_meet() -> None:
 
 @needs_kernels
 def test_the_output_layer_of_int4_has_8_bits() -> None:
-    layer, _ = layer_of("int4", (Part("head", 65),), is_output_layer=True)
+    layer, _ = layer_of("int4", (RowRange("head", 65),), is_output_layer=True)
     assert layer.method.packed is not None
     assert layer.method.packed.format is WeightFormat.INT8
 
@@ -192,7 +195,7 @@ def test_a_tied_embedding_is_never_quantized(name: str) -> None:
         pytest.skip("the host kernels are not built")
     plan = WeightPlan(torch.bfloat16, torch.device("cpu"))
     setting = Setting(open_quantization(name))
-    head = Linear(setting, plan, (Part("embedding", 150),), DEPTH, is_output_layer=True)
+    head = Linear(setting, plan, (RowRange("embedding", 150),), DEPTH, is_output_layer=True)
     embedding = Embedding(setting, plan, "embedding", 150, DEPTH, tied_to=head)
     table = deliver(plan)["embedding.weight"]
     ids = torch.tensor([149, 0, 77, 0, 64], dtype=torch.int32)

@@ -26,7 +26,7 @@ from quintet.executor.checkpoints.weights.store import reserve
 from quintet.executor.model_config.routing import Routing, Scoring
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.layers.experts import Experts, Gate
-from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.model import Setting
 from quintet.wire.kv_spec import full_layers
@@ -55,7 +55,7 @@ def linear(
 ) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
     setting = Setting(torch.device("cpu"), DTYPE, open_quantization(quantization))
-    layer = Linear(setting, plan, (Part("layer", columns),), depth, activation=activation)
+    layer = Linear(setting, plan, (RowRange("layer", columns),), depth, activation=activation)
     plan.reservation = reserve(plan.stores)
     assert layer.method.packed is not None
     layer.method.packed.fill(noise(columns, depth, seed=seed) / depth**0.5)
@@ -85,7 +85,7 @@ class Unlike:
 
 def linear_of_runs(widths: list[int], depth: int) -> Linear:
     plan = WeightPlan(DTYPE, torch.device("cpu"))
-    parts = [Part(f"part {i}", width) for i, width in enumerate(widths)]
+    parts = [RowRange(f"part {i}", width) for i, width in enumerate(widths)]
     layer = Linear(Setting(torch.device("cpu"), DTYPE, Unlike()), plan, parts, depth, biased=True)
     plan.reservation = reserve(plan.stores)
     for seed, expected in enumerate(plan.expected.values()):

@@ -9,7 +9,7 @@ from quintet.executor.checkpoints.weights.store import reserve
 from quintet.executor.model_config.rope import RopeSpec
 from quintet.executor.model_config.spec import Activation, NormKind
 from quintet.executor.models.forward import AttentionLayer, ForwardPass, ValueT
-from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, Part
+from quintet.executor.models.layers.linear import Embedding, GatedActivation, Linear, RowRange
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import Setting
@@ -54,7 +54,7 @@ class OddModel:
                 sink(tensor.to(setting.dtype))
 
     def _linear(self, name: str, columns: int, depth: int, **switches: object) -> Linear:
-        return Linear(self._setting, self.weights, (Part(name, columns),), depth, **switches)  # type: ignore[arg-type]
+        return Linear(self._setting, self.weights, (RowRange(name, columns),), depth, **switches)  # type: ignore[arg-type]
 
     def _norm(
         self,

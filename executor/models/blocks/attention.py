@@ -15,7 +15,7 @@ from quintet.executor.models.blocks.norms import norm_of_all
 from quintet.executor.models.blocks.scope import Scope
 from quintet.executor.models.forward import ForwardPass, ValueT
 from quintet.executor.models.layers.attention import AttentionLayer
-from quintet.executor.models.layers.linear import Part
+from quintet.executor.models.layers.linear import RowRange
 from quintet.executor.models.layers.norm import Norm
 
 
@@ -90,7 +90,7 @@ class Attention:
         return ops.linear(self._output, attended)
 
 
-def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[Part]:
+def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[RowRange]:
     """Return queries, keys and values, in this order, wherever the checkpoint has them, and gates behind them."""
     names, kv_heads = scope.names, spec.num_kv_heads
     q, k, v = spec.num_heads * spec.head_dim, kv_heads * spec.head_dim, kv_heads * spec.value_dim
@@ -108,7 +108,7 @@ def _qkv_parts(scope: Scope, spec: AttentionSpec) -> list[Part]:
     ]
 
 
-def _kept_parts(scope: Scope, spec: AttentionSpec, parts: Sequence[Part]) -> list[Part]:
+def _kept_parts(scope: Scope, spec: AttentionSpec, parts: Sequence[RowRange]) -> list[RowRange]:
     """Return the rows that a rank keeps of queries, keys and values, and of gates."""
     heads, kv_heads = scope.share.of(spec.num_heads), scope.share.of_kv_heads(spec.num_kv_heads)
     queries, keys = heads.times(spec.head_dim), kv_heads.times(spec.head_dim)

@@ -23,7 +23,7 @@ from quintet.executor.models.blocks.states import (
     scan_part,
 )
 from quintet.executor.models.forward import ForwardPass, ValueT
-from quintet.executor.models.layers.linear import Part
+from quintet.executor.models.layers.linear import RowRange
 from quintet.executor.models.layers.states import DeltaRule
 
 
@@ -68,7 +68,9 @@ class Delta:
         return ops.linear(self._out, y)
 
 
-def _parts(scope: Scope, spec: DeltaSpec, keys: KeptRange, values: KeptRange, heads: KeptRange) -> list[Part]:
+def _parts(
+    scope: Scope, spec: DeltaSpec, keys: KeptRange, values: KeptRange, heads: KeptRange
+) -> list[RowRange]:
     """Return queries, keys, values, gates, betas and alphas, in this order, wherever the checkpoint has them: those kept."""
     if not spec.by_head:
         named = {"qkv": (keys, keys, values), "z": (values,), "b": (heads,), "a": (heads,)}

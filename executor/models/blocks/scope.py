@@ -13,7 +13,7 @@ from quintet.executor.model_config.rope import RopeSpec
 from quintet.executor.model_config.share import Share
 from quintet.executor.model_config.spec import NormKind, NormSpec
 from quintet.executor.models.layers.attention import AttentionLayer
-from quintet.executor.models.layers.linear import GatedActivation, Linear, Part
+from quintet.executor.models.layers.linear import GatedActivation, Linear, RowRange
 from quintet.executor.models.layers.norm import Norm
 from quintet.executor.models.model import Setting
 
@@ -45,13 +45,15 @@ class Scope:
         """Return the whole of a tensor's name."""
         return name if self.layer is None else self.names.in_layer(self.layer, name)
 
-    def part(self, name: str, rows: int, total: int | None = None, begin: int = 0, groups: int = 1) -> Part:
-        """Return a part of a linear layer; see `Part`."""
-        return Part(self.name(name), rows, total, begin, groups, self.transposed)
+    def part(
+        self, name: str, rows: int, total: int | None = None, begin: int = 0, groups: int = 1
+    ) -> RowRange:
+        """Return a part of a linear layer; see `RowRange`."""
+        return RowRange(self.name(name), rows, total, begin, groups, self.transposed)
 
     def linear(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[RowRange],
         depth: int,
         *,
         biased: bool = False,

@@ -10,7 +10,7 @@ import torch
 from quintet.executor.model_config.share import KeptRange
 from quintet.executor.model_config.state_specs import StateNeed
 from quintet.executor.models.blocks.scope import Scope
-from quintet.executor.models.layers.linear import Linear, Part
+from quintet.executor.models.layers.linear import Linear, RowRange
 from quintet.executor.models.layers.states import CausalConv, StatePart
 
 
@@ -39,7 +39,7 @@ class KeptRows:
         kinds = zip(self._begins, self._kinds, strict=False)
         return torch.cat([tensor[begin + kept.begin : begin + kept.end] for begin, kept in kinds])
 
-    def parts(self, scope: Scope, name: str) -> list[Part]:
+    def parts(self, scope: Scope, name: str) -> list[RowRange]:
         """Return the same rows as parts of a linear layer, that is one of the mixer's."""
         name = below(scope, name)
         if self._is_all:
