@@ -93,12 +93,12 @@ class Play:
     def __init__(self, seed: int, order: int) -> None:
         self._prompts, self._noise = prompts_of(seed), random.Random(1000 * seed + order)
         self._cores = [SimulatedEngine(CPU, 1) for _ in range(NUM_ENGINES)]
-        seats = Workers(ME)
+        slots = Workers(ME)
         roles = (Role.CORE, Role.EXECUTOR)
         workers = [ME, *(WorkerId(role, index, 1) for role in roles for index in range(NUM_ENGINES))]
-        seats.follow(Topology(1, [ProcessSlot(worker, "", 1, SlotState.READY) for worker in workers]))
+        slots.follow(Topology(1, [ProcessSlot(worker, "", 1, SlotState.READY) for worker in workers]))
         self._now_s = 0.0
-        self._engines = EngineLoads(seats, _config(), clock=lambda: self._now_s)
+        self._engines = EngineLoads(slots, _config(), clock=lambda: self._now_s)
         self._events: list[tuple[float, int, int | None]] = []
         """When, a number, and whose step ends; None: a client asks."""
         self._num_events = self._num_asked = 0

@@ -60,7 +60,7 @@ class Engine:
         """What came before the capacity was known, in order."""
         self._num_arrived = 0
         self._frontends: dict[int, tuple[int, bool]] = {}
-        """Newest epoch of each frontend seat, and whether that one is down too."""
+        """Newest epoch of each frontend slot, and whether that one is down too."""
         self.shelf = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
         self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = PoisonIsolation()

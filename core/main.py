@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from quintet.core.engine import Engine
 from quintet.core.metrics import CoreMetrics, S
-from quintet.core.reconcile import Reconcilers, by_seat
+from quintet.core.reconcile import Reconcilers, by_slot
 from quintet.core.token_messages import StepMessages
 from quintet.process.kv_publisher import KvPublisher
 from quintet.process.pending_topology import PendingTopology
@@ -77,7 +77,7 @@ class Core:
         self._is_retiring = False
         """Whether the supervisor wants to hear when nothing is left."""
         self._early: PendingTopology[int, Admit | Cancel | Reclaim] = PendingTopology(MAX_EARLY)
-        """By frontend seat."""
+        """By frontend slot."""
         events = config.cache.events
         self._publisher = None if events is None else KvPublisher(events, process.me.index)
         process.account = self._account
@@ -245,9 +245,9 @@ class Core:
 
     def _audit(self, account: Live, now: int) -> None:
         """Give up what lives here and a frontend does not wait for."""
-        seat = account.sender.index, epoch_tag(account.sender.epoch)
-        ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == seat]
-        orphans = self._auditors.compare(seat, unpack_i64(account.request_ids), ours).orphans
+        slot = account.sender.index, epoch_tag(account.sender.epoch)
+        ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == slot]
+        orphans = self._auditors.compare(slot, unpack_i64(account.request_ids), ours).orphans
         if orphans:
             self._note_differences("live here, and nobody waits for them", orphans)
             self._send(self.engine.drop(orphans, now))
@@ -283,7 +283,7 @@ class Core:
         """Have frontends send requests again."""
         if not request_ids:
             return
-        for index, ids in by_seat(
+        for index, ids in by_slot(
             (frontend_of(request_id)[0], request_id) for request_id in request_ids
         ).items():
             self.process.peers.send(Role.FRONTEND, index, Unknown(pack_i64(ids)))
@@ -294,12 +294,12 @@ class Core:
         if now - self._accounted_ns < AUDIT_NS:
             return
         self._accounted_ns = now
-        kept = by_seat(self.engine.opened())
-        for seat in self.process.topology.seats:
-            if seat.worker.role is Role.DETOKENIZER and seat.state is not SlotState.DOWN:
-                ids = kept.get(seat.worker.index, [])
+        kept = by_slot(self.engine.opened())
+        for slot in self.process.topology.slots:
+            if slot.worker.role is Role.DETOKENIZER and slot.state is not SlotState.DOWN:
+                ids = kept.get(slot.worker.index, [])
                 account = Live(self.process.me, pack_i64(ids))
-                self.process.peers.send(Role.DETOKENIZER, seat.worker.index, account)
+                self.process.peers.send(Role.DETOKENIZER, slot.worker.index, account)
 
     def _plan(self) -> None:
         """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
@@ -361,10 +361,10 @@ class Core:
     def _follow(self, topology: Topology) -> None:
         """End the requests of frontends that are gone."""
         now = self.process.now_ns
-        for seat in topology.seats:
-            worker = seat.worker
+        for slot in topology.slots:
+            worker = slot.worker
             if worker.role is Role.FRONTEND:
-                self.engine.abandon(worker.index, worker.epoch, now, down=seat.state is SlotState.DOWN)
+                self.engine.abandon(worker.index, worker.epoch, now, down=slot.state is SlotState.DOWN)
         for message in self._early.take():
             self._take(message)
 
@@ -389,7 +389,7 @@ class Core:
 
 
 def _sender(message: Admit | Cancel | Reclaim) -> int:
-    """Return the seat of the frontend that a message is from."""
+    """Return the slot of the frontend that a message is from."""
     match message:
         case Reclaim():
             return message.frontend

@@ -43,19 +43,23 @@ class Reconcilers:
     """One `Reconciler` per neighbour."""
 
     def __init__(self) -> None:
-        self._by_seat: dict[tuple[Hashable, int], Reconciler] = {}
+        self._by_frontend: dict[tuple[Hashable, int], Reconciler] = {}
 
-    def compare(self, seat: tuple[Hashable, int], theirs: Sequence[int], ours: Iterable[int]) -> Differences:
+    def compare(
+        self, frontend: tuple[Hashable, int], theirs: Sequence[int], ours: Iterable[int]
+    ) -> Differences:
         """Compare the account of the process at this place, in this epoch; those of its predecessors are forgotten."""
-        if seat not in self._by_seat:
-            self._by_seat = {other: a for other, a in self._by_seat.items() if other[0] != seat[0]}
-            self._by_seat[seat] = Reconciler()
-        return self._by_seat[seat].compare(theirs, ours)
+        if frontend not in self._by_frontend:
+            self._by_frontend = {
+                other: a for other, a in self._by_frontend.items() if other[0] != frontend[0]
+            }
+            self._by_frontend[frontend] = Reconciler()
+        return self._by_frontend[frontend].compare(theirs, ours)
 
 
-def by_seat(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Group ``(seat, request id)`` by seat."""
+def by_slot(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Group ``(frontend, request id)`` by frontend."""
     grouped: dict[int, list[int]] = {}
-    for seat, request_id in pairs:
-        grouped.setdefault(seat, []).append(request_id)
+    for frontend, request_id in pairs:
+        grouped.setdefault(frontend, []).append(request_id)
     return grouped

@@ -79,7 +79,7 @@ def _text_alone(query_id: int) -> Open:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """What is made of the tokenizer, before anything is known of a seat."""
+    """What is made of the tokenizer, before anything is known of a slot."""
 
     showing: PieceTable
     skipping: PieceTable
@@ -248,11 +248,11 @@ class Detokenizer:
                 self._cores.forget_frontend(worker.index, epoch_tag(worker.epoch))
             elif worker.role is Role.CORE:
                 self._cores.forget_core(worker.index, worker.epoch - 1)
-        for seat in self._process.topology.seats:
-            if seat.retired and seat.worker.role is Role.FRONTEND:
-                self._cores.forget_frontend(seat.worker.index, epoch_tag(seat.worker.epoch + 1))
-            elif seat.retired and seat.worker.role is Role.CORE:
-                self._cores.forget_core(seat.worker.index, seat.worker.epoch)
+        for slot in self._process.topology.slots:
+            if slot.retired and slot.worker.role is Role.FRONTEND:
+                self._cores.forget_frontend(slot.worker.index, epoch_tag(slot.worker.epoch + 1))
+            elif slot.retired and slot.worker.role is Role.CORE:
+                self._cores.forget_core(slot.worker.index, slot.worker.epoch)
         for index, tag, text in self._early.take():
             self._deliver(index, tag, text)
         self._apologise()
@@ -292,7 +292,7 @@ def _requests_in(text: Text) -> list[int]:
 
 
 def prepare(config: EngineConfig) -> Tables:
-    """Do the long part of booting: it depends on no seat."""
+    """Do the long part of booting: it depends on no slot."""
     return tables_of(config.model)
 
 
@@ -313,7 +313,7 @@ def serve(process: Process[Tokens | DetokenizeQuery | Live], tables: Tables) -> 
 
 
 def run(me: WorkerId, config: EngineConfig, tables: Tables) -> None:
-    """Be the detokenizer process at seat ``me``."""
+    """Be the detokenizer process at slot ``me``."""
     serve(Process(me, config, Tokens | DetokenizeQuery | Live), tables)
 
 

@@ -105,7 +105,7 @@ Message = StepPlan | KvTierRequests | KvPins
 
 
 class Executor:
-    """The seat and the worker, which core they serve, and what is in flight between them."""
+    """The slot and the worker, which core they serve, and what is in flight between them."""
 
     def __init__(self, process: Process[Message], worker: StepWorker) -> None:
         self._process = process

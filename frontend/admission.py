@@ -35,7 +35,7 @@ class Occupancy(Protocol):
     """What the door looks at: `quintet.frontend.sessions.Sessions`."""
 
     @property
-    def seats(self) -> Workers:
+    def slots(self) -> Workers:
         """Who is there."""
 
     @property
@@ -126,7 +126,7 @@ class Admission:
                 "The server is shutting down and takes no new requests.",
                 retry_s=SHORT_RETRY_S,
             )
-        booting = [role for role in BOOTED_ROLES if role not in self._load.seats.ever_ready]
+        booting = [role for role in BOOTED_ROLES if role not in self._load.slots.ever_ready]
         if booting:
             self._refused_unready.inc()
             raise RequestError(

@@ -22,7 +22,7 @@ async def livez(_service: Service, exchange: HttpRequest) -> None:
 
 async def readyz(service: Service, exchange: HttpRequest) -> None:
     """Answer 200 while a request could be served, else 503 naming what is missing."""
-    missing = [str(role) for role in service.sessions.seats.missing()]
+    missing = [str(role) for role in service.sessions.slots.missing()]
     ready = not missing and not service.draining
     await exchange.respond_json(
         {"ready": ready, "missing": missing, "draining": service.draining}, 200 if ready else 503
@@ -37,7 +37,7 @@ async def v2_live(_service: Service, exchange: HttpRequest) -> None:
 async def v2_model_ready(service: Service, exchange: HttpRequest) -> None:
     """Answer for one name whether requests could be served."""
     name = _served(service, exchange.path_params["id"])
-    ready = not service.sessions.seats.missing() and not service.draining
+    ready = not service.sessions.slots.missing() and not service.draining
     await exchange.respond_json({"name": name, "ready": ready}, 200 if ready else 503)
 
 
@@ -52,11 +52,11 @@ async def health(service: Service, exchange: HttpRequest) -> None:
         report = await service.queries.metrics(SUPERVISOR_ANSWERS_S)
     except RequestError as error:
         silence = error.message
-    seats = service.sessions.seats  # both of one moment: behind the wait
-    missing = [str(role) for role in seats.missing()]
+    slots = service.sessions.slots  # both of one moment: behind the wait
+    missing = [str(role) for role in slots.missing()]
     troubled: list[dict[str, object]] = [
-        {"process": str(seat.worker), "state": seat.state.name.lower(), "note": seat.note}
-        for seat in seats.troubled()
+        {"process": str(slot.worker), "state": slot.state.name.lower(), "note": slot.note}
+        for slot in slots.troubled()
     ]
     if report is None:
         troubled.append({"process": "supervisor", "state": "stalled", "note": silence})

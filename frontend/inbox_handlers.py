@@ -1,4 +1,4 @@
-"""A frontend's seat among the processes: its requests and questions, and what becomes of each message that comes for them.
+"""A frontend's slot among the processes: its requests and questions, and what becomes of each message that comes for them.
 
 The HTTP frontend and the Python API sit on it alike, so that whatever is lost behind them, both recover in one way. Knows
 nothing of HTTP, sockets or clocks: who owns the loop feeds it messages and lets it give its account from time to time.
@@ -28,14 +28,14 @@ ACCOUNT_S = 5.0
 
 
 class InboxHandlers:
-    """The sessions and queries of one seat."""
+    """The sessions and queries of one slot."""
 
     def __init__(
         self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics | None = None
     ) -> None:
         self._send = send
         self.sessions = Sessions(me, send, config, metrics)
-        self.queries = Rpc(me, send, self.sessions.seats)
+        self.queries = Rpc(me, send, self.sessions.slots)
 
     def handle(self, message: Inbound) -> None:
         """Apply one message from another process. What a `Topology` says of addresses is followed before."""
@@ -56,6 +56,6 @@ class InboxHandlers:
                 self.queries.handle(message)
 
     def give_account(self) -> None:
-        """Tell the others what this seat waits for. To be called every `ACCOUNT_S`."""
+        """Tell the others what this slot waits for. To be called every `ACCOUNT_S`."""
         for role, index, account in self.sessions.accounts():
             self._send(role, index, account)

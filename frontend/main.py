@@ -1,4 +1,4 @@
-"""The frontend process: an HTTP server on the socket it inherits, and a seat among the processes.
+"""The frontend process: an HTTP server on the socket it inherits, and a slot among the processes.
 
 python -m quintet.frontend.main --run-dir … --index … --epoch … --parent …
 """
@@ -201,7 +201,7 @@ class Frontend:
 
 
 def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
-    return any(seat.worker == worker and seat.state is SlotState.READY for seat in topology.seats)
+    return any(slot.worker == worker and slot.state is SlotState.READY for slot in topology.slots)
 
 
 def _came_with_a_message(error: BaseException) -> bool:

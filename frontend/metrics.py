@@ -1,8 +1,8 @@
 """GET /metrics: everybody's figures as Prometheus text.
 
-Each series appears as ``quintet:<name>`` with the seat that counted it (``role``, ``index``), and, where vLLM has a metric of
-that name, as ``vllm:<name>`` summed over the seats of each engine, so that existing dashboards and scalers work. Counts go on
-where a seat's last process left them, and stay when the seat is given up: they never go back while the server lives.
+Each series appears as ``quintet:<name>`` with the slot that counted it (``role``, ``index``), and, where vLLM has a metric of
+that name, as ``vllm:<name>`` summed over the slots of each engine, so that existing dashboards and scalers work. Counts go on
+where a slot's last process left them, and stay when the slot is given up: they never go back while the server lives.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ Series = CounterSeries | GaugeSeries | HistogramSeries
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The figures of one seat."""
+    """The figures of one slot."""
 
     role: Role
     index: int
@@ -91,17 +91,17 @@ async def metrics(service: Service, exchange: HttpRequest) -> None:
 
 
 def collect(report: MetricsReport) -> list[Source]:
-    """Return the figures of every seat: of the process in it, on top of what those before it had counted.
+    """Return the figures of every slot: of the process in it, on top of what those before it had counted.
 
-    Seats have an order of their own, not that of who is there: the same numbers added in another order make another sum, and
+    Slots have an order of their own, not that of who is there: the same numbers added in another order make another sum, and
     one that is less by the last bit looks like a counter that began anew.
     """
     parts: dict[tuple[Role, int], list[Snapshot]] = defaultdict(list)
     for past in report.past:
         parts[past.role, past.index].append(decode_snapshot(past.metrics))
     for process in report.processes:
-        seat = parts[process.worker.role, process.worker.index]
-        seat += [decode_snapshot(process.metrics), _supervised(process)]
+        slot = parts[process.worker.role, process.worker.index]
+        slot += [decode_snapshot(process.metrics), _supervised(process)]
     return [Source(role, index, merged(parts[role, index])) for role, index in sorted(parts)]
 
 

@@ -1,4 +1,4 @@
-"""What a frontend's seat tells the others it waits for, so that they find what either has lost. Reads no clock."""
+"""What a frontend's slot tells the others it waits for, so that they find what either has lost. Reads no clock."""
 
 from __future__ import annotations
 

@@ -377,13 +377,13 @@ class ResponseStore:
         return f"{self._server}/{worker.index}.{worker.epoch}"
 
     def is_gone(self, owner: str, topology: Topology) -> bool:
-        """Whether a frontend is gone for sure: another server's, or one whose seat has another, or nobody, by now."""
-        server, _, seat = owner.rpartition("/")
-        index, epoch = map(int, seat.split("."))
+        """Whether a frontend is gone for sure: another server's, or one whose slot has another, or nobody, by now."""
+        server, _, slot = owner.rpartition("/")
+        index, epoch = map(int, slot.split("."))
         return server != self._server or any(
             (each.worker.role, each.worker.index) == (Role.FRONTEND, index)
             and (each.worker.epoch > epoch or (each.worker.epoch == epoch and each.state is SlotState.DOWN))
-            for each in topology.seats
+            for each in topology.slots
         )
 
     async def do(self, work: Callable[[ResponseFile], _ResultT]) -> _ResultT:

@@ -50,7 +50,7 @@ class _Question:
     answer: asyncio.Future[Answer]
     index: int | None = None
     """Who was asked; None while nobody is there."""
-    seat: int | None = None
+    slot: int | None = None
     """The one that is asked, where others would not know; None where any of the role does."""
     epoch: int = 0
 
@@ -58,10 +58,10 @@ class _Question:
 class Rpc:
     """Asks, and matches answers to questions. Feed it every answer that arrives (`handle`)."""
 
-    def __init__(self, me: WorkerId, send: Send, seats: Workers, timeout_s: float = 30.0) -> None:
+    def __init__(self, me: WorkerId, send: Send, slots: Workers, timeout_s: float = 30.0) -> None:
         self._me = me
         self._send = send
-        self._seats = seats
+        self._slots = slots
         self._timeout_s = timeout_s
         self._last_id = 0
         self._waiting: dict[int, _Question] = {}
@@ -84,7 +84,7 @@ class Rpc:
             if question.role is Role.SUPERVISOR or question.answer.done():
                 continue
             index = question.index
-            if index is None or self._seats.epoch(question.role, index) != question.epoch:
+            if index is None or self._slots.epoch(question.role, index) != question.epoch:
                 self._take_back(question)
                 self._hand_over(question)
 
@@ -124,13 +124,13 @@ class Rpc:
 
         Raises `RequestError` where none does and one does not answer.
         """
-        version = self._seats.topology.version
+        version = self._slots.topology.version
 
         async def ask(core: int | None) -> Reclaimed:
             query = Reclaim(self._take_id(), self._me.index, request_id, key, version, rename_to)
             return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s, core)
 
-        cores: list[int | None] = [*self._seats.cores()]
+        cores: list[int | None] = [*self._slots.cores()]
         asked = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
         answer, failure = None, None
         try:
@@ -168,7 +168,7 @@ class Rpc:
             query = KvQuery(self._take_id(), self._me.index, verb, **asked)
             return await self._ask(Role.CORE, query, query.query_id, KvReport, timeout_s, core)
 
-        cores: list[int | None] = [*self._seats.cores()] or [None]
+        cores: list[int | None] = [*self._slots.cores()] or [None]
         if verb != "export":
             return await asyncio.gather(*map(ask, cores))
         reports: list[KvReport] = []
@@ -189,12 +189,12 @@ class Rpc:
         query_id: int,
         kind: type[AnswerT],
         timeout_s: float,
-        seat: int | None = None,
+        slot: int | None = None,
     ) -> AnswerT:
-        question = _Question(role, query, asyncio.get_running_loop().create_future(), seat=seat)
+        question = _Question(role, query, asyncio.get_running_loop().create_future(), slot=slot)
         if role is Role.SUPERVISOR:
             self._send(role, 0, query)
-        elif role in self._seats.ever_ready:
+        elif role in self._slots.ever_ready:
             self._hand_over(question)
         else:
             raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
@@ -214,17 +214,17 @@ class Rpc:
 
     def _hand_over(self, question: _Question) -> None:
         """Send a question to a worker, if there is one. One that is too large for it is answered with that error."""
-        index = self._seats.pick(question.role) if question.seat is None else question.seat
+        index = self._slots.pick(question.role) if question.slot is None else question.slot
         try:
             was_sent = index is not None and self._send(question.role, index, question.message)
         except FrameTooLarge as error:
             question.answer.set_exception(too_large(error))
             return
         if index is not None and was_sent:
-            question.index, question.epoch = index, self._seats.epoch(question.role, index)
-            self._seats.add_load(question.role, index, 1)
+            question.index, question.epoch = index, self._slots.epoch(question.role, index)
+            self._slots.add_load(question.role, index, 1)
 
     def _take_back(self, question: _Question) -> None:
         if question.index is not None:
-            self._seats.add_load(question.role, question.index, -1)
+            self._slots.add_load(question.role, question.index, -1)
             question.index = None

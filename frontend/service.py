@@ -96,7 +96,7 @@ class Service:
                 began_ns = time.monotonic_ns()
                 self.dispatch.handle(message)
                 self.span("text", message.step, began_ns)
-            case Drain() if self.sessions.seats.topology.draining:
+            case Drain() if self.sessions.slots.topology.draining:
                 self.admission.draining = True
             case Drain():
                 self.is_retiring = True

@@ -52,7 +52,7 @@ UNENCODABLE = (OverflowError, UnicodeEncodeError)
 
 
 class Sessions:
-    """The live requests of one frontend seat.
+    """The live requests of one frontend slot.
 
     Feed it every `Text`, `Failed` (`handle`) and `Topology` (`follow`) that arrives; ``send`` is how it writes.
     """
@@ -64,11 +64,11 @@ class Sessions:
         metrics = metrics if metrics is not None else Metrics()
         self.metrics = SessionMetrics(metrics)
         self.num_tokens = 0
-        """Tokens received so far: the seat's progress."""
+        """Tokens received so far: the slot's progress."""
         self.num_ended = 0
         """Requests that have ended so far."""
         self._placement = Dispatcher(me, send, config, metrics)
-        self.seats = self._placement.seats
+        self.slots = self._placement.slots
         self.backlog = QueuedTokens(config.model.max_model_len)
         self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
@@ -366,8 +366,8 @@ class Sessions:
             stream.mailbox.post(stream)
 
     def accounts(self) -> Iterable[Account]:
-        """Return what this seat waits for, for others to compare."""
-        return accounts_of(self.me, self.seats.cores(), self._live.values())
+        """Return what this slot waits for, for others to compare."""
+        return accounts_of(self.me, self.slots.cores(), self._live.values())
 
     def send_again(self, request_ids: Sequence[int]) -> None:
         """Begin a new attempt at choices of which the engine knows nothing; those that were cancelled have ended."""

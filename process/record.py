@@ -164,7 +164,7 @@ class _WatchedOutbox:
 
 
 class _Ring:
-    """The segments of one seat, and the thread that writes them. The oldest go, those of earlier epochs first."""
+    """The segments of one slot, and the thread that writes them. The oldest go, those of earlier epochs first."""
 
     def __init__(self, me: WorkerId, config: EngineConfig, folder: Path) -> None:
         self._me = me
@@ -239,7 +239,7 @@ class _Ring:
 
 
 def _make_room(folder: Path, me: WorkerId, max_bytes: int) -> None:
-    """Delete the oldest segments of a seat until the others take at most ``max_bytes``."""
+    """Delete the oldest segments of a slot until the others take at most ``max_bytes``."""
     segments = [
         (int(path.parent.name.rpartition(".")[2]), int(path.stem), path)
         for path in folder.glob(f"{me.role}-{me.index}.*/*{SUFFIX}")

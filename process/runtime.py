@@ -1,4 +1,4 @@
-"""What every child process does besides its job: read its configuration, take its seat, report, and die with its parent.
+"""What every child process does besides its job: read its configuration, take its slot, report, and die with its parent.
 
 Two loops use it: the blocking loop of core, executor and detokenizer (`Process.receive`), and the asyncio loop of
 frontend and tokenizer (`Process.attach`).
@@ -116,7 +116,7 @@ def open_wires(me: WorkerId, config: EngineConfig, accepts: Any, recorder: Recor
 
 
 class Process(Generic[MessageT]):
-    """One child's seat: identity, inbox, peers, metrics, heartbeat.
+    """One child's slot: identity, inbox, peers, metrics, heartbeat.
 
     ``pending`` and ``progress`` are the worker's own account of its work; heartbeats carry them. A worker whose account
     depends on the moment replaces ``account`` by a function of its own. ``now_ns`` is when the batch of messages was taken
@@ -222,7 +222,7 @@ class Process(Generic[MessageT]):
         """Return the messages that arrived, waiting up to ``timeout_s`` (None: until one comes or a heartbeat is due).
 
         Topology changes are applied to ``peers`` first and then returned like any message, with the workers that
-        took over a seat in ``replaced``. Raises `Stopping` when told to exit.
+        took over a slot in ``replaced``. Raises `Stopping` when told to exit.
         """
         now = time.monotonic()
         if now >= self._next_beat:
@@ -286,7 +286,7 @@ class Process(Generic[MessageT]):
                 self.topology = message
                 if self._recorder is not None:
                     self._recorder.topology = encode(message)
-                self.replaced = self.peers.follow(message.seats)
+                self.replaced = self.peers.follow(message.slots)
                 self.beat()
         elif isinstance(message, ReportMetrics):
             self.tell_figures()
@@ -325,7 +325,7 @@ def child_main(
 ) -> None:
     """Be the ``main`` of a child process: ``python -m quintet.<folder>.main --run-dir … --index … --epoch … --parent …``.
 
-    ``run`` is called with the seat and the configuration, and with what ``prepare`` made of the configuration before.
+    ``run`` is called with the slot and the configuration, and with what ``prepare`` made of the configuration before.
     Without ``--index`` and ``--epoch`` the process is a spare: once prepared it waits for the line ``INDEX EPOCH`` at its
     standard input, and leaves when that closes. With ``--early`` there is no configuration yet: the process waits for that line
     first, and calls ``begin`` before, for what can be begun without.
@@ -336,8 +336,8 @@ def child_main(
         description=f"The {role} process of a Quintet server; started by `quintet serve`."
     )
     parser.add_argument("--run-dir", type=Path, required=True, help="folder with config.json and the sockets")
-    parser.add_argument("--index", type=int, help="seat among processes of this role")
-    parser.add_argument("--epoch", type=int, help="how often this seat has been filled, from 1")
+    parser.add_argument("--index", type=int, help="slot among processes of this role")
+    parser.add_argument("--epoch", type=int, help="how often this slot has been filled, from 1")
     parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
     parser.add_argument("--early", action="store_true", help="started before the configuration was written")
     parser.add_argument("--cores", help="processors to run on, once what the work needs is there")
@@ -358,7 +358,7 @@ def child_main(
         if begin is not None:
             begin()
         try:
-            me = _await_seat(role)
+            me = _await_slot(role)
         except Stopping:
             return
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
@@ -366,7 +366,7 @@ def child_main(
     try:
         prepared = () if prepare is None else (prepare(config),)
         if me is None:
-            me = _await_seat(role)
+            me = _await_slot(role)
             log = _take_name(me, config)
         gc.enable()
         if arguments.cores is not None:
@@ -394,8 +394,8 @@ def _take_name(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
     return configure_logging(me, config.log_level)
 
 
-def _await_seat(role: Role) -> WorkerId:
-    """Return the seat that a spare is given. Raises `Stopping` when there will be none."""
+def _await_slot(role: Role) -> WorkerId:
+    """Return the slot that a spare is given. Raises `Stopping` when there will be none."""
     words = sys.stdin.readline().split()
     if not words:
         raise Stopping

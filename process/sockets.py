@@ -244,7 +244,7 @@ class Peers:
         self._bus = bus
         self._most_bytes = most_bytes if most_bytes is not None else dict.fromkeys(Role, sys.maxsize)
         self._outboxes: dict[tuple[Role, int], tuple[WorkerId, Outbox | None]] = {}
-        """The newest worker of each seat, and the way to it: none once its seat is retired."""
+        """The newest worker of each slot, and the way to it: none once its slot is retired."""
 
     def connect(self, worker: WorkerId, address: str) -> None:
         """Open an outbox to ``worker``, closing the one to an earlier epoch with whatever it still held."""
@@ -257,18 +257,18 @@ class Peers:
                 known[1].close(drop=True)
         self._outboxes[key] = (worker, self._bus.open_outbox(worker, address))
 
-    def follow(self, seats: Iterable[ProcessSlot]) -> list[WorkerId]:
-        """Connect to every seat that is filled, give up the retired ones; return the workers that replaced an earlier epoch."""
+    def follow(self, slots: Iterable[ProcessSlot]) -> list[WorkerId]:
+        """Connect to every slot that is filled, give up the retired ones; return the workers that replaced an earlier epoch."""
         replaced = []
-        for seat in seats:
-            if seat.state is SlotState.DOWN:
-                if seat.retired:
-                    self._give_up(seat.worker)
+        for slot in slots:
+            if slot.state is SlotState.DOWN:
+                if slot.retired:
+                    self._give_up(slot.worker)
                 continue
-            known = self._outboxes.get((seat.worker.role, seat.worker.index))
-            if known is not None and known[0] != seat.worker:
-                replaced.append(seat.worker)
-            self.connect(seat.worker, seat.address)
+            known = self._outboxes.get((slot.worker.role, slot.worker.index))
+            if known is not None and known[0] != slot.worker:
+                replaced.append(slot.worker)
+            self.connect(slot.worker, slot.address)
         return replaced
 
     def _give_up(self, worker: WorkerId) -> None:

@@ -118,7 +118,7 @@ class Tracer:
     def __init__(
         self, worker: WorkerId, folder: str | Path, capacity: int = CAPACITY, part: str = ""
     ) -> None:
-        """part: of a seat that several processes fill, in words which of them this one is."""
+        """part: of a slot that several processes fill, in words which of them this one is."""
         self._worker, self._part = worker, part
         self._folder = Path(folder)
         self._capacity = capacity

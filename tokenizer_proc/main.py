@@ -92,7 +92,7 @@ class Tokenizer:
         self._early: PendingTopology[tuple[int, int | None], msgspec.Struct] = PendingTopology(
             MAX_EARLY_BYTES, lambda message: len(encode(message)) + EARLY_OVERHEAD
         )
-        """By frontend seat and its epoch's tag."""
+        """By frontend slot and its epoch's tag."""
         self._refusals: list[tuple[int, int | None, Failed | Tokenized | Unknown]] = []
         """Answers to what was too much to wait, or was dropped, with the frontend's index and epoch's tag."""
         metrics = process.metrics
@@ -371,13 +371,13 @@ class Tokenizer:
 
 
 def prepare(config: EngineConfig) -> Encoder:
-    """Do the long part of booting: it depends on no seat."""
+    """Do the long part of booting: it depends on no slot."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     return load_encoder(config.model)
 
 
 def run(me: WorkerId, config: EngineConfig, encoder: Encoder) -> None:
-    """Be the tokenizer at seat ``me`` until stopped; an exception of ours ends the process."""
+    """Be the tokenizer at slot ``me`` until stopped; an exception of ours ends the process."""
     process: Process[Message] = Process(me, config, Message)
     loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
     service = Tokenizer(process, encoder, loop)

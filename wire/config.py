@@ -403,7 +403,7 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     frontends: int = 1
     external_frontends: int = 0
-    """Seats after the HTTP frontends that a process of the user's fills: the Python API."""
+    """Slots after the HTTP frontends that a process of the user's fills: the Python API."""
     tokenizers: int = 1
     engines: int = 1
     """Cores, and as many executors: core ``i`` and executor ``i`` are engine ``i``, a whole model with KV memory of its own."""
@@ -411,7 +411,7 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):
     spares: bool = False
     """Whether a tokenizer and a detokenizer wait, booted, to take over when one dies."""
     max_restarts: int | None = None
-    """Deaths of one seat within a minute after which the server gives up; None: as many as fit the role."""
+    """Deaths of one slot within a minute after which the server gives up; None: as many as fit the role."""
     boot_timeout_s: float = 600.0
     drain_timeout_s: float = 30.0
     heartbeat_s: float = 0.4
@@ -438,7 +438,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     record: str | None = None
     """Folder where every process keeps what it was sent and what it sent; None keeps nothing. See ``process/record.py``."""
     record_bytes: int = 512 << 20
-    """What the recording of one seat may take; its oldest parts are deleted."""
+    """What the recording of one slot may take; its oldest parts are deleted."""
 
     @property
     def logits_item_bytes(self) -> int:

@@ -34,7 +34,7 @@ class Role(StrEnum):
 
 
 class WorkerId(msgspec.Struct, frozen=True, array_like=True, gc=False, order=True):
-    """One process: its role, its index among its siblings, and how often that seat was filled before."""
+    """One process: its role, its index among its siblings, and how often that slot was filled before."""
 
     role: Role
     index: int
@@ -62,8 +62,8 @@ class RequestIds:
 
 def frontend_of(request_id: int) -> tuple[int, int]:
     """Return ``(index, epoch)`` of the frontend that made this id (the epoch modulo 8192)."""
-    seat = request_id >> _COUNTER_BITS
-    return seat >> _EPOCH_BITS, seat & ((1 << _EPOCH_BITS) - 1)
+    slot = request_id >> _COUNTER_BITS
+    return slot >> _EPOCH_BITS, slot & ((1 << _EPOCH_BITS) - 1)
 
 
 def epoch_tag(epoch: int) -> int:

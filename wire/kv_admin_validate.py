@@ -13,7 +13,7 @@ from quintet.wire.kv_disk_validate import is_file_name
 from quintet.wire.kv_store_validate import are_keys
 
 MAX_NUMBER = 1 << 63
-MAX_SEATS = 1 << 10
+MAX_SLOTS = 1 << 10
 
 
 def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct], Callable[[Any], bool]]:
@@ -34,7 +34,7 @@ def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct],
     return {
         KvQuery: lambda message: (
             0 <= message.query_id < MAX_NUMBER
-            and 0 <= message.frontend < MAX_SEATS
+            and 0 <= message.frontend < MAX_SLOTS
             and len(message.name) <= MAX_NAME
             and 0 <= message.limit <= MAX_LISTED
             and are_tokens(message.token_ids)
@@ -43,7 +43,7 @@ def operator_checks(vocab_size: int, max_len: int) -> dict[type[msgspec.Struct],
         ),
         KvReport: lambda message: (
             0 <= message.query_id < MAX_NUMBER
-            and 0 <= message.core < MAX_SEATS
+            and 0 <= message.core < MAX_SLOTS
             and len(message.prefixes) <= MAX_LISTED
             and all(map(is_prefix, message.prefixes))
         ),

@@ -122,12 +122,12 @@ def supervised(cpu_ns: int, restarts: int) -> Metrics:
     """Return what the supervisor counts of a process."""
     metrics = Metrics()
     metrics.counter("process_cpu_seconds", "Processor time used.").inc(cpu_ns * 1e-9)
-    metrics.counter("process_restarts", "How often the seat was filled again.").inc(restarts)
+    metrics.counter("process_restarts", "How often the slot was filled again.").inc(restarts)
     return metrics
 
 
 def merged(snapshots: Iterable[Snapshot]) -> Snapshot:
-    """Return the snapshots of one seat as one: counts are added up by name and labels, gauges are the newest."""
+    """Return the snapshots of one slot as one: counts are added up by name and labels, gauges are the newest."""
     counters: dict[tuple[str, Labels], CounterSeries] = {}
     gauges: dict[tuple[str, Labels], GaugeSeries] = {}
     histograms: dict[tuple[str, Labels], HistogramSeries] = {}

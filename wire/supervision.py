@@ -1,4 +1,4 @@
-"""What the supervisor and the processes tell each other: seats, signs of life, figures, orders. No request's data.
+"""What the supervisor and the processes tell each other: slots, signs of life, figures, orders. No request's data.
 
 Every process knows these; the messages of requests are in `quintet.wire.messages`.
 """
@@ -13,7 +13,7 @@ from quintet.wire.ids import Role, WorkerId
 
 
 class SlotState(IntEnum):
-    """What the supervisor knows of one seat."""
+    """What the supervisor knows of one slot."""
 
     STARTING = 0
     READY = 1
@@ -38,10 +38,10 @@ class ProcessSlot(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class Topology(msgspec.Struct, array_like=True, tag="topology"):
-    """Supervisor -> everyone, whenever a seat changes: who is there, at which epoch. Newer versions replace older ones."""
+    """Supervisor -> everyone, whenever a slot changes: who is there, at which epoch. Newer versions replace older ones."""
 
     version: int
-    seats: list[ProcessSlot]
+    slots: list[ProcessSlot]
     draining: bool = False
 
 
@@ -101,7 +101,7 @@ class ProcessMetrics(msgspec.Struct, array_like=True):
 
 
 class SlotHistory(msgspec.Struct, array_like=True):
-    """Inside `MetricsReport`: what the former processes of one seat had counted. The living one began at zero."""
+    """Inside `MetricsReport`: what the former processes of one slot had counted. The living one began at zero."""
 
     role: Role
     index: int
@@ -115,13 +115,13 @@ class MetricsReport(msgspec.Struct, array_like=True, tag="metrics_report"):
     query_id: int
     processes: list[ProcessMetrics]
     past: list[SlotHistory] = []
-    """Of seats that lost a process, also those that are given up."""
+    """Of slots that lost a process, also those that are given up."""
 
 
 class Drain(msgspec.Struct, array_like=True, tag="drain"):
     """Supervisor -> frontend, tokenizer, detokenizer: accept nothing new, finish what is in flight, then send `Drained`.
 
-    In a topology that is draining the server ends; else the receiver's seat is `SlotState.RETIRING`, and others go on.
+    In a topology that is draining the server ends; else the receiver's slot is `SlotState.RETIRING`, and others go on.
     """
 
 

@@ -40,8 +40,8 @@ from quintet.wire.params import (
 from quintet.wire.request import MAX_NAME_CHARS, MAX_SCHEMAS_BYTES, OutputParsing, RequestSpec
 from quintet.wire.thinking import ThinkingBound
 
-MAX_SEATS = 1 << 10
-"""Seats of one role: an index of a frontend has ten bits in a request's id."""
+MAX_SLOTS = 1 << 10
+"""Slots of one role: an index of a frontend has ten bits in a request's id."""
 MAX_ID = 1 << 63
 LAST_FINISH = max(m.FinishReason)
 
@@ -66,29 +66,29 @@ class Validator:
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
             m.Submit: self._submit,
-            m.Cancel: lambda msg: _are_ids(msg.request_ids) and _is_seat(msg.core),
+            m.Cancel: lambda msg: _are_ids(msg.request_ids) and _is_slot(msg.core),
             m.Admit: self._admit,
             m.Failed: lambda msg: _is_id(msg.request_id) and 0 <= msg.retry_s <= MAX_COUNT,
             m.Reclaim: lambda msg: (
                 _is_id(msg.request_id)
                 and _is_id(msg.query_id)
-                and _is_seat(msg.frontend)
+                and _is_slot(msg.frontend)
                 and _is_id(msg.rename_to)
             ),
             m.Reclaimed: self._reclaimed,
-            m.Live: lambda msg: _is_seat(msg.sender.index) and not len(msg.request_ids) % REQUEST_BYTES,
+            m.Live: lambda msg: _is_slot(msg.sender.index) and not len(msg.request_ids) % REQUEST_BYTES,
             m.InFlightReport: lambda msg: (
-                all(map(_is_seat, (msg.sender.index, msg.tokenizer, msg.core))) and _ids_with_attempts(msg)
+                all(map(_is_slot, (msg.sender.index, msg.tokenizer, msg.core))) and _ids_with_attempts(msg)
             ),
             m.Unknown: lambda msg: not len(msg.request_ids) % REQUEST_BYTES,
-            m.Tokens: lambda msg: _is_seat(msg.core) and self._tokens(msg),
+            m.Tokens: lambda msg: _is_slot(msg.core) and self._tokens(msg),
             m.StopHit: _ids_with_attempts,
             m.Text: self._text,
-            m.TokenizeQuery: lambda msg: _is_id(msg.query_id) and _is_seat(msg.frontend),
+            m.TokenizeQuery: lambda msg: _is_id(msg.query_id) and _is_slot(msg.frontend),
             m.Tokenized: lambda msg: _is_id(msg.query_id) and not len(msg.token_ids) % ID_BYTES,
             m.DetokenizeQuery: lambda msg: (
                 _is_id(msg.query_id)
-                and _is_seat(msg.frontend)
+                and _is_slot(msg.frontend)
                 and not len(msg.token_ids) % ID_BYTES
                 and (msg.opened is None or self._open(msg.opened))
             ),
@@ -97,9 +97,9 @@ class Validator:
             ),
             **operator_checks(self._vocab_size, self._max_len),
             supervision.Topology: self._topology,
-            supervision.Heartbeat: lambda msg: _is_seat(msg.worker.index) and _is_snapshot(msg.metrics),
+            supervision.Heartbeat: lambda msg: _is_slot(msg.worker.index) and _is_snapshot(msg.metrics),
             supervision.MetricsQuery: lambda msg: (
-                _is_id(msg.query_id) and _is_seat(msg.asker.index) and _is_snapshot(msg.metrics)
+                _is_id(msg.query_id) and _is_slot(msg.asker.index) and _is_snapshot(msg.metrics)
             ),
             supervision.MetricsReport: lambda msg: all(
                 _is_snapshot(figures.metrics) for figures in (*msg.processes, *msg.past)
@@ -156,7 +156,7 @@ class Validator:
         return (
             self._params(spec.params)
             and 0 <= request_id < MAX_ID - spec.params.n
-            and _is_seat(spec.detokenizer)
+            and _is_slot(spec.detokenizer)
             and -MAX_ID <= spec.priority < MAX_ID
             and 0 <= spec.choice < MAX_CHOICES
             and 0 <= spec.attempt <= MAX_COUNT
@@ -171,7 +171,7 @@ class Validator:
         prompt = msg.prompt
         return (
             self._request(msg.request_id, msg.spec)
-            and _is_seat(msg.core)
+            and _is_slot(msg.core)
             and not (isinstance(prompt, m.TokenPrompt) and len(prompt.token_ids) % ID_BYTES)
             and not (isinstance(prompt, EmbedsPrompt) and not prompt.is_whole)
         )
@@ -346,8 +346,8 @@ class Validator:
 
     def _topology(self, msg: supervision.Topology) -> bool:
         return all(
-            _is_seat(seat.worker.index) and seat.address == f"ipc://{self._run_dir}/{seat.worker}"
-            for seat in msg.seats
+            _is_slot(slot.worker.index) and slot.address == f"ipc://{self._run_dir}/{slot.worker}"
+            for slot in msg.slots
         )
 
 
@@ -363,8 +363,8 @@ def _are_ids(numbers: list[int]) -> bool:
     return all(map(_is_id, numbers))
 
 
-def _is_seat(index: int) -> bool:
-    return 0 <= index < MAX_SEATS
+def _is_slot(index: int) -> bool:
+    return 0 <= index < MAX_SLOTS
 
 
 def _can_be_read(reading: OutputParsing | None) -> bool:

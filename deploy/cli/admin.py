@@ -38,7 +38,7 @@ See and change the processes of a server that runs on this machine, under your u
   restart ROLE           new processes for frontend, tokenizer, detokenizer, executor or core.
                          Frontends, tokenizers and detokenizers: a new process first, then the old one gets nothing new,
                          finishes or hands over what it has, and leaves. Executor and core: the old process ends, the new one
-                         takes its seat, and requests in flight pause until then.
+                         takes its slot, and requests in flight pause until then.
   scale ROLE=COUNT …     so many frontends, tokenizers, detokenizers or engines (a core and its executor each) from now on;
                          up or down
 """

@@ -1,4 +1,4 @@
-"""Server processes of one's own, and this process's seat among them: frontend 0, without HTTP.
+"""Server processes of one's own, and this process's slot among them: frontend 0, without HTTP.
 
     this process ──── pipe ────▶ supervisor ──▶ tokenizer, core, executor, detokenizer
          └──────── ZeroMQ, as any frontend ────────┘
@@ -114,7 +114,7 @@ class SupervisorProcess:
 
 
 class LocalServer:
-    """Sessions and queries of this process's seat. Belongs to one event loop at a time, once `attach`ed."""
+    """Sessions and queries of this process's slot. Belongs to one event loop at a time, once `attach`ed."""
 
     def __init__(self, options: Options) -> None:
         """Start the processes and wait until they can answer. Raises `ConfigError` or `EngineError`."""
@@ -179,7 +179,7 @@ class LocalServer:
 
     def missing(self) -> list[Role]:
         """Return the roles of which no process is ready just now."""
-        return self.sessions.seats.missing()
+        return self.sessions.slots.missing()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Receive on this loop from now on. Call from it; an earlier loop must be closed or idle."""
@@ -231,7 +231,7 @@ class LocalServer:
                 case Drain():
                     pass  # the program decides what it still sends
                 case Topology():
-                    self._peers.follow(message.seats)
+                    self._peers.follow(message.slots)
                     self._dispatch.handle(message)
                 case _:
                     self._dispatch.handle(message)

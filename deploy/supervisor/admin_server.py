@@ -45,11 +45,11 @@ class AdminServer:
     """Takes one command after the other; changes take their time and are one at a time."""
 
     def __init__(
-        self, config: EngineConfig, bus: Bus, seats: SlotTable, changes: Changes, *, has_frontends: bool
+        self, config: EngineConfig, bus: Bus, slots: SlotTable, changes: Changes, *, has_frontends: bool
     ) -> None:
         self._config = config
         self._bus = bus
-        self._seats = seats
+        self._slots = slots
         self._changes = changes
         self._has_frontends = has_frontends
         self._log = logging.getLogger("quintet")
@@ -71,7 +71,7 @@ class AdminServer:
             if self._changes.name:
                 raise CommandError(f"{self._changes.name} is in progress; try again when it is done")
             if isinstance(wish, Scale):
-                there = len(self._seats.lasting(Role.CORE))
+                there = len(self._slots.lasting(Role.CORE))
                 check_room(self._config, wish.wanted.get(Role.CORE, there) - there, available_ram_bytes())
             roles = set(wish.wanted) if isinstance(wish, Scale) else {wish.role}
             if Role.FRONTEND in roles and not self._has_frontends:
@@ -96,6 +96,6 @@ class AdminServer:
         changing = f"; {self._changes.name} is in progress" if self._changes.name else ""
         names = ", ".join(self._config.model.served_names)
         asker.say(f"{names} on port {self._config.frontend.port}: {phase}{changing}")
-        for line in status_lines(self._seats.figures(now)):
+        for line in status_lines(self._slots.figures(now)):
             asker.say(line)
         asker.end("")

@@ -18,8 +18,8 @@ from quintet.wire.supervision import SlotState
 class Boot:
     """Reads the process slots and reports each role to the story, once."""
 
-    def __init__(self, seats: SlotTable, story: StartupLog, timeout_s: float) -> None:
-        self._seats = seats
+    def __init__(self, slots: SlotTable, story: StartupLog, timeout_s: float) -> None:
+        self._slots = slots
         self._story = story
         self._timeout_s = timeout_s
         self._reported: set[Role] = set()
@@ -32,39 +32,39 @@ class Boot:
             self.has_served = self._is_able_to_serve()
 
     def _is_able_to_serve(self) -> bool:
-        ready = {(seat.role, seat.index) for seat in self._seats.own() if seat.state is SlotState.READY}
+        ready = {(slot.role, slot.index) for slot in self._slots.own() if slot.state is SlotState.READY}
         engines = [index for role, index in ready if role is Role.CORE and (Role.EXECUTOR, index) in ready]
         roles = {role for role, _ in ready}
         return bool(engines) and roles.issuperset((Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND))
 
     def report(self, role: Role) -> None:
         """Report a role to the story the first time that all its processes are ready."""
-        siblings = [seat for seat in self._seats.own() if seat.role is role]
-        if role not in self._reported and all(seat.state is SlotState.READY for seat in siblings):
+        siblings = [slot for slot in self._slots.own() if slot.role is role]
+        if role not in self._reported and all(slot.state is SlotState.READY for slot in siblings):
             self._reported.add(role)
             self._story.role_ready(siblings)
 
     def is_complete(self) -> bool:
         """Whether every process is ready and the frontends know it: none may refuse the first request."""
-        version = self._seats.version
+        version = self._slots.version
         return all(
-            seat.state is SlotState.READY and (seat.role is not Role.FRONTEND or seat.topology == version)
-            for seat in self._seats.own()
+            slot.state is SlotState.READY and (slot.role is not Role.FRONTEND or slot.topology == version)
+            for slot in self._slots.own()
         )
 
-    def is_fatal(self, seat: SlotRecord, exit_status: int) -> bool:
+    def is_fatal(self, slot: SlotRecord, exit_status: int) -> bool:
         """Whether the death of a slot's process ends the server at once."""
-        return exit_status == EXIT_CONFIG or not (seat.was_ready or self.has_served)
+        return exit_status == EXIT_CONFIG or not (slot.was_ready or self.has_served)
 
     def lateness(self, now: float) -> Failure | None:
         """Return the failure of the slots that were never ready and have had their time."""
         late = [
-            seat
-            for seat in self._seats.own()
-            if not seat.was_ready and seat.process is not None and now - seat.spawned_at > self._timeout_s
+            slot
+            for slot in self._slots.own()
+            if not slot.was_ready and slot.process is not None and now - slot.spawned_at > self._timeout_s
         ]
         if not late:
             return None
-        names = ", ".join(str(seat.worker) for seat in late)
+        names = ", ".join(str(slot.worker) for slot in late)
         hint = "raise --boot-timeout, or see the log above"
         return Failure(names, f"not ready within {self._timeout_s:g} s", hint, 1)

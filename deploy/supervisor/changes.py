@@ -2,9 +2,9 @@
 
 A change is a generator that yields what it waits for; the supervisor's loop takes it a step further whenever that is so.
 
-    frontend, tokenizer, detokenizer:  a new process in a seat of its own ──ready, and known to everyone──▶ the old seat is
+    frontend, tokenizer, detokenizer:  a new process in a slot of its own ──ready, and known to everyone──▶ the old slot is
         published as RETIRING: nothing new goes there ──known to everyone──▶ Drain ──Drained, or too late──▶ Stop ──gone──▶ out
-    core, executor:  Stop ──gone──▶ the same seat, next epoch; their requests recover as they do from a death
+    core, executor:  Stop ──gone──▶ the same slot, next epoch; their requests recover as they do from a death
     engines (a core and its executor), when their number changes: as the first; the core is asked to drain, both leave
 """
 
@@ -48,8 +48,8 @@ class ChangeFailed(Exception):
 class Changes:
     """The change in progress, if there is one. One at a time."""
 
-    def __init__(self, seats: SlotTable, fill: Callable[[SlotRecord], None], send: Send) -> None:
-        self._seats = seats
+    def __init__(self, slots: SlotTable, fill: Callable[[SlotRecord], None], send: Send) -> None:
+        self._slots = slots
         self._fill = fill
         self._send = send
         self._answer: CommandReply | None = None
@@ -85,69 +85,69 @@ class Changes:
 
     def restart(self, role: Role, drain_timeout_s: float, say: Callable[[str], None]) -> Waiting:
         """Replace every process of a role by a new one, one after the other."""
-        for seat in self._seats.lasting(role):
+        for slot in self._slots.lasting(role):
             if role in SCALABLE:
                 yield from self._add(role, 1, say)
-                yield from self._retire([seat], drain_timeout_s, say)
+                yield from self._retire([slot], drain_timeout_s, say)
             else:
-                yield from self._renew(seat, say)
+                yield from self._renew(slot, say)
 
     def scale(
         self, wanted: Mapping[Role, int], drain_timeout_s: float, say: Callable[[str], None]
     ) -> Waiting:
         """Have so many processes of each role; those that were added last leave first."""
         for role, count in wanted.items():
-            there = self._seats.lasting(role)
+            there = self._slots.lasting(role)
             if count > len(there):
                 yield from self._add(role, count - len(there), say)
             elif count < len(there):
-                by_age = sorted(there, key=lambda seat: seat.spawned_at)
+                by_age = sorted(there, key=lambda slot: slot.spawned_at)
                 yield from self._retire(self._with_partners(by_age[count:]), drain_timeout_s, say)
             else:
                 say(f"there are {count} of {role} already")
 
-    def _with_partners(self, seats: Sequence[SlotRecord]) -> list[SlotRecord]:
-        """Return these seats and those that come and go with them."""
-        wanted = {(role, seat.index) for seat in seats for role in TOGETHER.get(seat.role, (seat.role,))}
-        return [seat for seat in self._seats.own() if (seat.role, seat.index) in wanted]
+    def _with_partners(self, slots: Sequence[SlotRecord]) -> list[SlotRecord]:
+        """Return these slots and those that come and go with them."""
+        wanted = {(role, slot.index) for slot in slots for role in TOGETHER.get(slot.role, (slot.role,))}
+        return [slot for slot in self._slots.own() if (slot.role, slot.index) in wanted]
 
     def _add(self, role: Role, count: int, say: Callable[[str], None]) -> Waiting:
         newcomers = []
         for _ in range(count):
-            for seat in self._seats.vacancy(*TOGETHER.get(role, (role,))):
-                self._fill(seat)
-                seat.is_on_trial = True
-                newcomers.append(seat)
+            for slot in self._slots.vacancy(*TOGETHER.get(role, (role,))):
+                self._fill(slot)
+                slot.is_on_trial = True
+                newcomers.append(slot)
         began = time.monotonic()
         say(f"starting {_names(newcomers)}")
-        yield lambda: not any(seat.is_on_trial for seat in newcomers)
-        failed = [seat for seat in newcomers if seat.is_retired]
+        yield lambda: not any(slot.is_on_trial for slot in newcomers)
+        failed = [slot for slot in newcomers if slot.is_retired]
         if failed:
-            why = "; ".join(f"{seat.worker}: {seat.note}" for seat in failed)
-            indexes = {seat.index for seat in failed}
-            alone = [seat for seat in newcomers if seat.index in indexes and not seat.is_retired]
+            why = "; ".join(f"{slot.worker}: {slot.note}" for slot in failed)
+            indexes = {slot.index for slot in failed}
+            alone = [slot for slot in newcomers if slot.index in indexes and not slot.is_retired]
             if alone:
                 yield from self._retire(alone, 0.0, say)
             raise ChangeFailed(f"a new process could not start ({why}); those that were there still serve")
-        yield self._seats.is_known
+        yield self._slots.is_known
         say(f"{_names(newcomers)} ready after {time.monotonic() - began:.1f} s")
 
     def _retire(self, leaving: Sequence[SlotRecord], timeout_s: float, say: Callable[[str], None]) -> Waiting:
-        for seat in leaving:
-            seat.is_retiring, seat.restart_at = True, None
-        self._seats.is_changed = True
+        for slot in leaving:
+            slot.is_retiring, slot.restart_at = True, None
+        self._slots.is_changed = True
         say(f"retiring {_names(leaving)}")
 
         def staying() -> list[SlotRecord]:
-            return [seat for seat in leaving if seat.process is not None]
+            return [slot for slot in leaving if slot.process is not None]
 
-        yield lambda: self._seats.is_known() or not staying()
+        yield lambda: self._slots.is_known() or not staying()
 
         def busy() -> list[SlotRecord]:
-            return [seat for seat in staying() if not (seat.is_drained or seat.role is Role.EXECUTOR)]
+            return [slot for slot in staying() if not (slot.is_drained or slot.role is Role.EXECUTOR)]
 
-        for seat in busy():
-            self._send(seat.role, seat.index, Drain())
+        for slot in busy():
+            self._send(slot.role, slot.index, Drain())
         deadline = time.monotonic() + timeout_s
         yield lambda: not busy() or time.monotonic() > deadline
         late = busy()
@@ -155,22 +155,22 @@ class Changes:
             say(f"{_names(late)} still had work after {timeout_s:g} s and had to leave it to others")
         self._stop(staying())
         yield lambda: not staying()
-        self._seats.is_changed = True
+        self._slots.is_changed = True
         say(f"{_names(leaving)} left")
 
-    def _renew(self, seat: SlotRecord, say: Callable[[str], None]) -> Waiting:
-        before, began = seat.worker, time.monotonic()
+    def _renew(self, slot: SlotRecord, say: Callable[[str], None]) -> Waiting:
+        before, began = slot.worker, time.monotonic()
         say(f"stopping {before}; its requests wait")
-        self._stop([seat] if seat.process is not None else [])
-        yield lambda: seat.worker != before and seat.state is SlotState.READY
-        yield self._seats.is_known
-        say(f"{seat.worker} ready after {time.monotonic() - began:.1f} s")
+        self._stop([slot] if slot.process is not None else [])
+        yield lambda: slot.worker != before and slot.state is SlotState.READY
+        yield self._slots.is_known
+        say(f"{slot.worker} ready after {time.monotonic() - began:.1f} s")
 
-    def _stop(self, seats: Sequence[SlotRecord]) -> None:
-        for seat in seats:
-            seat.stopped_at = time.monotonic()
-            self._send(seat.role, seat.index, Stop())
+    def _stop(self, slots: Sequence[SlotRecord]) -> None:
+        for slot in slots:
+            slot.stopped_at = time.monotonic()
+            self._send(slot.role, slot.index, Stop())
 
 
-def _names(seats: Sequence[SlotRecord]) -> str:
-    return ", ".join(str(seat.worker) for seat in seats)
+def _names(slots: Sequence[SlotRecord]) -> str:
+    return ", ".join(str(slot.worker) for slot in slots)

@@ -24,19 +24,19 @@ class _Looker:
 class MetricsRefresh:
     """Who waits for the newest figures, and for whose."""
 
-    def __init__(self, seats: SlotTable, send: Callable[[Role, int, msgspec.Struct], bool]) -> None:
-        self._seats = seats
+    def __init__(self, slots: SlotTable, send: Callable[[Role, int, msgspec.Struct], bool]) -> None:
+        self._slots = slots
         self._send = send
         self._waiting: list[_Looker] = []
 
     def ask(self, query: MetricsQuery, now: float) -> None:
         """Have everybody tell their figures. The executor is not waited for: it may compute for seconds."""
         awaited: set[WorkerId] = set()
-        for seat in self._seats.own():
-            if seat.process is not None and seat.ready_at is not None and seat.worker != query.asker:
-                self._send(seat.role, seat.index, ReportMetrics())
-                if seat.role is not Role.EXECUTOR:
-                    awaited.add(seat.worker)
+        for slot in self._slots.own():
+            if slot.process is not None and slot.ready_at is not None and slot.worker != query.asker:
+                self._send(slot.role, slot.index, ReportMetrics())
+                if slot.role is not Role.EXECUTOR:
+                    awaited.add(slot.worker)
         self._waiting.append(_Looker(query, awaited, now + PATIENCE_S))
 
     def heard(self, worker: WorkerId) -> None:

@@ -1,6 +1,6 @@
 """The first process of each role, forked off before anything is known of the model.
 
-    supervisor ─ flags ─ port ─┬─ fork, five times ─┬─ model card, sizes ─ configuration ─ sockets ─ seats ─▶
+    supervisor ─ flags ─ port ─┬─ fork, five times ─┬─ model card, sizes ─ configuration ─ sockets ─ slots ─▶
                                │                    │
                                ├─▶ executor: imports torch ......................... configuration, weights ─▶ ready
                                ╰─▶ the others: import what is theirs ............. configuration, vocabulary ─▶ ready
@@ -9,7 +9,7 @@ A fork has the interpreter and what every process imports, where a new interpret
 for them, and shares their memory. Forking is safe only while there is one thread and no ZeroMQ context, that is before the
 supervisor has its sockets: whoever is needed later is a program of its own (`quintet.deploy.supervisor.spawn`).
 
-A child gets its seat as a spare does: by a line at its standard input.
+A child gets its slot as a spare does: by a line at its standard input.
 
 Where there are fewer cores than processes, all but the executor keep off one of them until they have what their work
 needs: shares being equal, the executor would otherwise import torch on a third of a core while everybody waits for it.
@@ -30,7 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from quintet.deploy.supervisor.spawn import LISTEN_FD, MODULES, give_seat
+from quintet.deploy.supervisor.spawn import LISTEN_FD, MODULES, assign_slot
 from quintet.process.runtime import (
     die_with_parent,  # with it, before any fork, comes what every child imports
 )
@@ -47,9 +47,9 @@ def roles_to_fork(has_real_executor: bool, has_frontends: bool) -> list[Role]:
 class ForkedProcess:
     """A child of this process. What `subprocess.Popen` is for one that was started as a program."""
 
-    def __init__(self, pid: int, seat_pipe: int) -> None:
+    def __init__(self, pid: int, slot_pipe: int) -> None:
         self.pid = pid
-        self.stdin = os.fdopen(seat_pipe, "wb", buffering=0)
+        self.stdin = os.fdopen(slot_pipe, "wb", buffering=0)
         self._exit_status: int | None = None
 
     def poll(self) -> int | None:
@@ -85,7 +85,7 @@ class ForkedProcess:
 
 
 class Prefork:
-    """Children that wait for their seats. Belongs to the main thread: children die with the thread that made them."""
+    """Children that wait for their slots. Belongs to the main thread: children die with the thread that made them."""
 
     def __init__(
         self, run_dir: Path, listener: socket.socket | None, modules: Mapping[Role, str] = MODULES
@@ -107,12 +107,12 @@ class Prefork:
                 return
 
     def take(self, worker: WorkerId) -> ForkedProcess | None:
-        """Seat the child of this role that still waits, if there is one."""
+        """Slot the child of this role that still waits, if there is one."""
         process = self._waiting.pop(worker.role, None)
-        return process if process is not None and give_seat(process, worker) else None
+        return process if process is not None and assign_slot(process, worker) else None
 
     def end(self) -> None:
-        """Kill those that got no seat."""
+        """Kill those that got no slot."""
         for process in self._waiting.values():
             process.kill()
         for process in self._waiting.values():
@@ -121,21 +121,21 @@ class Prefork:
         self._waiting.clear()
 
     def _fork(self, role: Role) -> ForkedProcess:
-        seat_read, seat_write = os.pipe()
+        slot_read, slot_write = os.pipe()
         parent = os.getpid()
         _flush()  # or the child would write what is buffered once more
         try:
             pid = os.fork()
         except OSError:
-            os.close(seat_read)
-            os.close(seat_write)
+            os.close(slot_read)
+            os.close(slot_write)
             raise
         if pid == 0:
-            self._be(role, seat_read, seat_write, parent)
-        os.close(seat_read)
-        return ForkedProcess(pid, seat_write)
+            self._be(role, slot_read, slot_write, parent)
+        os.close(slot_read)
+        return ForkedProcess(pid, slot_write)
 
-    def _be(self, role: Role, seat_read: int, seat_write: int, parent: int) -> NoReturn:
+    def _be(self, role: Role, slot_read: int, slot_write: int, parent: int) -> NoReturn:
         """In a child: be what ``python -P -m module …`` would be, in a process group of its own. Does not return."""
         status = 1
         try:
@@ -144,14 +144,14 @@ class Prefork:
             for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
                 if callable(signal.getsignal(number)):
                     signal.signal(number, signal.SIG_DFL)
-            os.close(seat_write)
+            os.close(slot_write)
             for elder in self._waiting.values():
                 elder.stdin.close()
             self._keep_listener(role)
             cores = [] if role is Role.EXECUTOR else _leave_a_core(len(MODULES))
             gc.disable()  # until `child_main` has what it needs: what is made meanwhile stays
             words = ["--run-dir", str(self._run_dir), "--parent", str(parent), "--early", *cores]
-            _run_module(self._modules[role], seat_read, words)
+            _run_module(self._modules[role], slot_read, words)
             status = 0
         except SystemExit as ending:
             status = _status_of(ending)

@@ -1,4 +1,4 @@
-"""The seats: one per process that should exist, filled again under the next epoch when its process dies.
+"""The slots: one per process that should exist, filled again under the next epoch when its process dies.
 
 Owns what is known of each process, and the version of the topology. What a silence means is judged elsewhere (``watch.py``).
 """
@@ -20,7 +20,7 @@ from quintet.wire.supervision import Heartbeat, ProcessMetrics, ProcessSlot, Slo
 
 @dataclass(slots=True)
 class SlotRecord:
-    """What the supervisor knows of one seat. Times are ``time.monotonic()``."""
+    """What the supervisor knows of one slot. Times are ``time.monotonic()``."""
 
     role: Role
     index: int
@@ -44,7 +44,7 @@ class SlotRecord:
     cpu_ns: int = 0
     metrics: bytes = b""
     past: bytes = b""
-    """What the seat's former processes had counted, encoded; see `SlotHistory`."""
+    """What the slot's former processes had counted, encoded; see `SlotHistory`."""
     topology: int = 0
     """Version of the topology that the process has acknowledged."""
     aborted_at: float | None = None
@@ -52,13 +52,13 @@ class SlotRecord:
     stopped_at: float | None = None
     """When the process was told to exit."""
     restart_at: float | None = None
-    """When to fill the seat again."""
+    """When to fill the slot again."""
     was_ready: bool = False
     """Whether any of its processes ever said that it can work."""
     is_retiring: bool = False
     """Its process leaves, and has no successor."""
     is_on_trial: bool = False
-    """Its process was added while the server serves and is not ready yet: should it die, the seat is given up."""
+    """Its process was added while the server serves and is not ready yet: should it die, the slot is given up."""
     is_drained: bool = False
     """The process says that it has nothing left."""
     deaths: deque[float] = field(default_factory=deque)
@@ -66,12 +66,12 @@ class SlotRecord:
 
     @property
     def worker(self) -> WorkerId:
-        """The process that fills the seat, or filled it last."""
+        """The process that fills the slot, or filled it last."""
         return WorkerId(self.role, self.index, self.epoch)
 
     @property
     def is_retired(self) -> bool:
-        """Whether nobody fills the seat, and nobody shall."""
+        """Whether nobody fills the slot, and nobody shall."""
         return self.is_retiring and self.state is SlotState.DOWN
 
     def fill(self, process: ChildProcess, now: float) -> None:
@@ -116,8 +116,8 @@ class SlotRecord:
         self._keep_counts()
 
     def _keep_counts(self) -> None:
-        """Add what the process counted to the seat's past: whoever comes next begins at zero."""
-        restarts = self.restarts if self.is_retiring else 0  # are told by the seat itself while it is filled
+        """Add what the process counted to the slot's past: whoever comes next begins at zero."""
+        restarts = self.restarts if self.is_retiring else 0  # are told by the slot itself while it is filled
         parts = (self.past, self.metrics, supervised(self.cpu_ns, restarts).encoded())
         counts = merged(map(decode_snapshot, parts))
         counts.gauges.clear()
@@ -126,7 +126,7 @@ class SlotRecord:
 
 
 class SlotTable:
-    """All seats of one server, in the order in which they are started. A seat once made stays: its epoch must not return."""
+    """All slots of one server, in the order in which they are started. A slot once made stays: its epoch must not return."""
 
     def __init__(self, run_dir: Path, processes: ProcessesConfig) -> None:
         self._run_dir = run_dir
@@ -140,53 +140,53 @@ class SlotTable:
             (Role.DETOKENIZER, processes.detokenizers),
             (Role.FRONTEND, processes.frontends),
         )
-        self._seats = {
+        self._slots = {
             (role, index): SlotRecord(role, index) for role, count in counts for index in range(count)
         }
         for index in range(processes.frontends, processes.frontends + processes.external_frontends):
-            self._seats[Role.FRONTEND, index] = SlotRecord(
+            self._slots[Role.FRONTEND, index] = SlotRecord(
                 Role.FRONTEND, index, external=True, state=SlotState.READY
             )
 
     def __iter__(self) -> Iterator[SlotRecord]:
-        return iter(self._seats.values())
+        return iter(self._slots.values())
 
     def own(self) -> list[SlotRecord]:
-        """Return the seats that the supervisor fills."""
-        return [seat for seat in self if not seat.external]
+        """Return the slots that the supervisor fills."""
+        return [slot for slot in self if not slot.external]
 
     def lasting(self, role: Role) -> list[SlotRecord]:
-        """Return the role's seats that are filled, or will be again."""
-        return [seat for seat in self.own() if seat.role is role and not seat.is_retiring]
+        """Return the role's slots that are filled, or will be again."""
+        return [slot for slot in self.own() if slot.role is role and not slot.is_retiring]
 
     def of(self, worker: WorkerId) -> SlotRecord | None:
-        """Return the seat that ``worker`` fills now; None for a process of an earlier epoch."""
-        seat = self._seats.get((worker.role, worker.index))
-        return seat if seat is not None and seat.worker == worker else None
+        """Return the slot that ``worker`` fills now; None for a process of an earlier epoch."""
+        slot = self._slots.get((worker.role, worker.index))
+        return slot if slot is not None and slot.worker == worker else None
 
     def vacancy(self, *roles: Role) -> list[SlotRecord]:
-        """Return seats of one index for one more process of each role: retired ones, under their next epoch, or new ones."""
+        """Return slots of one index for one more process of each role: retired ones, under their next epoch, or new ones."""
         index = 0
         while not all(self._is_free(role, index) for role in roles):
             index += 1
-        seats = []
+        slots = []
         for role in roles:
-            seat = self._seats.get((role, index))
-            if seat is None:
-                seat = self._seats[role, index] = SlotRecord(role, index)
+            slot = self._slots.get((role, index))
+            if slot is None:
+                slot = self._slots[role, index] = SlotRecord(role, index)
             else:
-                seat.epoch += 1
-            seats.append(seat)
-        return seats
+                slot.epoch += 1
+            slots.append(slot)
+        return slots
 
     def _is_free(self, role: Role, index: int) -> bool:
-        seat = self._seats.get((role, index))
-        return seat is None or seat.is_retired
+        slot = self._slots.get((role, index))
+        return slot is None or slot.is_retired
 
     def is_known(self) -> bool:
         """Whether every process that listens has acknowledged how things are now."""
         return not self.is_changed and all(
-            seat.topology == self._version for seat in self.own() if seat.state is SlotState.READY
+            slot.topology == self._version for slot in self.own() if slot.state is SlotState.READY
         )
 
     @property
@@ -198,34 +198,34 @@ class SlotTable:
         """Return a new version of the topology."""
         self._version += 1
         self.is_changed = False
-        return Topology(self._version, [self._seat(seat) for seat in self], draining)
+        return Topology(self._version, [self._slot(slot) for slot in self], draining)
 
-    def _seat(self, seat: SlotRecord) -> ProcessSlot:
-        is_leaving = seat.is_retiring and seat.state is not SlotState.DOWN
-        state = SlotState.RETIRING if is_leaving else seat.state
-        address = address_of(self._run_dir, seat.worker)
-        return ProcessSlot(seat.worker, address, seat.pid, state, seat.note, seat.is_retired, seat.was_ready)
+    def _slot(self, slot: SlotRecord) -> ProcessSlot:
+        is_leaving = slot.is_retiring and slot.state is not SlotState.DOWN
+        state = SlotState.RETIRING if is_leaving else slot.state
+        address = address_of(self._run_dir, slot.worker)
+        return ProcessSlot(slot.worker, address, slot.pid, state, slot.note, slot.is_retired, slot.was_ready)
 
     def past(self) -> list[SlotHistory]:
         """Return what processes that are gone had counted."""
-        return [SlotHistory(seat.role, seat.index, seat.past) for seat in self if seat.past]
+        return [SlotHistory(slot.role, slot.index, slot.past) for slot in self if slot.past]
 
     def figures(self, now: float) -> list[ProcessMetrics]:
         """Return everybody's newest figures."""
         return [
             ProcessMetrics(
-                seat.worker,
-                seat.pid,
-                self._seat(seat).state,
-                seat.cpu_ns,
-                seat.progress,
-                seat.pending,
-                seat.restarts,
-                seat.metrics,
-                now - seat.spawned_at if seat.process is not None else 0.0,
-                now - seat.last_beat if seat.ready_at is not None else 0.0,
-                seat.note,
+                slot.worker,
+                slot.pid,
+                self._slot(slot).state,
+                slot.cpu_ns,
+                slot.progress,
+                slot.pending,
+                slot.restarts,
+                slot.metrics,
+                now - slot.spawned_at if slot.process is not None else 0.0,
+                now - slot.last_beat if slot.ready_at is not None else 0.0,
+                slot.note,
             )
-            for seat in self
-            if not seat.external and not seat.is_retired
+            for slot in self
+            if not slot.external and not slot.is_retired
         ]

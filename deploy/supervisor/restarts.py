@@ -14,9 +14,9 @@ class RestartPolicy:
     """At once the first time, then with exponential backoff, and not for ever."""
 
     max_deaths: int = 5
-    """More deaths of one seat than this within the window, and the server gives up."""
+    """More deaths of one slot than this within the window, and the server gives up."""
     max_boot_deaths: int = 5
-    """More deaths than this of a seat that was never ready, however far apart, and the server gives up."""
+    """More deaths than this of a slot that was never ready, however far apart, and the server gives up."""
     window_s: float = 60.0
     first_backoff_s: float = 0.25
     max_backoff_s: float = 8.0
@@ -24,7 +24,7 @@ class RestartPolicy:
     def delay_s(self, deaths: deque[float], now: float, *, was_ready: bool = True) -> float | None:
         """Count a death and return how long to wait before the restart, or None to give up.
 
-        ``deaths`` are the times of the seat's earlier deaths. Of a seat that was ready once, those that left the window
+        ``deaths`` are the times of the slot's earlier deaths. Of a slot that was ready once, those that left the window
         are dropped; a model may take longer than the window to load.
         """
         if not was_ready:

@@ -44,14 +44,14 @@ class ChildProcess(Protocol):
 
 
 class WaitingProcess(ChildProcess, Protocol):
-    """A child that waits at its standard input for a seat."""
+    """A child that waits at its standard input for a slot."""
 
     @property
     def stdin(self) -> IO[bytes] | None:
         """The way to its standard input."""
 
 
-def give_seat(process: WaitingProcess, worker: WorkerId) -> bool:
+def assign_slot(process: WaitingProcess, worker: WorkerId) -> bool:
     """Make a child that waits ``worker``. Return False where it has ended instead."""
     assert process.stdin is not None
     if process.poll() is not None:
@@ -84,9 +84,9 @@ class Spawner:
         if worker.role is Role.FRONTEND and self._listen_fd is not None:
             environment[LISTEN_FD] = str(self._listen_fd)
             descriptors.append(self._listen_fd)
-        seat = ["--index", str(worker.index), "--epoch", str(worker.epoch)]
+        slot = ["--index", str(worker.index), "--epoch", str(worker.epoch)]
         return subprocess.Popen(
-            [*self._command(worker.role), *seat],
+            [*self._command(worker.role), *slot],
             stdin=subprocess.DEVNULL,
             pass_fds=descriptors,
             env=environment,
@@ -94,7 +94,7 @@ class Spawner:
         )
 
     def spawn_spare(self, role: Role) -> subprocess.Popen[bytes]:
-        """Start a process of this role that boots and then waits for a seat: a line ``INDEX EPOCH`` at its input."""
+        """Start a process of this role that boots and then waits for a slot: a line ``INDEX EPOCH`` at its input."""
         return subprocess.Popen(self._command(role), stdin=subprocess.PIPE, process_group=0)
 
     def _command(self, role: Role) -> list[str]:

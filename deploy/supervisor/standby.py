@@ -1,7 +1,7 @@
-"""Processes that were booted in advance, without a seat: one takes over at once when one of its role dies.
+"""Processes that were booted in advance, without a slot: one takes over at once when one of its role dies.
 
 Booting a tokenizer or detokenizer means reading a large vocabulary: seconds, on a machine whose cores all compute. A
-spare has that behind it, and waits at its standard input for the line that names its seat (`quintet.process.runtime`).
+spare has that behind it, and waits at its standard input for the line that names its slot (`quintet.process.runtime`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import subprocess
 from collections.abc import Sequence
 
-from quintet.deploy.supervisor.spawn import Spawner, give_seat
+from quintet.deploy.supervisor.spawn import Spawner, assign_slot
 from quintet.wire.ids import Role, WorkerId
 
 SPARE_ROLES = (Role.TOKENIZER, Role.DETOKENIZER)
@@ -59,7 +59,7 @@ class StandbyProcesses:
             return None
         del self._waiting[worker.role]
         self._due[worker.role] = now + PAUSE_S
-        return process if give_seat(process, worker) else None
+        return process if assign_slot(process, worker) else None
 
     def end(self) -> None:
         """Kill them, and start no more."""

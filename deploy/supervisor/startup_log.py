@@ -40,7 +40,7 @@ class Failure:
 class StartupLog(Protocol):
     """Whoever wants to hear how the boot goes."""
 
-    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
+    def role_ready(self, slots: Sequence[SlotRecord]) -> None:
         """All processes of one role are ready."""
 
     def all_ready(self) -> None:
@@ -60,11 +60,11 @@ class PrintedStartupLog:
         for line in opening:
             self._say(line)
 
-    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
+    def role_ready(self, slots: Sequence[SlotRecord]) -> None:
         """Say how long the role took, and the facts that its first process told."""
-        slowest = max((seat.ready_at or seat.spawned_at) - seat.spawned_at for seat in seats)
-        name = seats[0].role + (f" ×{len(seats)}" if len(seats) > 1 else "")
-        facts = ", ".join(f"{name}: {value}" for name, value in seats[0].facts.items())
+        slowest = max((slot.ready_at or slot.spawned_at) - slot.spawned_at for slot in slots)
+        name = slots[0].role + (f" ×{len(slots)}" if len(slots) > 1 else "")
+        facts = ", ".join(f"{name}: {value}" for name, value in slots[0].facts.items())
         self._say(f"  {name:<14} {slowest:5.1f} s  {facts}".rstrip())
 
     def all_ready(self) -> None:
@@ -96,7 +96,7 @@ class ReportedStartupLog:
     def __init__(self, report_fd: int | None) -> None:
         self._report_fd = report_fd
 
-    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
+    def role_ready(self, slots: Sequence[SlotRecord]) -> None:
         """Stay silent."""
 
     def all_ready(self) -> None:
@@ -173,13 +173,13 @@ def curl_line(config: EngineConfig) -> str:
     )
 
 
-def child_failure(run_dir: Path, seat: SlotRecord, exit_status: int) -> Failure:
+def child_failure(run_dir: Path, slot: SlotRecord, exit_status: int) -> Failure:
     """Explain a child's end with its own first exception, if it left one."""
-    words_file = error_file(run_dir, seat.worker)
+    words_file = error_file(run_dir, slot.worker)
     words = words_file.read_text().strip() if words_file.exists() else ""
     cause = words or f"the process {_ending(exit_status)} before it could say why"
-    hint = "" if exit_status == EXIT_CONFIG else _hint(seat.role, exit_status, words)
-    return Failure(f"{seat.role} {seat.index}", cause, hint, EXIT_CONFIG if exit_status == EXIT_CONFIG else 1)
+    hint = "" if exit_status == EXIT_CONFIG else _hint(slot.role, exit_status, words)
+    return Failure(f"{slot.role} {slot.index}", cause, hint, EXIT_CONFIG if exit_status == EXIT_CONFIG else 1)
 
 
 def _ending(exit_status: int) -> str:

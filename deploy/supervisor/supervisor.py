@@ -78,7 +78,7 @@ class SupervisorContext:
     """End of a pipe whose other end lives as long as the process that wants this server."""
     modules: Mapping[Role, str] = field(default_factory=lambda: MODULES)
     nursery: Prefork | None = None
-    """With children that were forked off before, and wait for seats."""
+    """With children that were forked off before, and wait for slots."""
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     restart_policy: Callable[[Role, int | None], RestartPolicy] = policy_of
     manager: ServiceManager = field(default_factory=lambda: ServiceManager({}))
@@ -87,7 +87,7 @@ class SupervisorContext:
 
 
 class Supervisor:
-    """Owns the seats, the epochs and the topology of one server. Lives in the main thread.
+    """Owns the slots, the epochs and the topology of one server. Lives in the main thread.
 
     The run folder is the supervisor's: it is removed when `run` returns.
     """
@@ -99,7 +99,7 @@ class Supervisor:
         self._run_dir = Path(config.run_dir)
         self._listener = surroundings.listener
         self._log = logging.getLogger("quintet")
-        self._seats = SlotTable(self._run_dir, config.processes)
+        self._slots = SlotTable(self._run_dir, config.processes)
         self._spawner = Spawner(
             self._run_dir, surroundings.modules, self._listener.fileno() if self._listener else None
         )
@@ -111,12 +111,12 @@ class Supervisor:
         )
         self._peers = Peers(self._bus)
         self._spares = StandbyProcesses(self._spawner, SPARE_ROLES if config.processes.spares else ())
-        self._watch = Watch(self._seats, config.processes)
-        self._boot_state = Boot(self._seats, story, config.processes.boot_timeout_s)
-        self._changes = Changes(self._seats, self._fill, self._peers.send)
-        self._lookers = MetricsRefresh(self._seats, self._peers.send)
+        self._watch = Watch(self._slots, config.processes)
+        self._boot_state = Boot(self._slots, story, config.processes.boot_timeout_s)
+        self._changes = Changes(self._slots, self._fill, self._peers.send)
+        self._lookers = MetricsRefresh(self._slots, self._peers.send)
         self._desk = AdminServer(
-            config, self._bus, self._seats, self._changes, has_frontends=self._listener is not None
+            config, self._bus, self._slots, self._changes, has_frontends=self._listener is not None
         )
         self._bell = EventLoop(self._inbox.fileno(), surroundings.signals, surroundings.parent_fd)
         self._phase = Phase.BOOTING
@@ -156,22 +156,22 @@ class Supervisor:
         for message in self._inbox.drain():
             match message:
                 case Ready(worker=worker, facts=facts):
-                    seat = self._seats.of(worker)
-                    if seat is not None and seat.state is SlotState.STARTING:
-                        self._seat_ready(seat, facts, now)
+                    slot = self._slots.of(worker)
+                    if slot is not None and slot.state is SlotState.STARTING:
+                        self._slot_ready(slot, facts, now)
                 case Heartbeat(worker=worker):
-                    seat = self._seats.of(worker)
-                    if seat is not None and seat.process is not None:
-                        seat.beat(message, now)
+                    slot = self._slots.of(worker)
+                    if slot is not None and slot.process is not None:
+                        slot.beat(message, now)
                         self._lookers.heard(worker)
                 case MetricsQuery() if message.metrics:
                     self._lookers.ask(message, now)
                 case MetricsQuery():
                     self._tell_figures(message, now)
                 case Drained(worker=worker):
-                    seat = self._seats.of(worker)
-                    if seat is not None:
-                        seat.is_drained = True
+                    slot = self._slots.of(worker)
+                    if slot is not None:
+                        slot.is_drained = True
                 case Command():
                     self._desk.receive(message, self._phase.value, self._phase is Phase.SERVING, now)
         for query in self._lookers.take(now):
@@ -179,13 +179,13 @@ class Supervisor:
 
     def _tell_figures(self, query: MetricsQuery, now: float) -> None:
         """Answer a frontend, unless it has a successor by now; what it has counted is known before it is shown."""
-        seat = self._seats.of(query.asker)
-        if seat is None:
+        slot = self._slots.of(query.asker)
+        if slot is None:
             return
-        if seat.process is not None:
-            seat.metrics = query.metrics or seat.metrics
-        report = MetricsReport(query.query_id, self._seats.figures(now), self._seats.past())
-        self._peers.send(seat.role, seat.index, report)
+        if slot.process is not None:
+            slot.metrics = query.metrics or slot.metrics
+        report = MetricsReport(query.query_id, self._slots.figures(now), self._slots.past())
+        self._peers.send(slot.role, slot.index, report)
 
     def _obey_signals(self) -> None:
         if self._bell.parent_is_gone and self._phase is not Phase.STOPPING:
@@ -205,24 +205,24 @@ class Supervisor:
     # --- boot ---
 
     def _boot(self) -> None:
-        for seat in self._seats.own():
-            self._fill(seat)
+        for slot in self._slots.own():
+            self._fill(slot)
 
-    def _fill(self, seat: SlotRecord) -> None:
-        error_file(self._run_dir, seat.worker).unlink(missing_ok=True)
+    def _fill(self, slot: SlotRecord) -> None:
+        error_file(self._run_dir, slot.worker).unlink(missing_ok=True)
         now = time.monotonic()
-        waiting = self._nursery.take(seat.worker) or self._spares.take(seat.worker, now)
-        seat.fill(waiting or self._spawner.spawn(seat.worker), now)
-        self._seats.is_changed = True
+        waiting = self._nursery.take(slot.worker) or self._spares.take(slot.worker, now)
+        slot.fill(waiting or self._spawner.spawn(slot.worker), now)
+        self._slots.is_changed = True
 
-    def _seat_ready(self, seat: SlotRecord, facts: dict[str, str], now: float) -> None:
-        seat.became_ready(facts, now)
-        self._seats.is_changed = True
+    def _slot_ready(self, slot: SlotRecord, facts: dict[str, str], now: float) -> None:
+        slot.became_ready(facts, now)
+        self._slots.is_changed = True
         self._boot_state.look()
-        if self._phase is not Phase.BOOTING or seat.restarts:
-            self._log.info("%s is ready after %.1f s", seat.worker, now - seat.spawned_at)
+        if self._phase is not Phase.BOOTING or slot.restarts:
+            self._log.info("%s is ready after %.1f s", slot.worker, now - slot.spawned_at)
         if self._phase is Phase.BOOTING:
-            self._boot_state.report(seat.role)
+            self._boot_state.report(slot.role)
 
     def _complete_boot(self) -> None:
         """Announce that the server is ready, once every process is and the frontends know it."""
@@ -241,55 +241,55 @@ class Supervisor:
 
     def _notice_deaths(self) -> None:
         dead = [
-            (seat, exit_status)
-            for seat in self._seats.own()
-            if seat.process is not None and (exit_status := seat.process.poll()) is not None
+            (slot, exit_status)
+            for slot in self._slots.own()
+            if slot.process is not None and (exit_status := slot.process.poll()) is not None
         ]
         if dead:
             self._hear()  # their last figures, and whether they became ready
         dead.sort(key=lambda pair: self._time_of_last_words(pair[0]))
-        for seat, exit_status in dead:
-            was_told_to = seat.stopped_at is not None
-            seat.vacate(f"exit status {exit_status}")
-            self._seats.is_changed = True
-            if self._phase is Phase.STOPPING or seat.is_retiring:
+        for slot, exit_status in dead:
+            was_told_to = slot.stopped_at is not None
+            slot.vacate(f"exit status {exit_status}")
+            self._slots.is_changed = True
+            if self._phase is Phase.STOPPING or slot.is_retiring:
                 continue
             if was_told_to:
-                self._fill_again(seat)
-            elif seat.is_on_trial:
-                seat.note = child_failure(self._run_dir, seat, exit_status).cause
-                seat.is_on_trial, seat.is_retiring = False, True
+                self._fill_again(slot)
+            elif slot.is_on_trial:
+                slot.note = child_failure(self._run_dir, slot, exit_status).cause
+                slot.is_on_trial, slot.is_retiring = False, True
             else:
-                self._replace(seat, exit_status)
+                self._replace(slot, exit_status)
             if self._finished:
                 return
 
-    def _time_of_last_words(self, seat: SlotRecord) -> float:
+    def _time_of_last_words(self, slot: SlotRecord) -> float:
         """Order children that died together: the first to leave word is the cause."""
-        words = error_file(self._run_dir, seat.worker)
+        words = error_file(self._run_dir, slot.worker)
         return words.stat().st_mtime if words.exists() else float("inf")
 
-    def _replace(self, seat: SlotRecord, exit_status: int) -> None:
-        """Plan the restart of a seat whose process died, or give up."""
-        failure = child_failure(self._run_dir, seat, exit_status)
-        if self._phase is Phase.DRAINING and seat.role is Role.FRONTEND:
+    def _replace(self, slot: SlotRecord, exit_status: int) -> None:
+        """Plan the restart of a slot whose process died, or give up."""
+        failure = child_failure(self._run_dir, slot, exit_status)
+        if self._phase is Phase.DRAINING and slot.role is Role.FRONTEND:
             return
-        if self._boot_state.is_fatal(seat, exit_status):
+        if self._boot_state.is_fatal(slot, exit_status):
             self._fail(failure)
             return
         now = time.monotonic()
-        policy = self._surroundings.restart_policy(seat.role, self._config.processes.max_restarts)
-        delay_s = policy.delay_s(seat.deaths, now, was_ready=seat.was_ready)
+        policy = self._surroundings.restart_policy(slot.role, self._config.processes.max_restarts)
+        delay_s = policy.delay_s(slot.deaths, now, was_ready=slot.was_ready)
         if delay_s is None:
-            within = f"within {policy.window_s:.0f} s" if seat.was_ready else "and was never ready"
-            cause = f"died {len(seat.deaths)} times {within}, giving up; last: {failure.cause}"
+            within = f"within {policy.window_s:.0f} s" if slot.was_ready else "and was never ready"
+            cause = f"died {len(slot.deaths)} times {within}, giving up; last: {failure.cause}"
             self._fail(Failure(failure.role, cause, failure.hint, 1))
             return
         self._log.warning(
             "%s died (%s); starting it again %s",
-            seat.worker, failure.cause, f"in {delay_s:.1f} s" if delay_s else "at once",
+            slot.worker, failure.cause, f"in {delay_s:.1f} s" if delay_s else "at once",
         )  # fmt: skip
-        seat.restart_at = now + delay_s
+        slot.restart_at = now + delay_s
 
     def _keep_deadlines(self) -> None:
         now = time.monotonic()
@@ -306,26 +306,26 @@ class Supervisor:
                 self._log.warning("drain timeout: requests are cut off at frontends %s", self._undrained())
             self._stop(0)
         elif self._phase is Phase.STOPPING and (
-            now > self._deadline or all(seat.process is None for seat in self._seats.own())
+            now > self._deadline or all(slot.process is None for slot in self._slots.own())
         ):
             self._finish(self._exit_code)
         if self._phase in (Phase.SERVING, Phase.DRAINING):
             self._spares.keep(now)
         if self._phase is not Phase.STOPPING and not self._finished:
             self._watch.look(now)
-            for seat in self._seats.own():
-                if seat.restart_at is not None and now >= seat.restart_at:
-                    self._fill_again(seat)
+            for slot in self._slots.own():
+                if slot.restart_at is not None and now >= slot.restart_at:
+                    self._fill_again(slot)
 
-    def _fill_again(self, seat: SlotRecord) -> None:
-        seat.epoch += 1
-        seat.restarts += 1
-        self._fill(seat)
+    def _fill_again(self, slot: SlotRecord) -> None:
+        slot.epoch += 1
+        slot.restarts += 1
+        self._fill(slot)
 
     def _undrained(self) -> list[int]:
         """Return the frontends that still have something to finish."""
-        frontends = (seat for seat in self._seats.own() if seat.role is Role.FRONTEND)
-        return [seat.index for seat in frontends if seat.process is not None and not seat.is_drained]
+        frontends = (slot for slot in self._slots.own() if slot.role is Role.FRONTEND)
+        return [slot.index for slot in frontends if slot.process is not None and not slot.is_drained]
 
     # --- the end ---
 
@@ -336,12 +336,12 @@ class Supervisor:
         drain_timeout_s = self._config.processes.drain_timeout_s
         self._surroundings.manager.stopping(drain_timeout_s + 2 * STOP_GRACE_S)
         self._deadline = time.monotonic() + drain_timeout_s
-        self._seats.is_changed = True
+        self._slots.is_changed = True
         self._publish()
-        for seat in self._seats:
-            if seat.role is Role.FRONTEND:
-                seat.restart_at = None
-                self._peers.send(Role.FRONTEND, seat.index, Drain())
+        for slot in self._slots:
+            if slot.role is Role.FRONTEND:
+                slot.restart_at = None
+                self._peers.send(Role.FRONTEND, slot.index, Drain())
 
     def _stop(self, exit_code: int) -> None:
         self._phase = Phase.STOPPING
@@ -350,9 +350,9 @@ class Supervisor:
         self._close_listener()
         self._spares.end()
         self._deadline = time.monotonic() + STOP_GRACE_S
-        for seat in self._seats:
-            seat.restart_at = None
-            self._peers.send(seat.role, seat.index, Stop())
+        for slot in self._slots:
+            slot.restart_at = None
+            self._peers.send(slot.role, slot.index, Stop())
 
     def _finish(self, exit_code: int) -> None:
         self._exit_code, self._finished = exit_code, True
@@ -360,19 +360,19 @@ class Supervisor:
     def _kill_everyone(self) -> None:
         self._spares.end()
         self._nursery.end()
-        living = [seat.process for seat in self._seats.own() if seat.process is not None]
+        living = [slot.process for slot in self._slots.own() if slot.process is not None]
         for process in living:
             process.kill()
         for process in living:
             process.wait()
 
     def _publish(self) -> None:
-        if self._seats.is_changed:
-            topology = self._seats.topology(self._phase in (Phase.DRAINING, Phase.STOPPING))
-            self._peers.follow(topology.seats)
-            for seat in self._seats:
-                if seat.state is not SlotState.DOWN:
-                    self._peers.send(seat.role, seat.index, topology)
+        if self._slots.is_changed:
+            topology = self._slots.topology(self._phase in (Phase.DRAINING, Phase.STOPPING))
+            self._peers.follow(topology.slots)
+            for slot in self._slots:
+                if slot.state is not SlotState.DOWN:
+                    self._peers.send(slot.role, slot.index, topology)
 
     def _close_listener(self) -> None:
         if self._listener is not None:

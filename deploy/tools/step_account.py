@@ -39,8 +39,8 @@ class Bar:
     @property
     def role(self) -> str:
         """The kind of process; of an executor's others which one it is."""
-        seat, _, part = self.process.partition(" ")
-        return part or seat.rpartition("-")[0]
+        slot, _, part = self.process.partition(" ")
+        return part or slot.rpartition("-")[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,12 +40,12 @@ class Dispatcher:
     """Chooses the workers of requests, and chooses again."""
 
     def __init__(self, me: WorkerId, send: Send, config: EngineConfig, metrics: Metrics) -> None:
-        self.seats = Workers(me)
-        self._engines = EngineLoads(self.seats, config)
+        self.slots = Workers(me)
+        self._engines = EngineLoads(self.slots, config)
         self._send = send
         self._parked: list[Stream] = []
         self._lost_epochs: dict[int, int] = {}
-        """Of each detokenizer seat, the newest epoch that was lost."""
+        """Of each detokenizer slot, the newest epoch that was lost."""
         self._resumed = {
             role: metrics.counter("resumed_requests", "Requests sent again because a process was lost.", role=str(role))
             for role in (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
@@ -53,23 +53,23 @@ class Dispatcher:
 
     def place(self, stream: Stream) -> None:
         """Choose the workers of a request and send it, or park it until the topology has them all."""
-        choice, detokenizer = self._engines.choose(stream), self.seats.pick(Role.DETOKENIZER)
+        choice, detokenizer = self._engines.choose(stream), self.slots.pick(Role.DETOKENIZER)
         if choice is None or detokenizer is None:
             self._parked.append(stream)
             return
         submit = stream.submit
         submit.core, submit.spec.detokenizer = choice.index, detokenizer
-        submit.spec.topology = self.seats.topology.version
+        submit.spec.topology = self.slots.topology.version
         if not self._hand_over(stream):
             self._parked.append(stream)
             return
         stream.num_placed = stream.num_open
         self._engines.enter(stream, choice)
-        self.seats.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
+        self.slots.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
 
     def _hand_over(self, stream: Stream) -> bool:
         """Send a request to a tokenizer; False when there is none."""
-        tokenizer = self.seats.pick(Role.TOKENIZER)
+        tokenizer = self.slots.pick(Role.TOKENIZER)
         if tokenizer is None:
             return False
         stream.submit.sent_ns = time.monotonic_ns()
@@ -79,7 +79,7 @@ class Dispatcher:
         stream.tokenizer = tokenizer
         if stream.started is None:
             stream.is_encoding = True
-            self.seats.add_load(Role.TOKENIZER, tokenizer, 1)
+            self.slots.add_load(Role.TOKENIZER, tokenizer, 1)
         return True
 
     def note_start(self, stream: Stream, started: Started) -> None:
@@ -90,7 +90,7 @@ class Dispatcher:
     def _leave_tokenizer(self, stream: Stream) -> None:
         if stream.is_encoding and stream.tokenizer is not None:
             stream.is_encoding = False
-            self.seats.add_load(Role.TOKENIZER, stream.tokenizer, -1)
+            self.slots.add_load(Role.TOKENIZER, stream.tokenizer, -1)
 
     def release(self, stream: Stream) -> None:
         """Take back the account of a request's work: it ends, or is placed anew."""
@@ -99,7 +99,7 @@ class Dispatcher:
             return
         self._leave_tokenizer(stream)
         self._engines.leave(stream)
-        self.seats.add_load(Role.DETOKENIZER, stream.submit.spec.detokenizer, -stream.num_placed)
+        self.slots.add_load(Role.DETOKENIZER, stream.submit.spec.detokenizer, -stream.num_placed)
         stream.tokenizer = None
 
     def send_cancel(self, stream: Stream) -> bool:
@@ -118,7 +118,7 @@ class Dispatcher:
     def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
         """Place anew what lost workers held. Returns the cancelled requests whose ending nobody will tell."""
         untold: list[Stream] = []
-        lost = self.seats.follow(topology)
+        lost = self.slots.follow(topology)
         for worker in lost:
             if worker.role is Role.DETOKENIZER:
                 self._lost_epochs[worker.index] = worker.epoch
@@ -139,8 +139,8 @@ class Dispatcher:
 
         They were sent there while no engine was whole, or their executor died at such a time.
         """
-        waiting = self.seats.engines_without_executor()
-        if not waiting or not self.seats.whole_engines():
+        waiting = self.slots.engines_without_executor()
+        if not waiting or not self.slots.whole_engines():
             return
         for stream in list(streams):
             if stream.tokenizer is not None and stream.submit.core in waiting:
@@ -153,12 +153,12 @@ class Dispatcher:
 
     def _retiring(self, topology: Topology) -> frozenset[int]:
         """Return the detokenizers whose requests have to move, if there is another to move to."""
-        if self.seats.pick(Role.DETOKENIZER) is None:
+        if self.slots.pick(Role.DETOKENIZER) is None:
             return frozenset()
         return frozenset(
-            seat.worker.index
-            for seat in topology.seats
-            if seat.worker.role is Role.DETOKENIZER and seat.state is SlotState.RETIRING
+            slot.worker.index
+            for slot in topology.slots
+            if slot.worker.role is Role.DETOKENIZER and slot.state is SlotState.RETIRING
         )
 
     def _lose(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
@@ -222,7 +222,7 @@ class Dispatcher:
             self.release(stream)
             self._parked.append(stream)
             return False
-        replacement = self.seats.pick(Role.TOKENIZER)
+        replacement = self.slots.pick(Role.TOKENIZER)
         if replacement is not None:
             self._leave_tokenizer(stream)
             stream.tokenizer = replacement

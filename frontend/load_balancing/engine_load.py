@@ -41,12 +41,12 @@ class EngineLoad:
 
 
 class EngineLoads:
-    """The accounts of one frontend seat."""
+    """The accounts of one frontend slot."""
 
     def __init__(
-        self, seats: Workers, config: EngineConfig, clock: Callable[[], float] = time.monotonic
+        self, slots: Workers, config: EngineConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._seats, self._clock = seats, clock
+        self._slots, self._clock = slots, clock
         self._kv, self._kv_tokens = config.model.kv, _kv_tokens(config)
         self._step_tokens = config.scheduler.max_num_batched_tokens
         self._usual_pace = LinearFit()
@@ -64,19 +64,19 @@ class EngineLoads:
     def choose(self, stream: Stream) -> EngineChoice | None:
         """Choose for a request; None while no engine is there. One that is bound to an engine goes there if it lives."""
         bound = stream.bound_to
-        if bound is not None and self._seats.epoch(Role.CORE, bound):
+        if bound is not None and self._slots.epoch(Role.CORE, bound):
             return EngineChoice(bound, "it has the request")
-        indexes = self._seats.engines()
+        indexes = self._slots.engines()
         if len(indexes) < 2:
             return EngineChoice(indexes[0], "it is the only one there") if indexes else None
         self._num_chosen += 1
         submit = stream.submit
         names = stream.beginnings = names_of(submit.prompt, submit.spec.cache_salt)
         readable = names if submit.spec.params.reads_prefix_cache else []
-        kv_tokens = self._kv_tokens // max(1, self._seats.num_frontends)
+        kv_tokens = self._kv_tokens // max(1, self._slots.num_frontends)
         engines = [self._engine(index, readable, kv_tokens) for index in indexes]
         session = submit.session or (str(names[0]) if names else "")
-        turn, num_tokens = self._seats.me.index + self._num_chosen, stream.num_prompt
+        turn, num_tokens = self._slots.me.index + self._num_chosen, stream.num_prompt
         usual = max(PIECE_TOKENS, self._usual) if self._num_chosen > USUAL_OVER // 4 else 0.0
         choice = choose(engines, self._policy, turn, session, num_tokens, usual, self._kept_by(stream))
         self._usual += (max(0, num_tokens - choice.num_cached) - self._usual) / min(
@@ -90,7 +90,7 @@ class EngineLoads:
         return Candidate(
             index,
             account.num_queued,
-            self._seats.load(Role.CORE, index),
+            self._slots.load(Role.CORE, index),
             PIECE_TOKENS * num_known,
             used,
             slowness=account.pace.slowness(self._clock()),
@@ -109,7 +109,7 @@ class EngineLoads:
         """A request was sent to this engine."""
         account = self._account(choice.index)
         stream.choice = choice
-        num_open = self._seats.load(Role.CORE, choice.index)
+        num_open = self._slots.load(Role.CORE, choice.index)
         stream.num_before = account.num_queued + RUNNING_TOKENS * num_open
         stream.num_kept = max(0, self._kept_by(stream) - choice.num_cached)
         account.num_kept += stream.num_kept
@@ -120,7 +120,7 @@ class EngineLoads:
         account.num_queued += stream.num_queued
         if stream.beginnings:
             account.beginnings.note(stream.beginnings)
-        self._seats.add_load(Role.CORE, choice.index, stream.num_placed)
+        self._slots.add_load(Role.CORE, choice.index, stream.num_placed)
 
     def begin(self, stream: Stream, started: Started) -> None:
         """The prompt was computed, but for what the engine had of it; in a later attempt with the outputs behind it."""
@@ -147,7 +147,7 @@ class EngineLoads:
             num_outputs = stream.num_output_tokens / len(stream.choices)
             self._num_ended += 1
             self._usual_outputs += (num_outputs - self._usual_outputs) / min(self._num_ended, USUAL_OVER)
-        self._seats.add_load(Role.CORE, choice.index, -stream.num_placed)
+        self._slots.add_load(Role.CORE, choice.index, -stream.num_placed)
 
     def _dequeue(self, stream: Stream, choice: EngineChoice) -> None:
         self._account(choice.index).num_queued -= stream.num_queued
@@ -172,7 +172,7 @@ class EngineLoads:
         waits for the next executor, and finds out.
         """
         return not stream.is_suspect and any(
-            index != stream.submit.core for index in self._seats.whole_engines()
+            index != stream.submit.core for index in self._slots.whole_engines()
         )
 
 

@@ -179,18 +179,18 @@ class Workers:
             return []
         self.topology = topology
         self.ever_ready |= {
-            seat.worker.role for seat in topology.seats if seat.was_ready or seat.state is SlotState.READY
+            slot.worker.role for slot in topology.slots if slot.was_ready or slot.state is SlotState.READY
         }
         alive = {
-            (seat.worker.role, seat.worker.index): seat.worker
-            for seat in topology.seats
-            if seat.state is not SlotState.DOWN
+            (slot.worker.role, slot.worker.index): slot.worker
+            for slot in topology.slots
+            if slot.state is not SlotState.DOWN
         }
         lost = [worker for key, worker in self._alive.items() if alive.get(key) != worker]
         self._alive = alive
         self._engines = self._usable_engines()
         self.num_frontends = sum(
-            seat.worker.role is Role.FRONTEND and seat.state is SlotState.READY for seat in topology.seats
+            slot.worker.role is Role.FRONTEND and slot.state is SlotState.READY for slot in topology.slots
         )
         self._able = {role: self._able_of(role) for role in SERVING_ROLES}
         return lost
@@ -212,7 +212,7 @@ class Workers:
         """Return the workers of a role that are ready; where none is, the stalled ones."""
         for state in (SlotState.READY, SlotState.STALLED):
             indexes = [
-                s.worker.index for s in self.topology.seats if s.worker.role is role and s.state is state
+                s.worker.index for s in self.topology.slots if s.worker.role is role and s.state is state
             ]
             if indexes:
                 return indexes
@@ -221,9 +221,9 @@ class Workers:
     def whole_engines(self) -> list[int]:
         """Return the engines whose core and executor are both well."""
         well = {
-            (seat.worker.role, seat.worker.index)
-            for seat in self.topology.seats
-            if seat.state is SlotState.READY
+            (slot.worker.role, slot.worker.index)
+            for slot in self.topology.slots
+            if slot.state is SlotState.READY
         }
         return [index for role, index in well if role is Role.CORE and (Role.EXECUTOR, index) in well]
 
@@ -231,9 +231,9 @@ class Workers:
         """Return the engines whose executor is down or not ready yet."""
         absent = (SlotState.STARTING, SlotState.DOWN)
         return frozenset(
-            seat.worker.index
-            for seat in self.topology.seats
-            if seat.worker.role is Role.EXECUTOR and seat.state in absent and not seat.retired
+            slot.worker.index
+            for slot in self.topology.slots
+            if slot.worker.role is Role.EXECUTOR and slot.state in absent and not slot.retired
         )
 
     def engines(self) -> list[int]:
@@ -251,7 +251,7 @@ class Workers:
         return self._load.get((role, index), 0), (index - self.me.index) % count
 
     def epoch(self, role: Role, index: int) -> int:
-        """Return the epoch of the worker at this seat; 0 when nobody is there."""
+        """Return the epoch of the worker at this slot; 0 when nobody is there."""
         worker = self._alive.get((role, index))
         return 0 if worker is None else worker.epoch
 
@@ -266,12 +266,12 @@ class Workers:
 
     def missing(self) -> list[Role]:
         """Return the serving roles of which no worker is ready."""
-        ready = {seat.worker.role for seat in self.topology.seats if seat.state is SlotState.READY}
+        ready = {slot.worker.role for slot in self.topology.slots if slot.state is SlotState.READY}
         if Role.CORE in ready and not self.whole_engines():
             ready.discard(Role.EXECUTOR)  # those that are ready belong to other cores
         return [role for role in SERVING_ROLES if role not in ready]
 
     def troubled(self) -> list[ProcessSlot]:
-        """Return the seats that are stalled or down, but for those that nobody shall fill."""
+        """Return the slots that are stalled or down, but for those that nobody shall fill."""
         troubles = {SlotState.STALLED, SlotState.DOWN}
-        return [s for s in self.topology.seats if s.state in troubles and not s.retired]
+        return [s for s in self.topology.slots if s.state in troubles and not s.retired]

@@ -76,11 +76,11 @@ class Neighbours:
 
     def publish(self, *workers: WorkerId) -> None:
         self.version += 1
-        seats = [
+        slots = [
             ProcessSlot(worker, address_of(self.config.run_dir, worker), 1, SlotState.READY)
             for worker in workers
         ]
-        self.send(Topology(self.version, seats))
+        self.send(Topology(self.version, slots))
 
     def receive(self, worker: WorkerId) -> msgspec.Struct:
         messages = self.receive_all(worker)

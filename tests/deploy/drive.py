@@ -25,9 +25,9 @@ from tests.deploy.fake_child import tell
 class ToldStory(PrintedStartupLog):
     """Prints, and tells the test."""
 
-    def role_ready(self, seats: Sequence[SlotRecord]) -> None:
-        super().role_ready(seats)
-        tell("role_ready", role=seats[0].role)
+    def role_ready(self, slots: Sequence[SlotRecord]) -> None:
+        super().role_ready(slots)
+        tell("role_ready", role=slots[0].role)
 
     def all_ready(self) -> None:
         super().all_ready()

@@ -1,4 +1,4 @@
-"""A child that only takes its seat. What else it does stands in the script of the test; what it sees, it tells.
+"""A child that only takes its slot. What else it does stands in the script of the test; what it sees, it tells.
 
 Runs in processes of its own, started by the supervisor under test; see ``supervised.py``.
 """
@@ -67,9 +67,9 @@ def _run(me: WorkerId, config: EngineConfig, _prepared: None) -> None:
 def _handle(process: Process[Any], mine: dict[str, Any], message: object) -> None:
     me = process.me
     match message:
-        case Topology(seats=seats, draining=draining):
-            states = {str(seat.worker): seat.state.name for seat in seats}
-            tell("topology", me=str(me), seats=states, draining=draining)
+        case Topology(slots=slots, draining=draining):
+            states = {str(slot.worker): slot.state.name for slot in slots}
+            tell("topology", me=str(me), slots=states, draining=draining)
             if mine.get("ask_metrics"):
                 process.peers.send(Role.SUPERVISOR, 0, MetricsQuery(7, me, process.metrics.encoded()))
         case MetricsReport(query_id=query_id, processes=processes):

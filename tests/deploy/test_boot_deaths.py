@@ -30,7 +30,7 @@ def start(server: World, script: dict[str, dict[str, object]], **processes: obje
 
 def await_ready(server: World, *names: str) -> None:
     """Wait until one topology shows all these processes as ready."""
-    server.expect("topology", lambda event: all(event["seats"].get(name) == "READY" for name in names))
+    server.expect("topology", lambda event: all(event["slots"].get(name) == "READY" for name in names))
 
 
 def await_open(server: World) -> None:

@@ -29,8 +29,8 @@ def server(tmp_path: Path) -> Iterator[World]:
 
 
 def states(event: Event) -> dict[str, str]:
-    seats: dict[str, str] = event["seats"]
-    return seats
+    slots: dict[str, str] = event["slots"]
+    return slots
 
 
 def states_of(server: World, worker: str) -> list[str]:
@@ -57,7 +57,7 @@ def test_a_detokenizer_leaves_after_its_successor_came(
     assert "RETIRING" in states_of(server, "detokenizer-0.1")
     assert ask(server.run_dir, ["restart", "detokenizer"]) == 0
     assert capsys.readouterr().out.startswith("starting detokenizer-0.2\n"), (
-        "the seat is used again, its epoch not"
+        "the slot is used again, its epoch not"
     )
 
 

@@ -40,33 +40,33 @@ class Child:
 
 
 class Server:
-    """The seats of a supervisor, and what whoever asks is shown."""
+    """The slots of a supervisor, and what whoever asks is shown."""
 
     def __init__(self) -> None:
         self.table = SlotTable(Path("/nowhere"), ProcessesConfig(tokenizers=2, detokenizers=2, frontends=2))
         self.told_tokens: dict[str, float] = defaultdict(float)
         """Tokens that each process has told of."""
-        for seat in self.table:
-            self.fill(seat)
+        for slot in self.table:
+            self.fill(slot)
 
-    def fill(self, seat: SlotRecord) -> None:
-        seat.fill(cast(ChildProcess, Child()), 0.0)
-        seat.became_ready({}, 0.0)
+    def fill(self, slot: SlotRecord) -> None:
+        slot.fill(cast(ChildProcess, Child()), 0.0)
+        slot.became_ready({}, 0.0)
 
-    def beat(self, seat: SlotRecord) -> None:
-        child = cast(Child, seat.process)
-        seat.beat(Heartbeat(seat.worker, 0, 0, child.cpu_ns, child.metrics.encoded()), 0.0)
-        self.told_tokens[str(seat.worker)] = child.tokens.value
+    def beat(self, slot: SlotRecord) -> None:
+        child = cast(Child, slot.process)
+        slot.beat(Heartbeat(slot.worker, 0, 0, child.cpu_ns, child.metrics.encoded()), 0.0)
+        self.told_tokens[str(slot.worker)] = child.tokens.value
 
-    def die(self, seat: SlotRecord) -> None:
-        seat.vacate("exit status -9")
-        seat.epoch += 1
-        seat.restarts += 1
-        self.fill(seat)
+    def die(self, slot: SlotRecord) -> None:
+        slot.vacate("exit status -9")
+        slot.epoch += 1
+        slot.restarts += 1
+        self.fill(slot)
 
-    def retire(self, seat: SlotRecord) -> None:
-        seat.is_retiring = True
-        seat.vacate("exit status 0")
+    def retire(self, slot: SlotRecord) -> None:
+        slot.is_retiring = True
+        slot.vacate("exit status 0")
 
     def scrape(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         report = MetricsReport(1, self.table.figures(0.0), self.table.past())
@@ -85,18 +85,18 @@ def test_no_count_goes_back_and_none_is_lost_that_was_told(seed: int) -> None:
     draw, server = random.Random(seed), Server()
     before = server.scrape()
     for _ in range(200):
-        seats = [seat for seat in server.table if seat.process is not None]
-        seat = draw.choice(seats)
-        cast(Any, seat.process).work(draw)
+        slots = [slot for slot in server.table if slot.process is not None]
+        slot = draw.choice(slots)
+        cast(Any, slot.process).work(draw)
         match draw.randrange(6):
             case 0 | 1 | 2:
-                server.beat(seat)
+                server.beat(slot)
             case 3:
-                server.die(seat)
-            case 4 if sum(other.role is seat.role for other in seats) > 1:
-                server.retire(seat)
-            case 5 if seat.role in (Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND):
-                server.fill(*server.table.vacancy(seat.role))
+                server.die(slot)
+            case 4 if sum(other.role is slot.role for other in slots) > 1:
+                server.retire(slot)
+            case 5 if slot.role in (Role.TOKENIZER, Role.DETOKENIZER, Role.FRONTEND):
+                server.fill(*server.table.vacancy(slot.role))
         shown = server.scrape()
         for key, value in before.items():
             if key[0].endswith(NEVER_BACK):
@@ -107,7 +107,7 @@ def test_no_count_goes_back_and_none_is_lost_that_was_told(seed: int) -> None:
 
 def test_what_a_dead_process_held_is_not_shown_as_if_it_lived() -> None:
     server = Server()
-    core = next(seat for seat in server.table if seat.role is Role.CORE)
+    core = next(slot for slot in server.table if slot.role is Role.CORE)
     cast(Any, core.process).work(random.Random(1))
     cast(Any, core.process).running.set(3)
     server.beat(core)

@@ -91,7 +91,7 @@ def test_a_dead_child_is_replaced_by_a_program(server: World) -> None:
     server.expect("all_ready")
     kill(server.pids()["core-0.1"])
     server.expect("born", lambda event: event["me"] == "core-0.2")
-    server.expect("topology", lambda event: event["seats"].get("core-0.2") == "READY")
+    server.expect("topology", lambda event: event["slots"].get("core-0.2") == "READY")
     process.send_signal(signal.SIGTERM)
     assert server.end()[0] == 0
 
@@ -99,7 +99,7 @@ def test_a_dead_child_is_replaced_by_a_program(server: World) -> None:
 def test_a_silent_child_dumps_its_stack_and_is_replaced(server: World) -> None:
     config = make_config(server.run_dir, stall_s=2.0, heartbeat_s=0.2)
     process = server.start({"core-0.1": {"silent": True}}, config, FORKS)
-    server.expect("topology", lambda event: event["seats"].get("core-0.2") == "READY")
+    server.expect("topology", lambda event: event["slots"].get("core-0.2") == "READY")
     process.send_signal(signal.SIGTERM)
     status, _, words = server.end()
     assert status == 0
@@ -143,7 +143,7 @@ else:
     descriptors = os.listdir("/proc/self/fd")
     nursery.fork([Role.CORE, Role.TOKENIZER])
     print(len(children()))
-    if "seated" in sys.argv:
+    if "assigned" in sys.argv:
         core = nursery.take(WorkerId(Role.CORE, 0, 1))
         assert nursery.take(WorkerId(Role.CORE, 0, 1)) is None
         print(core.wait())
@@ -181,7 +181,7 @@ def test_those_who_get_no_seat_are_ended(tmp_path: Path) -> None:
 
 
 def test_a_seat_comes_by_standard_input_and_an_exit_status_goes_back(tmp_path: Path) -> None:
-    assert run_program(tmp_path, "seated") == ["2", "7", "0"]
+    assert run_program(tmp_path, "assigned") == ["2", "7", "0"]
 
 
 def test_nothing_is_forked_beside_a_thread(tmp_path: Path) -> None:

@@ -26,12 +26,12 @@ def server(tmp_path: Path) -> Iterator[World]:
         yield held
 
 
-def seat_is(worker: str, state: str) -> Callable[[Event], bool]:
-    return lambda event: event["seats"].get(worker) == state
+def slot_is(worker: str, state: str) -> Callable[[Event], bool]:
+    return lambda event: event["slots"].get(worker) == state
 
 
 def tells_that_all_are_ready(event: Event) -> bool:
-    return event["event"] == "topology" and set(event["seats"].values()) == {"READY"}
+    return event["event"] == "topology" and set(event["slots"].values()) == {"READY"}
 
 
 def test_children_boot_together_and_everyone_learns_of_everyone(server: World) -> None:
@@ -40,7 +40,7 @@ def test_children_boot_together_and_everyone_learns_of_everyone(server: World) -
     while {event["me"] for event in server.seen if tells_that_all_are_ready(event)} != ALL:
         server.expect("topology")
     topologies = [event for event in server.seen if event["event"] == "topology"]
-    assert all(set(event["seats"]) == ALL for event in topologies), (
+    assert all(set(event["slots"]) == ALL for event in topologies), (
         "children are published while they still start"
     )
     assert server.pids().keys() == ALL
@@ -94,10 +94,10 @@ def test_a_dead_child_is_replaced_under_the_next_epoch(server: World) -> None:
     server.expect("all_ready")
     kill(server.pids()["core-0.1"])
     server.expect("born", lambda event: event["me"] == "core-0.2")
-    server.expect("topology", seat_is("core-0.2", "READY"))
+    server.expect("topology", slot_is("core-0.2", "READY"))
     kill(server.pids()["core-0.2"])
-    told = server.expect("topology", seat_is("core-0.3", "READY"))
-    assert set(told["seats"]) == (ALL - {"core-0.1"}) | {"core-0.3"}
+    told = server.expect("topology", slot_is("core-0.3", "READY"))
+    assert set(told["slots"]) == (ALL - {"core-0.1"}) | {"core-0.3"}
     process.send_signal(signal.SIGTERM)
     assert server.end()[0] == 0
 
@@ -126,7 +126,7 @@ def test_a_silent_child_dumps_its_stack_and_is_replaced(server: World) -> None:
     process = server.start(
         {"core-0.1": {"silent": True}}, make_config(server.run_dir, stall_s=2.0, heartbeat_s=0.2)
     )
-    server.expect("topology", seat_is("core-0.2", "READY"))
+    server.expect("topology", slot_is("core-0.2", "READY"))
     process.send_signal(signal.SIGTERM)
     status, _, words = server.end()
     assert status == 0
@@ -138,7 +138,7 @@ def test_a_silent_child_dumps_its_stack_and_is_replaced(server: World) -> None:
 def test_work_without_progress_is_published_as_stalled(server: World) -> None:
     config = make_config(server.run_dir, stall_s=60.0, heartbeat_s=0.2)
     server.start({"core-0": {"pending": 3}}, config)
-    server.expect("topology", seat_is("core-0.1", "STALLED"))
+    server.expect("topology", slot_is("core-0.1", "STALLED"))
     assert "core-0.2" not in server.pids()
 
 
@@ -146,10 +146,10 @@ def test_a_stopped_process_is_named_then_dumped_and_replaced(server: World) -> N
     process = server.start(config=make_config(server.run_dir, stall_s=3.0))
     server.expect("all_ready")
     os.kill(server.pids()["executor-0.1"], signal.SIGSTOP)
-    told = server.expect("topology", seat_is("executor-0.1", "STALLED"))
+    told = server.expect("topology", slot_is("executor-0.1", "STALLED"))
     assert not any(event.get("me") == "executor-0.2" for event in server.seen), "named before it is replaced"
-    assert told["seats"]["core-0.1"] == "READY"
-    server.expect("topology", seat_is("executor-0.2", "READY"))
+    assert told["slots"]["core-0.1"] == "READY"
+    server.expect("topology", slot_is("executor-0.2", "READY"))
     process.send_signal(signal.SIGTERM)
     status, _, words = server.end()
     assert status == 0
@@ -160,14 +160,14 @@ def test_a_stopped_process_is_named_then_dumped_and_replaced(server: World) -> N
 def test_a_hung_executor_is_named_alone_and_replaced(server: World) -> None:
     hung = {"executor-0.1": {"pending": 1}, "core-0": {"pending": 4}}
     process = server.start(hung, make_config(server.run_dir, stall_s=3.0))
-    server.expect("topology", seat_is("executor-0.1", "STALLED"))
-    told = server.expect("topology", seat_is("executor-0.2", "READY"))
-    assert told["seats"]["core-0.1"] == "READY"
+    server.expect("topology", slot_is("executor-0.1", "STALLED"))
+    told = server.expect("topology", slot_is("executor-0.2", "READY"))
+    assert told["slots"]["core-0.1"] == "READY"
     process.send_signal(signal.SIGTERM)
     assert "executor-0.1: 1 pending, none completed for" in server.end()[2]
 
 
-def test_a_spare_takes_the_seat_of_the_dead(server: World) -> None:
+def test_a_spare_takes_the_slot_of_the_dead(server: World) -> None:
     server.start(config=make_config(server.run_dir, spares=True))
     server.expect("all_ready")
     regulars = set(server.pids().values())
@@ -175,7 +175,7 @@ def test_a_spare_takes_the_seat_of_the_dead(server: World) -> None:
     kill(server.pids()["detokenizer-0.1"])
     heir = server.expect("born", lambda event: event["me"] == "detokenizer-0.2")
     assert heir["pid"] in spares
-    server.expect("topology", seat_is("detokenizer-0.2", "READY"))
+    server.expect("topology", slot_is("detokenizer-0.2", "READY"))
     kill(server.pids()["tokenizer-0.1"])
     assert server.expect("born", lambda event: event["me"] == "tokenizer-0.2")["pid"] in spares
     server.expect("prepared", lambda event: event["pid"] not in spares)  # there is a next one
@@ -297,10 +297,10 @@ def test_external_seats_are_published_as_ready_and_not_spawned(server: World) ->
     server.start(config=make_config(server.run_dir, frontends=0, external_frontends=1))
 
     def complete(event: Event) -> bool:
-        return event["me"] == "core-0.1" and set(event["seats"].values()) == {"READY"}
+        return event["me"] == "core-0.1" and set(event["slots"].values()) == {"READY"}
 
     told = server.expect("topology", complete)
-    assert set(told["seats"]) == ALL
+    assert set(told["slots"]) == ALL
     assert "frontend-0.1" not in server.pids()
 
 

@@ -45,8 +45,8 @@ def test_old_deaths_are_forgiven() -> None:
     assert [policy.delay_s(deaths, now) for now in (0.0, 61.0, 122.0, 150.0)] == [0.0, 0.0, 0.0, None]
 
 
-def beat(seat: SlotRecord, progress: int, pending: int, now: float) -> None:
-    seat.beat(Heartbeat(seat.worker, progress, pending, 0), now)
+def beat(slot: SlotRecord, progress: int, pending: int, now: float) -> None:
+    slot.beat(Heartbeat(slot.worker, progress, pending, 0), now)
 
 
 class Victim:
@@ -80,18 +80,18 @@ def silence(
 
 
 def test_a_silent_process_is_aborted_continued_and_killed(tmp_path: Path) -> None:
-    seat, signals = silence(tmp_path, waited_share=0.0, until_s=9.0)
-    assert (seat.state, signals) == (SlotState.STALLED, [])
-    seat, signals = silence(tmp_path, waited_share=0.0, until_s=13.0)
+    slot, signals = silence(tmp_path, waited_share=0.0, until_s=9.0)
+    assert (slot.state, signals) == (SlotState.STALLED, [])
+    slot, signals = silence(tmp_path, waited_share=0.0, until_s=13.0)
     assert signals == [signal.SIGABRT, signal.SIGCONT]
-    seat, signals = silence(tmp_path, waited_share=0.0, until_s=14.0)
+    slot, signals = silence(tmp_path, waited_share=0.0, until_s=14.0)
     assert signals[2] == signal.SIGKILL
 
 
 def test_a_process_that_waits_for_a_processor_is_shown_and_spared_for_long(tmp_path: Path) -> None:
-    seat, signals = silence(tmp_path, waited_share=0.9, until_s=50.0)
-    assert (seat.state, signals) == (SlotState.STALLED, [])
-    seat, signals = silence(tmp_path, waited_share=0.9, until_s=62.0)
+    slot, signals = silence(tmp_path, waited_share=0.9, until_s=50.0)
+    assert (slot.state, signals) == (SlotState.STALLED, [])
+    slot, signals = silence(tmp_path, waited_share=0.9, until_s=62.0)
     assert signals == [signal.SIGABRT, signal.SIGCONT]
 
 
@@ -129,11 +129,11 @@ def test_a_process_has_waited_as_long_as_one_of_its_children(tmp_path: Path) -> 
 
 
 def ready_house(tmp_path: Path) -> tuple[Watch, SlotRecord, SlotRecord]:
-    """Return a watch, the executor's seat and the core's; everyone became ready at 0."""
+    """Return a watch, the executor's slot and the core's; everyone became ready at 0."""
     processes = ProcessesConfig()
     table = SlotTable(tmp_path, processes)
-    for seat in table:
-        seat.became_ready({}, now=0.0)
+    for slot in table:
+        slot.became_ready({}, now=0.0)
     executor, core = list(table)[:2]
     return Watch(table, processes), executor, core
 
@@ -221,7 +221,7 @@ def test_a_seat_that_is_vacant_is_filled_again_under_its_next_epoch(tmp_path: Pa
     first, second = table.lasting(Role.DETOKENIZER)
     first.is_retiring = True
     assert table.lasting(Role.DETOKENIZER) == [second]
-    told = {seat.worker: seat for seat in table.topology(draining=False).seats}
+    told = {slot.worker: slot for slot in table.topology(draining=False).slots}
     assert told[first.worker].retired
     assert table.vacancy(Role.DETOKENIZER) == [first]
     assert first.worker == WorkerId(Role.DETOKENIZER, 0, 2)
@@ -233,34 +233,34 @@ def test_what_comes_together_sits_at_one_index(tmp_path: Path) -> None:
     table = SlotTable(tmp_path, ProcessesConfig(engines=2))
     executor = table.lasting(Role.EXECUTOR)[1]
     executor.is_retiring = True
-    workers = [seat.worker for seat in table.vacancy(Role.EXECUTOR, Role.CORE)]
+    workers = [slot.worker for slot in table.vacancy(Role.EXECUTOR, Role.CORE)]
     assert workers == [WorkerId(Role.EXECUTOR, 2, 1), WorkerId(Role.CORE, 2, 1)]
     table.lasting(Role.CORE)[1].is_retiring = True
-    workers = [seat.worker for seat in table.vacancy(Role.EXECUTOR, Role.CORE)]
+    workers = [slot.worker for slot in table.vacancy(Role.EXECUTOR, Role.CORE)]
     assert workers == [WorkerId(Role.EXECUTOR, 1, 2), WorkerId(Role.CORE, 1, 2)]
 
 
 def test_figures_without_news_are_kept() -> None:
-    seat = SlotRecord(Role.CORE, 0)
-    seat.beat(Heartbeat(seat.worker, 0, 0, 5, b"figures"), 0.0)
-    seat.beat(Heartbeat(seat.worker, 0, 0, 6, b""), 1.0)
-    assert (seat.metrics, seat.cpu_ns) == (b"figures", 6)
+    slot = SlotRecord(Role.CORE, 0)
+    slot.beat(Heartbeat(slot.worker, 0, 0, 5, b"figures"), 0.0)
+    slot.beat(Heartbeat(slot.worker, 0, 0, 6, b""), 1.0)
+    assert (slot.metrics, slot.cpu_ns) == (b"figures", 6)
 
 
 def test_only_the_newest_epoch_speaks_for_a_seat(tmp_path: Path) -> None:
     table = SlotTable(tmp_path, ProcessesConfig(frontends=2, external_frontends=1))
-    frontends = [seat.worker for seat in table if seat.role is Role.FRONTEND]
+    frontends = [slot.worker for slot in table if slot.role is Role.FRONTEND]
     assert frontends == [WorkerId(Role.FRONTEND, index, 1) for index in range(3)]
-    seat = table.of(WorkerId(Role.CORE, 0, 1))
-    assert seat is not None
-    seat.epoch = 2
+    slot = table.of(WorkerId(Role.CORE, 0, 1))
+    assert slot is not None
+    slot.epoch = 2
     assert table.of(WorkerId(Role.CORE, 0, 1)) is None
-    assert table.of(WorkerId(Role.CORE, 0, 2)) is seat
+    assert table.of(WorkerId(Role.CORE, 0, 2)) is slot
     assert table.of(WorkerId(Role.CORE, 9, 1)) is None
     versions = [table.topology(draining=False).version for _ in range(3)]
     assert versions == [1, 2, 3]
     assert not any(figures.worker == frontends[2] for figures in table.figures(0.0)), (
-        "external seats have none"
+        "external slots have none"
     )
 
 
@@ -343,10 +343,10 @@ def test_a_conversation_is_offered_where_the_model_can_hold_one(
 def test_an_ending_is_explained(
     tmp_path: Path, status: int, words: str | None, cause: str, hint: str
 ) -> None:
-    seat = SlotRecord(Role.EXECUTOR, 0)
+    slot = SlotRecord(Role.EXECUTOR, 0)
     if words is not None:
-        error_file(tmp_path, seat.worker).write_text(words)
-    failure = child_failure(tmp_path, seat, status)
+        error_file(tmp_path, slot.worker).write_text(words)
+    failure = child_failure(tmp_path, slot, status)
     assert cause in failure.cause
     assert hint in failure.hint
     assert bool(failure.hint) == bool(hint)

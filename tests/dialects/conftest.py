@@ -397,7 +397,7 @@ class Server:
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start servers with the given frontend settings; ``states`` are those of seats that are not ready."""
+    """Start servers with the given frontend settings; ``states`` are those of slots that are not ready."""
     servers: list[Server] = []
 
     def start(states: dict[str, SlotState] | None = None, **frontend: Any) -> Server:
@@ -426,5 +426,5 @@ def client(shared: Server) -> Iterator[OpenAI]:
 
 @pytest.fixture(name="topology")
 def topology_fixture() -> Callable[..., Topology]:
-    """Make topologies with one seat of each role, all ready but those named."""
+    """Make topologies with one slot of each role, all ready but those named."""
     return topology

@@ -34,7 +34,7 @@ from quintet.executor.distributed.hosts.messages import (
     Refused,
     Welcome,
 )
-from quintet.executor.distributed.parallel.child import ExpectedEnd, Seat
+from quintet.executor.distributed.parallel.child import ChildIdentity, ExpectedEnd
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, read_key
 from quintet.wire.codec import encode
@@ -56,7 +56,7 @@ class Door:
         assert config.executor.hosts is not None
         self.hosts = config.executor.hosts
         links = [os.memfd_create("link") for _ in range(config.executor.pipeline_parallel_size)]
-        self.hub = Hub(Seat(WorkerId(ME.role, ME.index, epoch), 0), config, links)
+        self.hub = Hub(ChildIdentity(WorkerId(ME.role, ME.index, epoch), 0), config, links)
         self.parts = parts_of(config, RUNNER)
         self._context = Context()
         self._guests: list[Guest] = []

@@ -60,7 +60,7 @@ def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -
 def test_accounts_name_what_is_waited_for_and_which_way_it_went() -> None:
     async def story() -> None:
         world = World()
-        world.seats[Role.TOKENIZER, 1] = (1, SlotState.READY)
+        world.slots[Role.TOKENIZER, 1] = (1, SlotState.READY)
         world.follow()
         first, second = (world.sessions.submit(PROMPT, params(n=2)) for _ in range(2))
         started = first.request_id

@@ -27,7 +27,7 @@ class Occupancy:
     num_ended: int = 0
     num_tokens: int = 0
     backlog: QueuedTokens = field(default_factory=lambda: QueuedTokens(1000))
-    seats: Workers = field(default_factory=lambda: Workers(WorkerId(Role.FRONTEND, 0, 1)))
+    slots: Workers = field(default_factory=lambda: Workers(WorkerId(Role.FRONTEND, 0, 1)))
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Clock:
 def ready_load() -> Occupancy:
     load = Occupancy()
     roles = (Role.TOKENIZER, Role.CORE, Role.EXECUTOR, Role.DETOKENIZER)
-    load.seats.follow(
+    load.slots.follow(
         Topology(1, [ProcessSlot(WorkerId(role, 0, 1), "", 1, SlotState.READY) for role in roles])
     )
     return load
@@ -113,20 +113,20 @@ def test_nobody_enters_before_there_is_a_core_and_an_executor() -> None:
 
 def test_a_worker_that_is_being_replaced_is_no_reason_to_refuse() -> None:
     load = ready_load()
-    seats = [
+    slots = [
         ProcessSlot(WorkerId(role, 0, 2), "", 1, SlotState.STARTING) for role in (Role.CORE, Role.EXECUTOR)
     ]
-    load.seats.follow(Topology(2, seats))
+    load.slots.follow(Topology(2, slots))
     enter(door(load, 3))
 
 
 def test_a_new_frontend_knows_that_the_model_was_loaded_before() -> None:
     load = Occupancy()
-    seats = [
+    slots = [
         ProcessSlot(WorkerId(role, 0, 2), "", 1, SlotState.STARTING, was_ready=True)
         for role in (Role.CORE, Role.EXECUTOR)
     ]
-    load.seats.follow(Topology(7, seats))
+    load.slots.follow(Topology(7, slots))
     enter(door(load, 3))
 
 

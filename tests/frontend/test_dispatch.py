@@ -1,4 +1,4 @@
-"""What becomes of each message that comes for a frontend's seat."""
+"""What becomes of each message that comes for a frontend's slot."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class World:
         return True
 
     def publish(self, version: int, epoch: int) -> None:
-        seats = [
+        slots = [
             ProcessSlot(WorkerId(role, 0, epoch), "", 1, SlotState.READY)
             for role in Role
             if role is not Role.SUPERVISOR
         ]
-        self.dispatch.handle(Topology(version, seats))
+        self.dispatch.handle(Topology(version, slots))
 
     def of(self, kind: type[msgspec.Struct]) -> list[Any]:
         return [message for message in self.sent if isinstance(message, kind)]

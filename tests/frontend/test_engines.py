@@ -27,7 +27,7 @@ def engines(count: int) -> World:
     """Return a world with so many whole engines."""
     world = World()
     for index in range(count):
-        world.seats[Role.CORE, index] = world.seats[Role.EXECUTOR, index] = (1, SlotState.READY)
+        world.slots[Role.CORE, index] = world.slots[Role.EXECUTOR, index] = (1, SlotState.READY)
     return world.follow()
 
 
@@ -55,17 +55,17 @@ def test_an_engine_gets_nothing_new_while_its_core_or_executor_is_not_well() -> 
         world = engines(2)
         for role in (Role.EXECUTOR, Role.CORE):
             for state in (SlotState.STARTING, SlotState.STALLED, SlotState.RETIRING, SlotState.DOWN):
-                world.seats[role, 0] = (1, state)
+                world.slots[role, 0] = (1, state)
                 world.follow()
                 world.sent.clear()
                 for _ in range(3):
                     world.sessions.submit(PROMPT, params())
                 assert set(cores(world.of(Submit))) == {1}
-            world.seats[role, 0] = (2, SlotState.READY)
+            world.slots[role, 0] = (2, SlotState.READY)
         for role in (Role.EXECUTOR, Role.CORE):  # neither is whole: whose core is there queues them
-            world.seats[role, 1 if role is Role.EXECUTOR else 0] = (2, SlotState.STARTING)
+            world.slots[role, 1 if role is Role.EXECUTOR else 0] = (2, SlotState.STARTING)
         world.follow()
-        assert world.sessions.seats.missing() == [Role.EXECUTOR]
+        assert world.sessions.slots.missing() == [Role.EXECUTOR]
         world.sent.clear()
         world.sessions.submit(PROMPT, params())
         assert cores(world.of(Submit)) == [1]
@@ -83,7 +83,7 @@ def test_what_a_dead_executor_was_to_compute_goes_on_at_another_engine_at_once()
         cancelled = held[1]
         cancelled.cancel()
         world.sent.clear()
-        world.seats[Role.EXECUTOR, 0] = (1, SlotState.DOWN)
+        world.slots[Role.EXECUTOR, 0] = (1, SlotState.DOWN)
         world.follow()
         (forgotten,) = world.of(Cancel)
         assert (forgotten.request_ids, forgotten.core, forgotten.moved) == ([rid, rid + 1], 0, True)
@@ -106,20 +106,20 @@ def test_a_request_that_two_executors_died_of_stays_with_the_second_unless_it_ca
         suspect, innocent = world.sessions.submit(PROMPT, params()), world.sessions.submit(PROMPT, params())
         (at,) = {suspect.submit.core}
         assert innocent.submit.core == 1 - at
-        world.seats[Role.EXECUTOR, at] = (2, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, at] = (2, SlotState.STARTING)
         world.follow()
-        world.seats[Role.EXECUTOR, at] = (2, SlotState.READY)
+        world.slots[Role.EXECUTOR, at] = (2, SlotState.READY)
         world.follow()
         assert suspect.submit.core == 1 - at
         world.sent.clear()
-        world.seats[Role.EXECUTOR, 1 - at] = (2, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, 1 - at] = (2, SlotState.STARTING)
         world.follow()
         assert [submit.request_id for submit in world.of(Submit)] == [innocent.request_id]
-        world.seats[Role.EXECUTOR, 1 - at] = (2, SlotState.READY)
+        world.slots[Role.EXECUTOR, 1 - at] = (2, SlotState.READY)
         world.follow()
         rid = suspect.request_id
         world.text([(rid, "a" * 17, 0, 0, [1] * 17)], started=[rid])
-        world.seats[Role.EXECUTOR, 1 - at] = (3, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, 1 - at] = (3, SlotState.STARTING)
         world.follow()
         assert suspect.submit.core == at
 
@@ -129,15 +129,15 @@ def test_a_request_that_two_executors_died_of_stays_with_the_second_unless_it_ca
 def test_requests_leave_an_engine_that_still_boots_once_another_is_whole() -> None:
     async def story() -> None:
         world = engines(2)
-        world.seats[Role.EXECUTOR, 1] = (1, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, 1] = (1, SlotState.STARTING)
         world.follow()
         stream = world.sessions.submit(PROMPT, params())
         assert stream.submit.core == 0
-        world.seats[Role.CORE, 0] = (1, SlotState.DOWN)
+        world.slots[Role.CORE, 0] = (1, SlotState.DOWN)
         world.follow()
         assert stream.submit.core == 1, "its core queues the request"
         world.sent.clear()
-        world.seats[Role.CORE, 0] = (2, SlotState.READY)
+        world.slots[Role.CORE, 0] = (2, SlotState.READY)
         world.follow()
         (forgotten,), (again,) = world.of(Cancel), world.of(Submit)
         assert (forgotten.request_ids, forgotten.core, forgotten.moved) == ([stream.request_id], 1, True)
@@ -149,13 +149,13 @@ def test_requests_leave_an_engine_that_still_boots_once_another_is_whole() -> No
 def test_requests_of_a_dead_executor_move_as_soon_as_another_engine_has_booted() -> None:
     async def story() -> None:
         world = engines(2)
-        world.seats[Role.EXECUTOR, 1] = (1, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, 1] = (1, SlotState.STARTING)
         world.follow()
         stream = world.sessions.submit(PROMPT, params())
-        world.seats[Role.EXECUTOR, 0] = (2, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, 0] = (2, SlotState.STARTING)
         world.follow()
         assert stream.submit.core == 0, "no engine is whole"
-        world.seats[Role.EXECUTOR, 1] = (1, SlotState.READY)
+        world.slots[Role.EXECUTOR, 1] = (1, SlotState.READY)
         world.follow()
         assert stream.submit.core == 1
 
@@ -167,7 +167,7 @@ def test_the_only_engine_keeps_its_requests_while_its_executor_is_replaced() -> 
         world = engines(1)
         world.sessions.submit(PROMPT, params())
         world.sent.clear()
-        world.seats[Role.EXECUTOR, 0] = (2, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, 0] = (2, SlotState.STARTING)
         world.follow()
         assert world.sent == []
 
@@ -180,7 +180,7 @@ def test_a_lost_detokenizer_does_not_take_a_request_from_its_engine() -> None:
         streams = [world.sessions.submit(PROMPT, params()) for _ in range(4)]
         before = {stream.request_id: stream.submit.core for stream in streams}
         world.sent.clear()
-        world.seats[Role.DETOKENIZER, 0] = (2, SlotState.READY)
+        world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         assert {submit.request_id: submit.core for submit in world.of(Submit)} == before
         world.sessions.send_again(list(before))
@@ -197,7 +197,7 @@ def test_what_a_lost_tokenizer_may_have_passed_on_goes_the_same_way_again() -> N
         streams = [world.sessions.submit(PROMPT, params()) for _ in range(5)]
         before = {stream.request_id: stream.submit.core for stream in streams}
         world.sent.clear()
-        world.seats[Role.TOKENIZER, 0] = (2, SlotState.READY)
+        world.slots[Role.TOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         again = world.of(Submit)
         assert {submit.request_id: submit.core for submit in again} == before
@@ -217,7 +217,7 @@ def test_a_reclaimed_request_goes_on_at_the_core_that_keeps_it() -> None:
                 reclaimed, first, [(None, False)], world.sessions.submit(PROMPT, params()).mailbox, 1
             )
             assert world.of(Submit)[-1].core == core
-        world.seats[Role.CORE, 2] = (1, SlotState.DOWN)
+        world.slots[Role.CORE, 2] = (1, SlotState.DOWN)
         world.sent.clear()
         world.follow()
         assert 2 not in cores(world.of(Submit)) and world.of(Submit)
@@ -289,12 +289,12 @@ def test_a_request_that_moves_is_queued_with_all_its_tokens_until_they_are_compu
         rid, at = stream.request_id, stream.submit.core
         world.text([(rid, "abc", 0, 0, [1, 2, 3])], started=[rid])
         assert queued(world, at) == 0
-        world.seats[Role.EXECUTOR, at] = (2, SlotState.STARTING)
+        world.slots[Role.EXECUTOR, at] = (2, SlotState.STARTING)
         world.follow()
         assert (queued(world, at), queued(world, 1 - at)) == (0, 643)
         world.text([], started=[rid])
         assert queued(world, 1 - at) == 0
-        world.seats[Role.TOKENIZER, 0] = (2, SlotState.READY)  # the same attempt again: it was begun
+        world.slots[Role.TOKENIZER, 0] = (2, SlotState.READY)  # the same attempt again: it was begun
         world.follow()
         assert (stream.submit.core, queued(world, 1 - at)) == (1 - at, 0)
         world.text([], finished=[(rid, FinishReason.STOP), (rid + 1, FinishReason.STOP)])
@@ -310,7 +310,7 @@ def test_many_choices_that_come_a_little_further_are_still_suspect() -> None:
         rid, visited = stream.request_id, [stream.submit.core]
         for count in range(3):
             world.text([(rid + i, "a", count, count, [1]) for i in range(20)], started=[rid])
-            world.seats[Role.EXECUTOR, stream.submit.core] = (2 + count, SlotState.STARTING)
+            world.slots[Role.EXECUTOR, stream.submit.core] = (2 + count, SlotState.STARTING)
             world.follow()
             visited.append(stream.submit.core)
         assert len(set(visited)) == 2
@@ -326,15 +326,15 @@ def test_an_engine_whose_memory_is_taken_gets_nothing_that_another_can_hold() ->
 
     async def story() -> None:
         world = engines(2)
-        world.seats[Role.CORE, 1] = (1, SlotState.STALLED)
+        world.slots[Role.CORE, 1] = (1, SlotState.STALLED)
         world.follow()
         held = [world.sessions.submit(prompt(number, 3000), params()) for number in range(2)]
         world.text([], started=[stream.request_id for stream in held])
-        world.seats[Role.CORE, 0], world.seats[Role.CORE, 1] = (1, SlotState.STALLED), (1, SlotState.READY)
+        world.slots[Role.CORE, 0], world.slots[Role.CORE, 1] = (1, SlotState.STALLED), (1, SlotState.READY)
         world.follow()
         for number in range(2, 6):
             world.sessions.submit(prompt(number, 200), params())
-        world.seats[Role.CORE, 0] = (1, SlotState.READY)
+        world.slots[Role.CORE, 0] = (1, SlotState.READY)
         world.follow()
         world.sent.clear()
         world.sessions.submit(prompt(6, 3000), params())
@@ -386,15 +386,15 @@ def test_what_several_frontends_have_is_taken_to_be_as_much() -> None:
     async def story() -> None:
         world = engines(2)
         for index in range(2):
-            world.seats[Role.FRONTEND, index] = (1, SlotState.READY)
-        world.seats[Role.CORE, 1] = (1, SlotState.STALLED)
+            world.slots[Role.FRONTEND, index] = (1, SlotState.READY)
+        world.slots[Role.CORE, 1] = (1, SlotState.STALLED)
         world.follow()
         first = world.sessions.submit(TokenPrompt(pack_i32(range(2500))), params())
         world.text([], started=[first.request_id])
-        world.seats[Role.CORE, 0], world.seats[Role.CORE, 1] = (1, SlotState.STALLED), (1, SlotState.READY)
+        world.slots[Role.CORE, 0], world.slots[Role.CORE, 1] = (1, SlotState.STALLED), (1, SlotState.READY)
         world.follow()
         world.sessions.submit(TokenPrompt(pack_i32(range(7000, 8000))), params())
-        world.seats[Role.CORE, 0] = (1, SlotState.READY)
+        world.slots[Role.CORE, 0] = (1, SlotState.READY)
         world.follow()
         world.sent.clear()
         world.sessions.submit(TokenPrompt(pack_i32(range(9000, 11_000))), params())

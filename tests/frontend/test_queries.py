@@ -22,11 +22,11 @@ ME = WorkerId(Role.FRONTEND, 0, 1)
 class World:
     def __init__(self, timeout_s: float = 10.0) -> None:
         self.sent: list[tuple[Role, int, Any]] = []
-        self.seats = Workers(ME)
-        self.seats.follow(
+        self.slots = Workers(ME)
+        self.slots.follow(
             Topology(1, [ProcessSlot(WorkerId(Role.TOKENIZER, i, 1), "", 1, SlotState.READY) for i in (0, 1)])
         )
-        self.queries = Rpc(ME, self.send, self.seats, timeout_s)
+        self.queries = Rpc(ME, self.send, self.slots, timeout_s)
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
         self.sent.append((role, index, message))
@@ -50,7 +50,7 @@ def test_answers_find_their_questions_in_any_order() -> None:
         world.queries.handle(Detokenized(77, "nobody asked"))
         answers = [await question for question in asked]
         assert [answer.token_ids for answer in answers] == [pack_i32([1]), pack_i32([2])]
-        assert [world.seats.load(Role.TOKENIZER, i) for i in (0, 1)] == [0, 0]
+        assert [world.slots.load(Role.TOKENIZER, i) for i in (0, 1)] == [0, 0]
 
     run(story())
 
@@ -80,7 +80,7 @@ def test_silence_is_a_timeout_that_names_the_process() -> None:
         assert caught.value.code is ErrorCode.TIMEOUT
         assert began_ns + 10_000_000 <= world.sent[0][2].until_ns <= time.monotonic_ns()
         world.queries.handle(Tokenized(world.sent[0][2].query_id, b""))
-        assert world.seats.load(Role.TOKENIZER, 0) == 0
+        assert world.slots.load(Role.TOKENIZER, 0) == 0
 
     run(story())
 
@@ -115,10 +115,10 @@ def test_a_question_to_a_lost_process_is_asked_again() -> None:
         asked = asyncio.ensure_future(world.queries.tokenize(TextPrompt("a")))
         await asyncio.sleep(0)
         [(_, index, first)] = world.sent
-        world.seats.follow(Topology(2, []))
+        world.slots.follow(Topology(2, []))
         world.queries.follow()
         assert len(world.sent) == 1  # nobody is there
-        world.seats.follow(
+        world.slots.follow(
             Topology(3, [ProcessSlot(WorkerId(Role.TOKENIZER, index, 2), "", 1, SlotState.READY)])
         )
         world.queries.follow()
@@ -126,6 +126,6 @@ def test_a_question_to_a_lost_process_is_asked_again() -> None:
         assert [message.query_id for _, _, message in world.sent] == [first.query_id] * 2
         world.queries.handle(Tokenized(first.query_id, pack_i32([1])))
         assert (await asked).token_ids == pack_i32([1])
-        assert world.seats.load(Role.TOKENIZER, index) == 0
+        assert world.slots.load(Role.TOKENIZER, index) == 0
 
     run(story())

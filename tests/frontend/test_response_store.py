@@ -136,28 +136,28 @@ def test_only_who_answers_is_heard(tmp_path: Path) -> None:
     assert file.find("a").response == b"{3}"  # type: ignore[union-attr]
 
 
-def seat(index: int, epoch: int, state: SlotState = SlotState.READY) -> ProcessSlot:
+def slot(index: int, epoch: int, state: SlotState = SlotState.READY) -> ProcessSlot:
     return ProcessSlot(WorkerId(Role.FRONTEND, index, epoch), "ipc://x", 1, state)
 
 
 @pytest.mark.parametrize(
-    ("worker", "seats", "is_gone"),
+    ("worker", "slots", "is_gone"),
     [
-        ((0, 1), [seat(0, 1)], False),
-        ((0, 1), [seat(0, 1, SlotState.STALLED)], False),
-        ((0, 1), [seat(0, 1, SlotState.DOWN)], True),
-        ((0, 1), [seat(0, 2, SlotState.STARTING)], True),
-        ((0, 2), [seat(0, 1, SlotState.DOWN)], False),  # a topology that is older than the frontend
-        ((0, 1), [seat(1, 7)], False),
+        ((0, 1), [slot(0, 1)], False),
+        ((0, 1), [slot(0, 1, SlotState.STALLED)], False),
+        ((0, 1), [slot(0, 1, SlotState.DOWN)], True),
+        ((0, 1), [slot(0, 2, SlotState.STARTING)], True),
+        ((0, 2), [slot(0, 1, SlotState.DOWN)], False),  # a topology that is older than the frontend
+        ((0, 1), [slot(1, 7)], False),
     ],
 )
 def test_who_is_gone_is_gone_for_sure(
-    worker: tuple[int, int], seats: list[ProcessSlot], is_gone: bool
+    worker: tuple[int, int], slots: list[ProcessSlot], is_gone: bool
 ) -> None:
     store = ResponseStore(make_config("run-a"))
     owner = store.owner(WorkerId(Role.FRONTEND, *worker))
-    assert store.is_gone(owner, Topology(1, seats)) is is_gone
-    assert ResponseStore(make_config("run-b")).is_gone(owner, Topology(1, seats))
+    assert store.is_gone(owner, Topology(1, slots)) is is_gone
+    assert ResponseStore(make_config("run-b")).is_gone(owner, Topology(1, slots))
 
 
 def test_frontends_that_open_it_at_once_share_it(tmp_path: Path) -> None:

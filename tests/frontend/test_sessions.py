@@ -46,7 +46,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.sessions = Sessions(WorkerId(Role.FRONTEND, 0, 1), self.send, make_config())
-        self.seats = {(role, 0): (1, SlotState.READY) for role in Role if role is not Role.SUPERVISOR}
+        self.slots = {(role, 0): (1, SlotState.READY) for role in Role if role is not Role.SUPERVISOR}
 
     def send(self, role: Role, index: int, message: msgspec.Struct) -> bool:
         if self.deaf:
@@ -55,13 +55,13 @@ class World:
         return True
 
     def follow(self) -> World:
-        """Publish the seats as they are now."""
+        """Publish the slots as they are now."""
         self.version += 1
-        seats = [
+        slots = [
             ProcessSlot(WorkerId(role, index, epoch), "", 1, state)
-            for (role, index), (epoch, state) in self.seats.items()
+            for (role, index), (epoch, state) in self.slots.items()
         ]
-        self.sessions.follow(Topology(self.version, seats))
+        self.sessions.follow(Topology(self.version, slots))
         return self
 
     def of(self, kind: type[msgspec.Struct]) -> list[Any]:
@@ -304,10 +304,10 @@ def test_requests_wait_for_workers_that_are_not_there_yet() -> None:
         cancelled.cancel()
         assert cancelled.ended
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
-            world.seats[role, 0] = (1, SlotState.STARTING)
+            world.slots[role, 0] = (1, SlotState.STARTING)
             world.follow()
             assert world.sent == []
-            world.seats[role, 0] = (1, SlotState.READY)
+            world.slots[role, 0] = (1, SlotState.READY)
         world.follow()
         assert [submit.request_id for submit in world.of(Submit)] == [early.request_id]
         assert world.of(Cancel) == []
@@ -319,9 +319,9 @@ def test_work_goes_to_the_least_loaded() -> None:
     async def story() -> None:
         world = World()
         for index in (1, 2):
-            world.seats[Role.TOKENIZER, index] = (1, SlotState.READY)
-            world.seats[Role.DETOKENIZER, index] = (1, SlotState.READY)
-        world.seats[Role.TOKENIZER, 1] = (1, SlotState.STALLED)
+            world.slots[Role.TOKENIZER, index] = (1, SlotState.READY)
+            world.slots[Role.DETOKENIZER, index] = (1, SlotState.READY)
+        world.slots[Role.TOKENIZER, 1] = (1, SlotState.STALLED)
         world.follow()
         streams = [world.sessions.submit(PROMPT, params()) for _ in range(6)]
         assert sorted(world.targets(Submit)) == [0, 0, 0, 2, 2, 2]
@@ -332,7 +332,7 @@ def test_work_goes_to_the_least_loaded() -> None:
         for stream in streams[3:]:
             world.text([], finished=[(stream.request_id, FinishReason.STOP)])
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
-            assert [world.sessions.seats.load(role, index) for index in range(3)] == [0, 0, 0]
+            assert [world.sessions.slots.load(role, index) for index in range(3)] == [0, 0, 0]
 
     run(story())
 
@@ -344,22 +344,22 @@ def test_a_lost_tokenizer_is_asked_again(state: SlotState) -> None:
         waiting = world.sessions.submit(PROMPT, params(seed=5))
         started = world.sessions.submit(PROMPT, params())
         world.text([], started=[started.request_id])
-        world.seats[Role.TOKENIZER, 0] = (2, state)
+        world.slots[Role.TOKENIZER, 0] = (2, state)
         world.follow()
         if state is SlotState.STARTING:
             assert len(world.of(Submit)) == 2
-            world.seats[Role.TOKENIZER, 0] = (2, SlotState.READY)
+            world.slots[Role.TOKENIZER, 0] = (2, SlotState.READY)
             world.follow()
         first, _, again = world.of(Submit)
         assert again.request_id == waiting.request_id
         assert changed(again, sent_ns=first.sent_ns, topology=first.spec.topology) == first
         assert world.sessions.num_live == 2
-        assert world.sessions.seats.load(Role.TOKENIZER, 0) == 1
+        assert world.sessions.slots.load(Role.TOKENIZER, 0) == 1
         for stream in (waiting, started):
             world.text([], finished=[(stream.request_id, FinishReason.STOP)])
         assert world.sessions.num_live == 0
         for role in (Role.TOKENIZER, Role.DETOKENIZER, Role.CORE):
-            assert world.sessions.seats.load(role, 0) == 0
+            assert world.sessions.slots.load(role, 0) == 0
 
     run(story())
 
@@ -369,7 +369,7 @@ def test_a_request_cancelled_into_a_lost_tokenizer_ends_here() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         stream.cancel()
-        world.seats[Role.TOKENIZER, 0] = (2, SlotState.READY)
+        world.slots[Role.TOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         assert len(world.of(Submit)) == 1
         assert len(world.of(Cancel)) == 2
@@ -386,7 +386,7 @@ def test_a_request_cancelled_into_a_lost_tokenizer_ends_here() -> None:
 def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down: bool) -> None:
     async def story() -> None:
         world = World()
-        world.seats[role, 1] = (1, SlotState.READY)
+        world.slots[role, 1] = (1, SlotState.READY)
         world.follow()
         fresh, running, other = (world.sessions.submit(PROMPT, params(n=2)) for _ in range(3))
         index = 0 if role is Role.CORE else fresh.submit.spec.detokenizer
@@ -398,7 +398,7 @@ def test_what_a_lost_core_or_detokenizer_held_goes_on_elsewhere(role: Role, down
         running = held[-1]
         rid = running.request_id
         world.text([(rid, "ab", 0, 0, [1, 2])], started=[rid])
-        world.seats[role, index] = (1, SlotState.DOWN) if down else (2, SlotState.STARTING)
+        world.slots[role, index] = (1, SlotState.DOWN) if down else (2, SlotState.STARTING)
         world.sent.clear()
         world.follow()
         again = world.of(Submit)
@@ -427,7 +427,7 @@ def test_outputs_that_came_with_a_request_are_told_until_they_were(has_text: boo
         rid = world.sessions.submit(PROMPT, params(), told=pack_i32([1, 2])).request_id
         if has_text:
             world.text([(rid, "abc", 0, 0, [1, 2, 3])], started=[rid])
-        world.seats[Role.DETOKENIZER, 0] = (2, SlotState.READY)
+        world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         first, second = (submit.spec for submit in world.of(Submit))
         assert (first.output_ids, first.num_seen) == (pack_i32([1, 2]), 0)
@@ -442,7 +442,7 @@ def test_text_of_a_lost_detokenizer_is_dropped() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         rid = stream.request_id
-        world.seats[Role.DETOKENIZER, 0] = (2, SlotState.READY)
+        world.slots[Role.DETOKENIZER, 0] = (2, SlotState.READY)
         world.follow()
         world.text([(rid, "x", 0, 0, [1])], sender=(0, 1))
         assert stream.num_output_tokens == 0
@@ -456,10 +456,10 @@ def test_requests_move_away_from_a_detokenizer_that_retires() -> None:
     async def story() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
-        world.seats[Role.DETOKENIZER, 0] = (1, SlotState.RETIRING)
+        world.slots[Role.DETOKENIZER, 0] = (1, SlotState.RETIRING)
         world.follow()
         assert len(world.of(Submit)) == 1  # there is no other
-        world.seats[Role.DETOKENIZER, 1] = (1, SlotState.READY)
+        world.slots[Role.DETOKENIZER, 1] = (1, SlotState.READY)
         world.follow()
         world.follow()
         first, second = world.of(Submit)
@@ -476,7 +476,7 @@ def test_a_cancelled_request_ends_when_nobody_is_left_to_say_so(role: Role) -> N
         stream = world.sessions.submit(PROMPT, params())
         world.text([(stream.request_id, "a", 0, 0, [1])], started=[stream.request_id])
         stream.cancel()
-        world.seats[role, 0] = (2, SlotState.STARTING)
+        world.slots[role, 0] = (2, SlotState.STARTING)
         world.follow()
         assert stream.ended and world.sessions.num_live == 0
         assert len(world.of(Submit)) == 1
@@ -490,7 +490,7 @@ def test_an_old_topology_changes_nothing() -> None:
         world.sessions.submit(PROMPT, params())
         world.sessions.follow(Topology(0, []))
         assert world.sessions.num_live == 1
-        assert world.sessions.seats.missing() == []
+        assert world.sessions.slots.missing() == []
 
     run(story())
 

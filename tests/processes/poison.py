@@ -137,7 +137,7 @@ def run_executor() -> None:
 
 
 def run_server() -> int:
-    """Be ``quintet`` with this module in the executor's seat."""
+    """Be ``quintet`` with this module in the executor's slot."""
     root = str(Path(__file__).parents[2])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), root)))
     supervisor.MODULES = {**supervisor.MODULES, Role.EXECUTOR: __spec__.name}

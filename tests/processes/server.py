@@ -35,7 +35,7 @@ class Server:
     lines: list[str] = field(default_factory=list)
 
     def children(self) -> dict[str, psutil.Process]:
-        """Return the server's processes by title, e.g. ``quintet-core-0``; those that only wait for a seat are left out."""
+        """Return the server's processes by title, e.g. ``quintet-core-0``; those that only wait for a slot are left out."""
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):

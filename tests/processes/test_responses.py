@@ -216,11 +216,11 @@ def test_a_kill_is_nothing_to_the_background(
                 first.append(event)
                 if len(first) == 10:
                     response_id = first[0].response.id
-                    seat = noted(store, response_id)[0].rpartition("/")[2].partition(".")[0]
+                    slot = noted(store, response_id)[0].rpartition("/")[2].partition(".")[0]
                     children = server.children()
                     children["quintet-executor-0"].suspend()  # or it might be done before they are dead
                     for role in roles:
-                        children[f"quintet-{role}-{seat if role == 'frontend' else 0}"].kill()
+                        children[f"quintet-{role}-{slot if role == 'frontend' else 0}"].kill()
                     break
     except OpenAIError:
         assert "frontend" in roles

@@ -219,13 +219,13 @@ class World:
     def publish(self, version: int, *workers: WorkerId) -> None:
         """Tell the process who is there."""
         self.peers.connect(self.worker, address_of(self.config.run_dir, self.worker))
-        seats = [
+        slots = [
             supervision.ProcessSlot(
                 worker, address_of(self.config.run_dir, worker), 1, supervision.SlotState.READY
             )
             for worker in workers
         ]
-        self.send(supervision.Topology(version, seats))
+        self.send(supervision.Topology(version, slots))
 
     def send(self, message: Any) -> None:
         """Send to the process under test."""

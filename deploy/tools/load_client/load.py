@@ -110,17 +110,17 @@ async def _drive(load: Load, on_outcome: Callable[[Outcome], None] | None) -> Ru
             await one(index, time.perf_counter())
 
     async def at_arrivals(arrivals_s: Sequence[float]) -> None:
-        seats = asyncio.Semaphore(load.concurrency or len(load.bodies) or 1)
+        slots = asyncio.Semaphore(load.concurrency or len(load.bodies) or 1)
 
-        async def seated(index: int, due_s: float) -> None:
-            async with seats:
+        async def assigned(index: int, due_s: float) -> None:
+            async with slots:
                 await one(index, due_s)
 
         async with asyncio.TaskGroup() as group:
             for index in upcoming:
                 due_s = run.start_s + arrivals_s[index]
                 await asyncio.sleep(due_s - time.perf_counter())
-                group.create_task(seated(index, due_s))
+                group.create_task(assigned(index, due_s))
 
     try:
         if load.arrivals_s is not None:

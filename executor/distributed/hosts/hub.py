@@ -46,7 +46,7 @@ from quintet.executor.distributed.hosts.messages import (
     Welcome,
 )
 from quintet.executor.distributed.hosts.topology import hearer_of, links_between, teller_of
-from quintet.executor.distributed.parallel.child import Seat, be_child, numbers
+from quintet.executor.distributed.parallel.child import ChildIdentity, be_child, numbers
 from quintet.executor.kv_transfer.kv_identity import parts_of, sources
 from quintet.executor.kv_transfer.peers.keys import Context, PeerAuthenticator, read_key
 from quintet.wire.codec import encode
@@ -76,11 +76,11 @@ class JoiningHost:
 class Hub:
     """Used in one thread."""
 
-    def __init__(self, seat: Seat, config: EngineConfig, links: Sequence[int]) -> None:
+    def __init__(self, slot: ChildIdentity, config: EngineConfig, links: Sequence[int]) -> None:
         """links: descriptors of the memory of links, or of ranks that are on several hosts. Raises `ConfigError`."""
         assert config.executor.hosts is not None
         hosts = config.executor.hosts
-        self._config, self._epoch = config, seat.me.epoch
+        self._config, self._epoch = config, slot.me.epoch
         self._sources, self._parts = sources(), parts_of(config, RUNNER)
         self._guests: dict[bytes, JoiningHost] = {}
         """By how ZeroMQ calls the connection."""
@@ -338,9 +338,9 @@ def _bind_to_first(door: zmq.Socket[bytes], address: str) -> None:
                 raise
 
 
-def _run(seat: Seat, config: EngineConfig, arguments: argparse.Namespace) -> None:
+def _run(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
     memory = numbers(arguments.links or arguments.groups)
-    with contextlib.closing(Hub(seat, config, memory)) as hub:
+    with contextlib.closing(Hub(slot, config, memory)) as hub:
         hub.run()
 
 

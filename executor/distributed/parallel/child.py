@@ -26,7 +26,7 @@ from quintet.wire.ids import Role, WorkerId
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ChildIdentity:
     """Whose process this is."""
 
     me: WorkerId
@@ -34,14 +34,14 @@ class Seat:
     """Of the executor; 0 where the process is none."""
 
 
-Work = Callable[[Seat, EngineConfig, argparse.Namespace], None]
+Work = Callable[[ChildIdentity, EngineConfig, argparse.Namespace], None]
 
 
 def be_child(kind: str, work: Work) -> None:
     """Work until the parent ends, or this fails. kind: a word for titles. The configuration comes by standard input."""
     parser = argparse.ArgumentParser(description="A process of an executor; started by its first one.")
-    parser.add_argument("--index", type=int, required=True, help="seat of the executor")
-    parser.add_argument("--epoch", type=int, required=True, help="how often that seat has been filled")
+    parser.add_argument("--index", type=int, required=True, help="slot of the executor")
+    parser.add_argument("--epoch", type=int, required=True, help="how often that slot has been filled")
     parser.add_argument("--rank", type=int, required=True, help="which rank, or 0")
     parser.add_argument("--groups", default="", help="descriptors of the memory of each stage's ranks")
     parser.add_argument(
@@ -57,7 +57,7 @@ def be_child(kind: str, work: Work) -> None:
     setproctitle.setproctitle("-".join(filter(None, (f"quintet-{me.role}-{me.index}", kind, number))))
     configure_logging(f"{me}.{kind}{number}", config.log_level)
     try:
-        work(Seat(me, arguments.rank), config, arguments)
+        work(ChildIdentity(me, arguments.rank), config, arguments)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others end with this one
         end_child(error, error_file(config.run_dir, me), f"{kind} {number}".strip())
 

@@ -1,6 +1,6 @@
 """The process of a rank that is not the first: ``python -m quintet.executor.distributed.parallel.follower``, started by rank 0.
 
-Has no seat, no sockets, and nothing to lose: between two orders it keeps weights and KV memory, and nobody's requests. Ends with
+Has no slot, no sockets, and nothing to lose: between two orders it keeps weights and KV memory, and nobody's requests. Ends with
 rank 0 from its first line on, while torch is being imported too.
 """
 
@@ -10,7 +10,7 @@ import argparse
 import importlib
 
 from quintet.executor.backends.platforms.shares import take_share
-from quintet.executor.distributed.parallel.child import Seat, be_child, numbers
+from quintet.executor.distributed.parallel.child import ChildIdentity, be_child, numbers
 from quintet.process.trace import Span, Tracer, no_span
 from quintet.wire.config import EngineConfig
 
@@ -22,20 +22,20 @@ FOLLOWING = {
 with it."""
 
 
-def _follow(seat: Seat, config: EngineConfig, arguments: argparse.Namespace) -> None:
-    span = _span_of(seat, config)
-    config = take_share(seat.me.index, config, seat.rank)
+def _follow(slot: ChildIdentity, config: EngineConfig, arguments: argparse.Namespace) -> None:
+    span = _span_of(slot, config)
+    config = take_share(slot.me.index, config, slot.rank)
     descriptors = (numbers(arguments.groups), numbers(arguments.links), numbers(arguments.crossings))
     importlib.import_module(FOLLOWING[config.executor.device]).follow_for_ever(
-        config, *descriptors, seat.rank, span
+        config, *descriptors, slot.rank, span
     )
 
 
-def _span_of(seat: Seat, config: EngineConfig) -> Span:
+def _span_of(slot: ChildIdentity, config: EngineConfig) -> Span:
     if config.trace is None:
         return no_span
-    stage, rank = divmod(seat.rank, config.executor.tensor_parallel_size)
-    tracer = Tracer(seat.me, config.trace, part=f"rank {seat.rank}" if rank else f"stage {stage}")
+    stage, rank = divmod(slot.rank, config.executor.tensor_parallel_size)
+    tracer = Tracer(slot.me, config.trace, part=f"rank {slot.rank}" if rank else f"stage {stage}")
     tracer.write_beside()
     return tracer.span
 

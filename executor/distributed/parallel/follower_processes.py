@@ -1,8 +1,8 @@
 """The other ranks' processes on a host, as who starts them sees them: before anything else, and it ends when one of them ends.
 
-For all others an executor is one process: rank 0 has the seat, the plans and the results. A group of ranks lives and dies as one.
+For all others an executor is one process: rank 0 has the slot, the plans and the results. A group of ranks lives and dies as one.
 
-    another rank dies    rank 0 ends at once, in the middle of a step or not; the supervisor fills the seat again
+    another rank dies    rank 0 ends at once, in the middle of a step or not; the supervisor fills the slot again
     rank 0 dies          the kernel kills the others (PR_SET_PDEATHSIG)
     a rank hangs         nothing is completed any more, which rank 0's heartbeats tell; the supervisor aborts it
 
@@ -68,7 +68,7 @@ class FollowerProcesses:
             threading.Thread(target=self._watch, args=(name, process), name=name, daemon=True).start()
 
     def _start(self, module: str, rank: int) -> subprocess.Popen[bytes]:
-        seat = ["--index", str(self._me.index), "--epoch", str(self._me.epoch), "--rank", str(rank)]
+        slot = ["--index", str(self._me.index), "--epoch", str(self._me.epoch), "--rank", str(rank)]
         memory = [f"--{name}={','.join(map(str, each))}" for name, each in self._memory.items()]
         parent = ["--parent", str(os.getpid())]
         with (
@@ -77,7 +77,7 @@ class FollowerProcesses:
             written.write(msgspec.json.encode(self._config))
             written.seek(0)
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", module, *seat, *memory, *parent],
+                [sys.executable, "-P", "-m", module, *slot, *memory, *parent],
                 stdin=written,
                 pass_fds=[*chain(*self._memory.values())],
                 process_group=0,

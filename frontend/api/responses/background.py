@@ -1,7 +1,7 @@
 """Responses that are answered in the background: nobody waits at a connection, and the store is told what comes.
 
 A run is a reader like any other. Should its frontend be lost, the core keeps the request as it does for a client that was cut
-off, and another frontend, or the next one in its seat, goes on behind what the store was told.
+off, and another frontend, or the next one in its slot, goes on behind what the store was told.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def look_for_lost(service: Service) -> None:
 async def _take_over(service: Service) -> None:
     store, mine = service.responses, service.responses.owner(service.me)
     topology = None
-    while topology is not service.sessions.seats.topology:  # somebody else may have come or gone meanwhile
-        topology = service.sessions.seats.topology
+    while topology is not service.sessions.slots.topology:  # somebody else may have come or gone meanwhile
+        topology = service.sessions.slots.topology
         owners = await store.do(lambda file: file.owners())
         gone = [owner for owner in owners if store.is_gone(owner, topology)]
         if gone:
