@@ -138,7 +138,7 @@ class Pods:
     grace_s: float
 
 
-_OF_THE_POD = ("--host=", "--port=", "--engines-at=", "--api-key=", "--engine-api-key=")
+_OF_THE_POD = ("--host=", "--port=", "--engine-dns=", "--api-key=", "--engine-api-key=")
 """Flags that only a pod can have."""
 
 
@@ -228,7 +228,11 @@ def apart() -> str:
         served("--role", "prefill", "--kv-peer-listen", listen) as prefill,
         served("--role", "decode") as decode,
         routed(
-            *("--engine", prefill.url, "--engine", decode.url), "--poll-interval", "0.2", "--apart-from", "32"
+            *("--engine", prefill.url, "--engine", decode.url),
+            "--poll-interval",
+            "0.2",
+            "--pd-min-tokens",
+            "32",
         ) as router,
     ):
         wait_until(lambda: "prefill" in router.get("/servers")[1], "roles are known")

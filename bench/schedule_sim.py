@@ -220,7 +220,7 @@ def main() -> None:
             max_num_batched_tokens=budget,
             policy=policy,
             step_target_ms=target_ms,
-            depth=depth,
+            max_steps_in_flight=depth,
         )
         simulation = Simulation(MACHINES[arguments.machine], scheduler, iter(shapes), num_shared)
         simulation.run(num_clients)

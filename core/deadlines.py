@@ -52,7 +52,7 @@ def check_hopeful(state: SchedulerState, config: SchedulerConfig, request: Reque
 
     Who is alone is never refused, nor anybody before a step was measured: a wrong measurement would never be corrected.
     """
-    is_asked = request.deadline_ns and config.refuse_hopeless
+    is_asked = request.deadline_ns and config.deadline_admission
     if not is_asked or not state.live or not state.pace.step_ns:
         return
     given_ns = request.deadline_ns - now_ns

@@ -406,7 +406,7 @@ class Engine:
     def plan(self, now_ns: int) -> StepPlan | None:
         """Plan a step if the executor may have another one and there is something to compute."""
         state = self.state
-        if state is None or len(state.in_flight) >= self._scheduler.depth:
+        if state is None or len(state.in_flight) >= self._scheduler.max_steps_in_flight:
             return None
         if state.trial is not None and not hold_trial(state, self.suspects):
             return None

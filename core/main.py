@@ -85,7 +85,7 @@ class Core:
     def run(self) -> None:
         """Serve until told to stop."""
         scheduler = self.process.config.scheduler
-        self.process.ready(policy=scheduler.policy, depth=str(scheduler.depth))
+        self.process.ready(policy=scheduler.policy, depth=str(scheduler.max_steps_in_flight))
         try:
             while True:
                 self.apply(self.process.receive())

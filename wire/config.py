@@ -231,12 +231,12 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How long a step with prompts in it should take at most while others decode; 0 means no target."""
     resume_grace_s: float = 30.0
     """How long a streamed request is kept for a client that was cut off; 0 for not at all."""
-    depth: int = 2
+    max_steps_in_flight: int = 2
     """Plans that may be in flight: 1 is synchronous, 2 overlaps planning with the device."""
     stages: int = 1
     """Groups of an executor's processes that a step goes through: so many steps are computed at once, none of which draws for a
     request that another one does."""
-    refuse_hopeless: bool = True
+    deadline_admission: bool = True
     """Refuse at once what cannot meet its deadline, as the measured pace predicts, rather than let it wait for that."""
     audit: bool = False
     """Check every invariant after every step, and ship table checksums: for debugging."""
@@ -408,7 +408,7 @@ class ProcessesConfig(msgspec.Struct, frozen=True, kw_only=True):
     engines: int = 1
     """Cores, and as many executors: core ``i`` and executor ``i`` are engine ``i``, a whole model with KV memory of its own."""
     detokenizers: int = 1
-    spares: bool = False
+    standby: bool = False
     """Whether a tokenizer and a detokenizer wait, booted, to take over when one dies."""
     max_restarts: int | None = None
     """Deaths of one slot within a minute after which the server gives up; None: as many as fit the role."""

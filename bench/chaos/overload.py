@@ -38,7 +38,7 @@ FLAGS = {
     "mock": ["--executor", "mock", "--step-ms", "10"],
     "embedded": ["--kv-cache-memory", "64MiB", "--max-model-len", "512"],
 }
-VARIANTS = {"predicted": (True, ()), "told": (True, ("--no-refuse-hopeless",)), "untold": (False, ())}
+VARIANTS = {"predicted": (True, ()), "told": (True, ("--no-deadline-admission",)), "untold": (False, ())}
 """Name -> whether requests say their deadline, and flags."""
 
 

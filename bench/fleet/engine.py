@@ -101,7 +101,9 @@ class SimulatedEngine:
         self._core = self._new_core()
 
     def _new_core(self) -> Engine:
-        scheduler = SchedulerConfig(max_num_seqs=MAX_RUNNING, max_num_batched_tokens=BUDGET, depth=1)
+        scheduler = SchedulerConfig(
+            max_num_seqs=MAX_RUNNING, max_num_batched_tokens=BUDGET, max_steps_in_flight=1
+        )
         core = Engine(_MODEL, CacheConfig(memory_bytes=0), scheduler)
         num_blocks = self._machine.kv_tokens // (self._grain * BLOCK_SIZE)
         core.capacity(Capacity(1, num_blocks, BLOCK_SIZE, MAX_RUNNING, MAX_LEN // self._grain), 0)

@@ -22,7 +22,7 @@ from quintet.wire.request import RequestSpec
 from quintet.wire.step import Capacity, PromptLogprobs, StepPlan, TokenLogprobs
 
 MAX_IN_FLIGHT = 2
-"""As the server's default (`SchedulerConfig.depth`)."""
+"""As the server's default (`SchedulerConfig.max_steps_in_flight`)."""
 
 
 @dataclass(slots=True)

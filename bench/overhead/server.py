@@ -80,7 +80,7 @@ def serve(
             "0",
             "--log-level",
             "WARNING",
-            "--no-spares",  # their boot is no cost of what is measured
+            "--no-standby",  # their boot is no cost of what is measured
             *flags,
         ],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""``quintet route``: one door to servers on other machines."""
+"""``quintet route``: load balancer for several servers."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, get_args
 import setproctitle
 import uvloop
 
+from quintet.deploy.config.deprecated_flags import RenamedFlag
 from quintet.deploy.config.memory import parse_size
 from quintet.deploy.config.network import listed
 from quintet.deploy.router.app import OPEN_PATHS, AccessPolicy, App
@@ -44,27 +45,28 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-Take requests for several servers and pass each on to the one that will begin it soonest: by what it has to do, and by which
-beginnings of prompts it has computed before. Servers may be Quintet's, or any that speaks OpenAI's API and vLLM's metrics.
+Load balancer for several servers. Each request goes to the server with the shortest expected time to first token, by load
+and prefix affinity. Servers are Quintet servers, or others with the OpenAI API and vLLM's metrics.
 
-A server that is lost costs its clients a pause: what has not begun is sent elsewhere; a stream of a Quintet server that has begun
-goes on at another Quintet server of the same model, without a character lost or told twice.
+When a server fails, the router retries its requests on another one. A stream that has started is resumed on another Quintet
+server of the same model, without lost or repeated text.
 """
 
 _EXAMPLES = """\
 examples:
   quintet route --engine http://10.0.0.5:8000 --engine http://10.0.0.6:8000
-  quintet route --engines servers.txt --port 80      one address a line; changes are followed while it runs
-  quintet route --engines-at http://quintet-pods:8000 every address of the name: pods of Kubernetes
+  quintet route --engines servers.txt --port 80      one address per line; the file is watched for changes
+  quintet route --engine-dns http://quintet-pods:8000   every address of a DNS name, e.g. Kubernetes pods
   quintet route --engine http://a:8000 --engine http://b:8000 --routing session
-  quintet route --engines-at http://quintet-pods:8000 --endpoint-picker 9002   choose for a gateway of Kubernetes
+  quintet route --engine-dns http://quintet-pods:8000 --endpoint-picker 9002   endpoint picker of a Kubernetes gateway
   quintet route --engines servers.txt --api-key K1 --api-key K2 --engine-api-key INNER --max-open-per-key 64
 
-paths of its own: /livez  /readyz (200 while a server takes requests)  /metrics  /servers (how each is)
-SIGTERM: takes nothing new, and ends when everything open is answered, or after --drain-timeout; a second one ends it now.
+router endpoints: /livez  /readyz (200 while a server accepts requests)  /metrics  /servers (state of each server)
+SIGTERM drains: no new requests; exits when open requests have finished, or after --drain-timeout. A second one exits at once.
 """
 
 LOOK_S = 0.1
+"""Interval of checks while draining."""
 _log = logging.getLogger("quintet")
 
 
@@ -72,103 +74,115 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "route",
-        help="one door to servers on other machines",
+        help="load balancer for several servers",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_servers(parser.add_argument_group("servers"))
-    _add_door(parser.add_argument_group("door"))
-    _add_pages(parser.add_argument_group("pages in browsers"))
+    _add_listener(parser.add_argument_group("listener"))
+    _add_cors(parser.add_argument_group("CORS"))
     _add_picker(parser.add_argument_group("gateway"))
-    _add_waiting(parser.add_argument_group("waiting, in seconds"))
+    _add_timeouts(parser.add_argument_group("timeouts, in seconds"))
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
 
 
 def _add_servers(servers: argparse._ArgumentGroup) -> None:
     servers.add_argument(
-        "--engine", action="append", default=[], metavar="URL", help="a server's address; repeat for more"
+        "--engine", action="append", default=[], metavar="URL", help="server URL; repeat for more"
     )
     servers.add_argument(
         "--engines",
         type=Path,
         metavar="FILE",
-        help="addresses, one a line; the file is watched: who is taken out finishes",
+        help="file with one server URL per line, watched for changes; removed servers are drained",
     )
     servers.add_argument(
-        "--engines-at",
+        "--engine-dns",
         action="append",
         default=[],
         metavar="URL",
-        help="every address behind the name in this URL is a server; looked up again and again; repeat for more",
+        help="URL whose DNS name resolves to all servers; resolved periodically; repeat for more",
     )
+    servers.add_argument("--engines-at", action=RenamedFlag, dest="engine_dns", appends=True)
     servers.add_argument(
         "--routing",
         choices=get_args(Routing),
         default="prefix",
-        help="who gets the next request: see docs/replicas.md (default: %(default)s)",
+        help="load balancing policy (docs/replicas.md; default: %(default)s)",
     )
     servers.add_argument(
-        "--apart-from",
+        "--pd-min-tokens",
         type=int,
         default=256,
         metavar="N",
-        help="where servers have roles (docs/apart.md), prompts with N tokens to compute, or more, are computed by another server"
-        " than answers, if that one answers others; 0: never (default: %(default)s)",
+        help="minimum number of uncached prompt tokens for disaggregated prefill (docs/apart.md), while the decode server has "
+        "other requests; 0 disables it (default: %(default)s)",
     )
+    servers.add_argument("--apart-from", action=RenamedFlag, dest="pd_min_tokens", type=int)
     servers.add_argument(
         "--engine-api-key",
         default="",
         metavar="KEY",
-        help="sent to the servers (default: the client's key is passed on)",
+        help="API key sent to the servers (default: forward the client's key)",
     )
 
 
-def _add_door(door: argparse._ArgumentGroup) -> None:
-    door.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    door.add_argument("--port", type=int, default=8080, help="0 takes a free one (default: %(default)s)")
-    door.add_argument(
+def _add_listener(listener: argparse._ArgumentGroup) -> None:
+    listener.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    listener.add_argument(
+        "--port",
+        type=int,
+        default=8080,
+        help="port to listen on; 0 selects a free one (default: %(default)s)",
+    )
+    listener.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help="accept this key; repeat for more (default: no key is asked)",
+        help="API key that clients must present; repeat for more (default: no authentication)",
     )
-    door.add_argument(
+    listener.add_argument(
         "--max-open-per-key",
         type=int,
         default=0,
         metavar="N",
-        help="requests of one key answered at once (default: no limit); wants --api-key",
+        help="maximum open requests per API key; requires --api-key (default: no limit)",
     )
-    door.add_argument(
+    listener.add_argument(
         "--max-per-minute-per-key",
         type=int,
         default=0,
         metavar="N",
-        help="requests of one key a minute (default: no limit); wants --api-key",
+        help="maximum requests per minute per API key; requires --api-key (default: no limit)",
     )
-    door.add_argument(
-        "--max-body-bytes", default="32MiB", metavar="SIZE", help="largest request (default: %(default)s)"
+    listener.add_argument(
+        "--max-body-bytes",
+        default="32MiB",
+        metavar="SIZE",
+        help="maximum request body size (default: %(default)s)",
     )
-    door.add_argument(
+    listener.add_argument(
         "--max-held-bytes",
         default="1GiB",
         metavar="SIZE",
-        help="of all requests that are open, which are kept to be sent again (default: %(default)s)",
+        help="maximum total body size of open requests, which are buffered for retries (default: %(default)s)",
     )
 
 
-def _add_pages(pages: argparse._ArgumentGroup) -> None:
-    """Declare what pages in browsers may do, under vLLM's names; each repeats, or is a JSON list."""
-    for name, metavar, words in (
-        ("allowed-origins", "ORIGIN", "web origin whose pages may ask, * for all, [] for none (default: *)"),
-        ("allowed-methods", "METHOD", "method that they may use (default: all)"),
-        ("allowed-headers", "HEADER", "header that they may send (default: all)"),
+def _add_cors(cors: argparse._ArgumentGroup) -> None:
+    """Declare the CORS flags, under vLLM's names; each repeats, or is a JSON list."""
+    for name, metavar, text in (
+        ("allowed-origins", "ORIGIN", "allowed origin, * for all, [] for none (default: *)"),
+        ("allowed-methods", "METHOD", "allowed method (default: all)"),
+        ("allowed-headers", "HEADER", "allowed request header (default: all)"),
     ):
-        pages.add_argument(f"--{name}", action="append", metavar=metavar, help=words)
-    pages.add_argument(
-        "--allow-credentials", action="store_true", help="let them send cookies (default: off)"
+        cors.add_argument(f"--{name}", action="append", metavar=metavar, help=text)
+    cors.add_argument(
+        "--allow-credentials",
+        action="store_true",
+        help="allow credentials such as cookies (default: off)",
     )
 
 
@@ -177,46 +191,46 @@ def _add_picker(gateway: argparse._ArgumentGroup) -> None:
         "--endpoint-picker",
         type=int,
         metavar="PORT",
-        help="also choose servers for a gateway of Kubernetes, which passes requests on itself: its endpoint-picker protocol, "
-        "over gRPC at this port; 0 takes a free one. Needs quintet[gateway]",
+        help="serve the endpoint-picker protocol of Kubernetes gateways over gRPC on this port; 0 selects a free one; requires "
+        "quintet[gateway]",
     )
     gateway.add_argument(
         "--endpoint-picker-tls",
         type=Path,
         metavar="DIR",
-        help="speak TLS there, with tls.crt and tls.key of this folder (default: plain text)",
+        help="folder with tls.crt and tls.key of the endpoint picker (default: no TLS)",
     )
 
 
-def _add_waiting(waiting: argparse._ArgumentGroup) -> None:
-    for name, default, words in (
-        ("first-timeout", 10.0, "for a server that takes requests, while there is none"),
-        ("resume-timeout", 30.0, "for a server to go on with a stream whose server is lost"),
-        ("connect-timeout", 2.0, "for a connection"),
-        ("poll-interval", 1.0, "between two questions how a server is"),
+def _add_timeouts(timeouts: argparse._ArgumentGroup) -> None:
+    for name, default, text in (
+        ("first-timeout", 10.0, "maximum wait of a request while no server is available"),
+        ("resume-timeout", 30.0, "maximum wait for another server when a stream's server fails"),
+        ("connect-timeout", 2.0, "connection timeout"),
+        ("poll-interval", 1.0, "interval of server health checks"),
         (
             "silent-timeout",
             5.0,
-            "for any sign of a server, before its streams go on elsewhere; or of a gateway",
+            "silence of a server before its streams are resumed on another, or of a gateway",
         ),
-        ("stall-timeout", 60.0, "for progress of a server that has work, before it gets nothing new"),
-        ("drain-timeout", 60.0, "for what is open, after SIGTERM"),
+        ("stall-timeout", 60.0, "time without progress of a busy server before it gets no new requests"),
+        ("drain-timeout", 60.0, "time that open requests may take to finish after SIGTERM"),
     ):
-        waiting.add_argument(
-            f"--{name}", type=float, default=default, metavar="S", help=f"{words} (default: %(default)g)"
+        timeouts.add_argument(
+            f"--{name}", type=float, default=default, metavar="S", help=f"{text} (default: %(default)g)"
         )
-    waiting.add_argument(
+    timeouts.add_argument(
         "--hedge-after",
         type=float,
         default=0.0,
         metavar="S",
-        help="for an answer to begin, before a copy of the request goes to another server as well; a twentieth of all get one "
-        "at most, so this is about what 95 in 100 take (default: never)",
+        help="wait for the first response byte before the request is hedged to a second server; at most one request in 20 is "
+        "hedged, so set about the 95th percentile (default: never)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until told to stop."""
+    """Serve until SIGTERM or SIGINT."""
     _check(arguments)
     setproctitle.setproctitle("quintet-route")
     configure_logging("route", arguments.log_level)
@@ -235,14 +249,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Reject what cannot be, with the way out. Raises `ConfigError`."""
-    if not arguments.engine and arguments.engines is None and not arguments.engines_at:
+    """Validate the flags. Raises `ConfigError`."""
+    if not arguments.engine and arguments.engines is None and not arguments.engine_dns:
         raise ConfigError(
-            "route needs servers: name them with --engine URL, list them in a file with --engines FILE, "
-            "or say with --engines-at URL which name stands for all of them"
+            "no servers given: name them with --engine URL, list them in a file with --engines FILE, "
+            "or give a DNS name of all servers with --engine-dns URL"
         )
     _check_picker(arguments)
-    for_pages(arguments)
+    cors_config(arguments)
     for name, value in vars(arguments).items():
         if name == "hedge_after" and value == 0:
             continue
@@ -250,16 +264,18 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(
                 f"--{name.replace('_', '-')} is {value:g}; it must be above 0 and at most 86400 seconds"
             )
-    if arguments.apart_from < 0:
-        raise ConfigError(f"--apart-from is {arguments.apart_from}; it must be 0 (never) or more tokens")
+    if arguments.pd_min_tokens < 0:
+        raise ConfigError(
+            f"--pd-min-tokens is {arguments.pd_min_tokens}; it must be 0 (never) or more tokens"
+        )
     for name in ("max_open_per_key", "max_per_minute_per_key"):
         limit, flag = getattr(arguments, name), f"--{name.replace('_', '-')}"
         if limit < 0:
             raise ConfigError(f"{flag} is {limit}; it must be 0 (no limit) or more")
         if limit and not arguments.api_key:
             raise ConfigError(
-                f"{flag} is {limit}, and without --api-key whoever makes up another key has another limit: say with --api-key "
-                "which keys there are"
+                f"{flag} is {limit}, but without --api-key a client evades the limit by changing its key; list the keys with "
+                "--api-key"
             )
 
 
@@ -268,20 +284,20 @@ def _check_picker(arguments: argparse.Namespace) -> None:
     if port is None:
         if tls is not None:
             raise ConfigError(
-                f"--endpoint-picker-tls is {tls}, and there is no endpoint picker: name its port with --endpoint-picker"
+                f"--endpoint-picker-tls is {tls}, but --endpoint-picker is not set; set --endpoint-picker PORT too"
             )
         return
     if not 0 <= port <= 65535:
-        raise ConfigError(f"--endpoint-picker is {port}; a port is from 0 (a free one) to 65535")
+        raise ConfigError(f"--endpoint-picker is {port}; it must be a port from 0 (a free one) to 65535")
     for module in ("grpc", "grpc_health", "envoy"):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"--endpoint-picker speaks gRPC, and the Python package {module} is missing: pip install 'quintet[gateway]'"
+                f"--endpoint-picker requires the Python package {module}: pip install 'quintet[gateway]'"
             )
 
 
 async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None:
-    servers = Servers(arguments.routing, apart_from=arguments.apart_from)
+    servers = Servers(arguments.routing, pd_min_tokens=arguments.pd_min_tokens)
     pulse = Pulse(
         arguments.poll_interval,
         arguments.silent_timeout,
@@ -292,10 +308,10 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
     has_picker = arguments.endpoint_picker is not None
     check = by_address if has_picker else parsed
     watch = Watch(
-        servers, arguments.engine, arguments.engines, pulse, DnsServers(arguments.engines_at), check
+        servers, arguments.engine, arguments.engines, pulse, DnsServers(arguments.engine_dns), check
     )
     max_bytes = parse_size(arguments.max_body_bytes, "--max-body-bytes")
-    door = AccessPolicy(
+    policy = AccessPolicy(
         Keys(arguments.api_key, OPEN_PATHS.__contains__),
         Limits(arguments.max_open_per_key, arguments.max_per_minute_per_key, time.monotonic),
         BodyBuffers(
@@ -303,13 +319,13 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         ),
         arguments.engine_api_key,
     )
-    patience = ProxyTimeouts(
+    timeouts = ProxyTimeouts(
         arguments.first_timeout, arguments.resume_timeout, Hedging(arguments.hedge_after)
     )
-    figures = RouterMetrics(servers)
-    app, picker = App(servers, figures, patience, door), Picker(servers, figures, door)
-    gateways = await _open_to_gateways(picker, arguments) if has_picker else None
-    server = make_server(app, for_pages(arguments))
+    metrics = RouterMetrics(servers)
+    app, picker = App(servers, metrics, timeouts, policy), Picker(servers, metrics, policy)
+    gateways = await _serve_gateways(picker, arguments) if has_picker else None
+    server = make_server(app, cors_config(arguments))
     loop = asyncio.get_running_loop()
     watching = loop.create_task(watch.run())
     serving = loop.create_task(server.serve(sockets=[listener]))
@@ -330,8 +346,8 @@ async def _serve(arguments: argparse.Namespace, listener: socket.socket) -> None
         await gateways.stop(LOOK_S)
 
 
-def for_pages(arguments: argparse.Namespace) -> FrontendConfig:
-    """Return what pages in browsers may do. Raises `ConfigError`."""
+def cors_config(arguments: argparse.Namespace) -> FrontendConfig:
+    """Return the CORS settings. Raises `ConfigError`."""
     origins = ["*"] if arguments.allowed_origins is None else arguments.allowed_origins
     return FrontendConfig(
         allowed_origins=listed(origins, "--allowed-origins"),
@@ -341,9 +357,9 @@ def for_pages(arguments: argparse.Namespace) -> FrontendConfig:
     )
 
 
-async def _open_to_gateways(picker: Picker, arguments: argparse.Namespace) -> grpc.aio.Server:
-    """Begin to choose for gateways. Raises `ConfigError`."""
-    from quintet.deploy.router.endpoint_picker import listen  # its packages are an extra
+async def _serve_gateways(picker: Picker, arguments: argparse.Namespace) -> grpc.aio.Server:
+    """Start the endpoint picker. Raises `ConfigError`."""
+    from quintet.deploy.router.endpoint_picker import listen  # quintet[gateway]
 
     port, tls = arguments.endpoint_picker, arguments.endpoint_picker_tls
     server, bound = await listen(picker, arguments.host, port, tls, arguments.silent_timeout)
@@ -358,15 +374,15 @@ def _on_signal(stop: asyncio.Event, server: HttpServer) -> None:
 
 
 async def _drain(
-    stop: asyncio.Event, doors: Sequence[App | Picker], server: HttpServer, limit_s: float
+    stop: asyncio.Event, apps: Sequence[App | Picker], server: HttpServer, limit_s: float
 ) -> None:
-    """Once told to stop, take nothing new and wait for what is open."""
+    """Wait for ``stop``, then reject new requests and wait until open ones have finished."""
     await stop.wait()
-    for door in doors:
-        door.is_draining = True
+    for app in apps:
+        app.is_draining = True
     for accepting in server.servers:
         accepting.close()
     until_s = time.monotonic() + limit_s
-    while any(door.num_open for door in doors) and time.monotonic() < until_s and not server.should_exit:
+    while any(app.num_open for app in apps) and time.monotonic() < until_s and not server.should_exit:
         await asyncio.sleep(LOOK_S)
     server.should_exit = True

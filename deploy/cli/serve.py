@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import setproctitle
 
-from quintet.deploy.config import vllm_flags
+from quintet.deploy.config import deprecated_flags, vllm_flags
 from quintet.deploy.config.build import Resolution, resolve
 from quintet.deploy.config.config_file import merged_options
 from quintet.deploy.config.flag_table import add_flags, flag_table
@@ -86,11 +86,12 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser)
     vllm_flags.add_vllm_flags(parser)
+    deprecated_flags.add_deprecated_flags(parser)
 
 
 def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
     """Return the options of a parsed command line, over those of its ``--config`` file, and notes on the derived ones."""
-    keys = {spec.key for spec in flag_table()} | vllm_flags.keys()
+    keys = {spec.key for spec in flag_table()} | vllm_flags.keys() | set(deprecated_flags.RENAMED)
     flags = {key: value for key, value in vars(arguments).items() if key in keys}
     for spec in flag_table():
         words = flags.get(spec.key)

@@ -1,9 +1,10 @@
-"""The optional YAML file of flags: ``quintet serve --config server.yaml``."""
+"""YAML configuration file: ``quintet serve --config server.yaml``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from quintet.deploy.config.deprecated_flags import with_new_names
 from quintet.deploy.config.flag_table import make_options
 from quintet.deploy.config.flags import Options
 from quintet.deploy.config.rules import derive_max_num_seqs
@@ -12,11 +13,11 @@ from quintet.wire.errors import ConfigError
 
 
 def read_config_file(path: Path) -> dict[str, object]:
-    """Read a YAML mapping of flag names to values, checked name by name and type by type.
+    """Read a YAML mapping of flag names to values, and validate names and types.
 
-    Names are those of the flags, with dashes or underscores. Raises `ConfigError` that names the file and the key.
+    Names may have dashes or underscores. Raises `ConfigError` with the file and the key.
     """
-    import yaml  # few have such a file
+    import yaml  # slow to import, and rarely needed
 
     try:
         loaded: object = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -31,15 +32,16 @@ def read_config_file(path: Path) -> dict[str, object]:
         raise ConfigError(
             f"--config {path} must be a mapping like `port: 8000`, not a {type(loaded).__name__}"
         )
-    make_options(loaded, str(path))
-    return {str(key).replace("-", "_"): value for key, value in loaded.items()}
+    settings = with_new_names(loaded)
+    make_options(settings, str(path))
+    return {str(key).replace("-", "_"): value for key, value in settings.items()}
 
 
 def merged_options(
     config_file: Path | None, flags: dict[str, object], source: str = "the command line"
 ) -> tuple[Options, list[str]]:
-    """Return the options of a file overridden by flags, and notes on those that were derived."""
+    """Return the options of a file overridden by flags, and notes on ignored or derived settings."""
     in_file = {} if config_file is None else read_config_file(config_file)
-    told, notes = translated({**in_file, **flags}, source)
-    settings, more_notes = derive_max_num_seqs(told)
+    given, notes = translated({**in_file, **with_new_names(flags)}, source)
+    settings, more_notes = derive_max_num_seqs(given)
     return make_options(settings, source), [*notes, *more_notes]

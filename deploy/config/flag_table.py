@@ -1,4 +1,4 @@
-"""The table of flags read off `Options`, and its two uses: arguments of a parser, and settings checked by name and type."""
+"""Flag table derived from `Options`: declares command-line arguments, and validates names and types of settings."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from typing import Any, Literal
 
 import msgspec
 
+from quintet.deploy.config.deprecated_flags import RENAMED_VALUES, warn, with_new_names
 from quintet.deploy.config.flags import GROUP_TITLES, Flag, Options
 from quintet.deploy.config.vllm_flags import SHORT, translated
 from quintet.wire.errors import ConfigError
 
 Groups = tuple[str, ...]
 _NUMBER = re.compile(r"-?\d{1,15}")
-"""A whole number that was given as text: under another server's name of the flag."""
+"""An integer given as text, as from a hidden alias of a flag."""
 
 USED_FIRST = (
     *("host", "port", "api_key", "served_model_name", "max_model_len", "max_num_seqs"),
     *("kv_cache_memory", "dtype", "quantization", "tensor_parallel_size"),
 )
-"""The ten flags that most people need first."""
+"""The most used flags, listed first in the help."""
 
 
 @dataclass(frozen=True, slots=True)
 class FlagSpec:
-    """One row of the table, read off `Options`."""
+    """One row of the table: a field of `Options`."""
 
     key: str
-    """As in Python and YAML: ``max_model_len``."""
+    """Name in Python and YAML: ``max_model_len``."""
     kind: type[int] | type[float] | type[str] | type[bool]
-    """What one word of the command line becomes. Sizes stay text here; `memory.parse_size` reads them."""
+    """Type of one command-line value. Sizes stay text; `memory.parse_size` reads them."""
     choices: tuple[str, ...] | None
     repeated: bool
     default: object
@@ -71,9 +72,9 @@ def _spec(field: msgspec.structs.FieldInfo, hint: object) -> FlagSpec:
 
 
 def add_flags(parser: argparse.ArgumentParser, groups: Groups = tuple(GROUP_TITLES)) -> None:
-    """Declare the flags on a parser, group by group; absent flags leave no trace in the namespace.
+    """Declare the flags on a parser, group by group; absent flags add nothing to the namespace.
 
-    ``model`` is a positional argument of the commands, not a flag. A command with all groups shows `USED_FIRST` before them.
+    ``model`` is a positional argument of the commands, not a flag. A command with all groups shows `USED_FIRST` first.
     """
     table = {spec.key: spec for spec in flag_table()}
     short = {key: word for word, key in SHORT.items()}
@@ -108,8 +109,7 @@ def _add_flag(section: argparse._ArgumentGroup, spec: FlagSpec, short: list[str]
         )
     elif spec.choices:
         section.add_argument(
-            *short, spec.option, choices=spec.choices, type=_choice_reader(spec.choices, spec.flag.aliases),
-            default=argparse.SUPPRESS, help=text,
+            *short, spec.option, choices=spec.choices, type=_choice_reader(spec), default=argparse.SUPPRESS, help=text,
         )  # fmt: skip
     else:
         section.add_argument(
@@ -122,10 +122,18 @@ def _add_flag(section: argparse._ArgumentGroup, spec: FlagSpec, short: list[str]
         )
 
 
-def _choice_reader(choices: tuple[str, ...], aliases: Mapping[str, str]) -> typing.Callable[[str], str]:
-    """Accept a choice in any case, so that ``--log-level info`` works, and by other names."""
-    by_lower = {**aliases, **{choice.lower(): choice for choice in choices}}
-    return lambda word: by_lower.get(word.lower(), word)
+def _choice_reader(spec: FlagSpec) -> typing.Callable[[str], str]:
+    """Return a parser of choices: case-insensitive, with aliases and deprecated values."""
+    by_lower = {**spec.flag.aliases, **{choice.lower(): choice for choice in spec.choices or ()}}
+    deprecated = RENAMED_VALUES.get(spec.key, {})
+
+    def read(word: str) -> str:
+        if word in deprecated:
+            warn(f"{spec.option} {word}", f"{spec.option} {deprecated[word]}")
+            return deprecated[word]
+        return by_lower.get(word.lower(), word)
+
+    return read
 
 
 def _default_text(spec: FlagSpec) -> str:
@@ -137,14 +145,14 @@ def _default_text(spec: FlagSpec) -> str:
 
 
 def make_options(settings: Mapping[str, object], source: str) -> Options:
-    """Check names and types of settings and return them as `Options`.
+    """Validate names and types of settings and return them as `Options`. Raises `ConfigError`.
 
-    ``source`` says in error messages where the settings stand (a file's name, ``LLM(...)``, ``the command line``).
-    Keys are accepted with dashes or underscores; an unknown one is answered with the nearest valid key.
+    ``source`` names the origin of the settings in error messages: a file name, ``LLM(...)``, ``the command line``.
+    Keys may have dashes or underscores. The error for an unknown key suggests the nearest valid one.
     """
     known = {spec.key: spec for spec in flag_table()}
     values: dict[str, object] = {}
-    for raw_key, value in translated(settings, source)[0].items():
+    for raw_key, value in translated(with_new_names(settings), source)[0].items():
         key = str(raw_key).replace("-", "_")
         if key not in known:
             raise ConfigError(f"{source}: unknown key {str(raw_key)!r}{_nearest(key, list(known))}")
@@ -156,7 +164,7 @@ def make_options(settings: Mapping[str, object], source: str) -> Options:
 
 
 def _value(spec: FlagSpec, value: object) -> object:
-    """Return what was given as the field has it. Raises `ConfigError`."""
+    """Convert a given value to the field's type. Raises `ConfigError`."""
     if spec.flag.read is not None:
         return spec.flag.read(value, spec.option)
     if isinstance(value, str) and spec.repeated:
@@ -171,13 +179,15 @@ def _nearest(key: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else "; `quintet serve --help` lists the valid ones"
 
 
-def _reworded(words: str, values: Mapping[str, object]) -> str:
-    """Turn msgspec's ``Expected `int`, got `str` - at `$.port` `` into the key, its value and what is allowed."""
-    what, _, where = words.partition(" - at `$.")
-    key = where.rstrip("`").split("[")[0]
+def _reworded(message: str, values: Mapping[str, object]) -> str:
+    """Turn msgspec's ``Expected `int`, got `str` - at `$.port` `` into the key, its value and the allowed ones."""
+    problem, _, path = message.partition(" - at `$.")
+    key = path.rstrip("`").split("[")[0]
     if key not in values:
-        return words
+        return message
     sent = values[key]
     allowed = next((spec.choices for spec in flag_table() if spec.key == key), None)
-    expected = f"one of {', '.join(allowed)}" if allowed else what.removeprefix("Expected ").split(", got")[0]
+    expected = (
+        f"one of {', '.join(allowed)}" if allowed else problem.removeprefix("Expected ").split(", got")[0]
+    )
     return f"{key} is {sent!r}, which is not {expected.replace('`', '')}"

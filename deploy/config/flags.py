@@ -1,8 +1,7 @@
-"""The one table of flags: what a user may set, in which words, with which default.
+"""The table of flags: names, types, defaults and help texts.
 
-The command line, the YAML file and ``LLM(**kwargs)`` are three spellings of `Options`
-(`quintet.deploy.config.flag_table`); nothing else declares a flag. What the values mean together is decided in
-`quintet.deploy.config.rules`.
+`Options` is the only declaration of a flag. The command line, the YAML file and ``LLM(**kwargs)`` are read from it
+(`quintet.deploy.config.flag_table`). `quintet.deploy.config.rules` checks combinations of values.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ GROUP_TITLES: dict[str, str] = {
     MODEL: "model and tokenizer",
     NETWORK: "network and API",
     SCHEDULING: "scheduling",
-    MEMORY: "KV memory",
+    MEMORY: "KV cache",
     DEVICE: "device",
     PROCESSES: "processes",
 }
@@ -39,39 +38,42 @@ GROUP_TITLES: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """How one field of `Options` is shown to the user."""
+    """Help text and parsing of one field of `Options`."""
 
     group: str
     help: str
     metavar: str | None = None
     default_text: str | None = None
-    """What the default is in words, when the field's own default (None) says nothing."""
+    """Default in words, for fields with the default None."""
     read: Callable[[object, str], object] | None = None
-    """From what was given, and the flag's name, to a value of the field."""
+    """Parser of the given value; takes the value and the flag's name."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of choices."""
+    """Alternative name -> choice."""
     takes_several: bool = False
-    """Of a list: whether several words may follow the flag once."""
+    """Whether one occurrence of a list flag accepts several values."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the user asked for, before the model card and the machine have been looked at."""
+    """User settings, before the model and the machine are inspected."""
 
     # --- model ---
     model: Annotated[
         str | None,
         Flag(
-            MODEL, "local folder, .gguf file or hub name", "MODEL", "the small model that ships with Quintet"
+            MODEL,
+            "local folder, .gguf file, or hub name OWNER/NAME",
+            "MODEL",
+            "the toy model that ships with Quintet",
         ),
     ] = None
     tokenizer: Annotated[
-        str | None, Flag(MODEL, "folder or hub name of the tokenizer", "PATH", "the model's own")
+        str | None, Flag(MODEL, "tokenizer folder or hub name", "PATH", "the model's tokenizer")
     ] = None
     served_model_name: Annotated[
         list[str],
         Flag(
             MODEL,
-            "names clients ask for, behind MODEL; the first is echoed",
+            "model names accepted in requests, in addition to MODEL; responses contain the first",
             "NAME",
             "MODEL as given",
             takes_several=True,
@@ -81,7 +83,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "bfloat16", "float16", "float32"],
         Flag(
             MODEL,
-            "number format of weights and KV; auto keeps the checkpoint's",
+            "data type of weights, activations and KV cache; auto uses the checkpoint's data type",
             aliases={"half": "float16", "float": "float32"},
         ),
     ] = "auto"
@@ -89,9 +91,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int | None,
         Flag(
             MODEL,
-            "longest prompt plus output, in tokens: 8192, 8K, or auto",
+            "maximum context length, prompt plus output, in tokens: 8192, 8K (8192), 8k (8000) or auto",
             "TOKENS",
-            "the model's own, or less if memory is short",
+            "the model's maximum, or less if KV cache memory is short",
             read=count,
         ),
     ] = None
@@ -99,7 +101,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "dummy"],
         Flag(
             MODEL,
-            "dummy fills the weights with seeded random numbers instead of reading them",
+            "auto reads the checkpoint; dummy initializes the weights with seeded random numbers",
             aliases=dict.fromkeys(
                 ("safetensors", "hf", "pt", "gguf", "npcache", "mistral", "fastsafetensors", "bitsandbytes"),
                 "auto",
@@ -108,14 +110,17 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = "auto"
     revision: Annotated[
         str | None,
-        Flag(MODEL, "branch, tag or commit of a model of the hub", "NAME", "main"),
+        Flag(MODEL, "branch, tag or commit of the hub model", "NAME", "main"),
     ] = None
-    tokenizer_revision: Annotated[str | None, Flag(MODEL, "the same, of --tokenizer", "NAME", "main")] = None
+    tokenizer_revision: Annotated[
+        str | None,
+        Flag(MODEL, "branch, tag or commit of the hub tokenizer given by --tokenizer", "NAME", "main"),
+    ] = None
     hf_overrides: Annotated[
         dict[str, Any],
         Flag(
             MODEL,
-            "JSON object whose values go before those of config.json, also within objects",
+            "JSON object merged into the model's config.json; nested objects are merged too",
             "JSON",
             "none",
             read=json_object,
@@ -125,46 +130,47 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["auto", "quintet", "transformers"],
         Flag(
             MODEL,
-            "whose layers compute: quintet's own, or those of transformers over Quintet's KV memory, slower; auto takes "
-            "transformers for models that Quintet has no layers for",
+            "model implementation: quintet, transformers (slower; uses Quintet's paged KV cache), or auto: quintet "
+            "where the architecture is supported, else transformers",
         ),
     ] = "auto"
     trust_remote_code: Annotated[
         bool,
         Flag(
             MODEL,
-            "with transformers' layers: execute Python files that the model's folder brings, with all rights of the server",
+            "allow transformers to execute Python files of the model folder, with the server's permissions; only for "
+            "--model-impl transformers or auto",
         ),
     ] = False
     quantization: Annotated[
         Quantization,
         Flag(
             MODEL,
-            "what linear layers become when they are loaded: int8 or int4 weights, or w8a8, which computes in 8 bit too; a "
-            "checkpoint that is quantized says itself how, and the name of its format is all that may be given",
+            "quantize linear layers at load time: int8, int4 (weight-only) or w8a8; for a quantized checkpoint, the "
+            "format is detected, and only its name is accepted",
         ),
     ] = "none"
     activation_dtype: Annotated[
         ActivationDtype,
         Flag(
             MODEL,
-            "CPU: what inputs of layers become where weights are integers; auto is 16 bits, or as the checkpoint says; int8 is 8 "
-            "bits, as llama.cpp has it: faster at prompts, and less exact (docs/quantization.md)",
+            "CPU only: data type of linear-layer inputs with integer weights; auto uses 16 bits, or the checkpoint's "
+            "setting; int8 speeds up prefill and is less exact (docs/quantization.md)",
         ),
     ] = "auto"
     logits_dtype: Annotated[
         LogitsDtype,
         Flag(
             MODEL,
-            "number format of logits: float32 keeps the output layer's sums as they are; model rounds them to the model's "
-            "format, as transformers does",
+            "data type of logits: float32, or model, which rounds logits to the model's data type as transformers "
+            "does",
         ),
     ] = "float32"
     packed_cache: Annotated[
         str | None,
         Flag(
             MODEL,
-            "folder where packed weights are kept, so that the next start maps them instead of packing again",
+            "cache folder for packed weights; the next start maps them into memory instead of packing again",
             "FOLDER",
             "none",
         ),
@@ -173,24 +179,24 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             MODEL,
-            "Jinja file, or the template itself; replaces all of the model's",
+            "Jinja chat template, as a file path or inline text; replaces all templates of the model",
             "PATH",
-            "the model's own",
+            "the model's template",
         ),
     ] = None
     chat_template_content_format: Annotated[
         ChatContentFormat,
         Flag(
             MODEL,
-            "form of a message's content in the chat template: string, openai (a list of parts), or auto, what the template "
-            "iterates (docs/chat-templates.md)",
+            "message content format passed to the chat template: string, openai (list of parts), or auto, detected "
+            "from the template (docs/chat-templates.md)",
         ),
     ] = "auto"
     tool_call_parser: Annotated[
         str,
         Flag(
             MODEL,
-            "how calls of tools are read from answers: a name of docs/tools.md, none, or auto, what the chat template writes",
+            "tool call parser (docs/tools.md); none disables parsing; auto detects the format from the chat template",
             "NAME",
         ),
     ] = "auto"
@@ -198,18 +204,22 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Flag(
             MODEL,
-            "how reasoning is told from answers: a name of docs/tools.md, none, or auto, what the chat template writes",
+            "reasoning parser (docs/tools.md); none disables parsing; auto detects the format from the chat template",
             "NAME",
         ),
     ] = "auto"
     enable_auto_tool_choice: Annotated[
-        bool, Flag(MODEL, "taken for other servers' sake: calls are read wherever there is a parser")
+        bool,
+        Flag(
+            MODEL,
+            "accepted for compatibility with vLLM; tool calls are parsed whenever a tool call parser is set",
+        ),
     ] = False
     generation_config: Annotated[
         str,
         Flag(
             MODEL,
-            "where sampling defaults come from: auto (the model's generation_config.json), none, or a folder",
+            "source of default sampling parameters: auto (the model's generation_config.json), none, or a folder",
             "WHERE",
         ),
     ] = "auto"
@@ -217,7 +227,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         dict[str, Any],
         Flag(
             MODEL,
-            'JSON object of sampling defaults that go before these, e.g. {"temperature": 0.5}',
+            'JSON object of default sampling parameters that overrides --generation-config, e.g. {"temperature": 0.5}',
             "JSON",
             "none",
             read=json_object,
@@ -227,27 +237,30 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         dict[str, Any],
         Flag(
             MODEL,
-            'JSON object of arguments of the chat template that a request does not give, e.g. {"enable_thinking": false}',
+            'JSON object of default chat template arguments; a request can override them, e.g. {"enable_thinking": '
+            "false}",
             "JSON",
             "none",
             read=json_object,
         ),
     ] = {}
-    seed: Annotated[int, Flag(MODEL, "seed of the random weights of --load-format dummy")] = 0
+    seed: Annotated[int, Flag(MODEL, "random seed of weights with --load-format dummy")] = 0
 
     # --- network ---
     host: Annotated[
         str,
-        Flag(NETWORK, "address to listen on; 0.0.0.0 opens the server to the network: set --api-key then"),
+        Flag(
+            NETWORK, "address to listen on; 0.0.0.0 accepts connections from the network: also set --api-key"
+        ),
     ] = "127.0.0.1"
-    port: Annotated[int, Flag(NETWORK, "port to listen on; 0 picks a free one and prints it")] = 8000
+    port: Annotated[int, Flag(NETWORK, "port to listen on; 0 selects a free port and prints it")] = 8000
     api_key: Annotated[
         list[str],
         Flag(
             NETWORK,
-            "keys that clients may present; several, or repeat",
+            "API keys that clients must present; accepts several values, and may be repeated",
             "KEY",
-            "none: open to localhost",
+            "none: no authentication",
             takes_several=True,
         ),
     ] = []
@@ -255,92 +268,113 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Flag(
             NETWORK,
-            "key that operators must present for /kv, beside `quintet admin` on this machine; no client's key opens it",
+            "key for the administrative /kv endpoints; client API keys do not grant access",
             "KEY",
-            "none: only `quintet admin`",
+            "none: only `quintet admin` on this machine",
         ),
     ] = ""
     uds: Annotated[
-        str, Flag(NETWORK, "Unix socket to listen on instead of host and port", "PATH", "none")
+        str, Flag(NETWORK, "Unix domain socket to listen on instead of --host and --port", "PATH", "none")
     ] = ""
     ssl_keyfile: Annotated[
-        str, Flag(NETWORK, "PEM file of the certificate's private key", "FILE", "none")
+        str, Flag(NETWORK, "PEM file with the private key of the TLS certificate", "FILE", "none")
     ] = ""
     ssl_certfile: Annotated[
-        str, Flag(NETWORK, "PEM file of the server's certificate chain: serve https", "FILE", "none: http")
+        str, Flag(NETWORK, "PEM file with the TLS certificate chain; enables HTTPS", "FILE", "none: HTTP")
     ] = ""
     ssl_ca_certs: Annotated[
         str,
         Flag(
             NETWORK,
-            "PEM file of the authorities of which clients must present a certificate",
+            "PEM file with the CA certificates that verify client certificates (mutual TLS)",
             "FILE",
-            "none: clients need none",
+            "none: no client certificate required",
         ),
     ] = ""
     allowed_origins: Annotated[
         list[str],
         Flag(
             NETWORK,
-            "web origin allowed to call from a browser, * for all; repeat for more, or give a JSON list, [] for none",
+            "CORS: allowed origin, * for all; repeat for more, or give a JSON list; [] disables CORS",
             "ORIGIN",
-            "*: keys decide who is served",
+            "*",
         ),
     ] = msgspec.field(default_factory=lambda: ["*"])
     allowed_methods: Annotated[
         list[str],
-        Flag(NETWORK, "method that such origins may use; given as origins are", "METHOD", "all there are"),
+        Flag(NETWORK, "CORS: allowed method; repeat for more, or give a JSON list", "METHOD", "all"),
     ] = []
     allowed_headers: Annotated[
-        list[str], Flag(NETWORK, "header that such origins may send; given as origins are", "HEADER", "all")
+        list[str],
+        Flag(NETWORK, "CORS: allowed request header; repeat for more, or give a JSON list", "HEADER", "all"),
     ] = []
     allow_credentials: Annotated[
-        bool, Flag(NETWORK, "let such origins send cookies and the like: a proxy in front may ask for them")
+        bool,
+        Flag(NETWORK, "CORS: allow credentials such as cookies, for example for an authenticating proxy"),
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Flag(NETWORK, "end every stream with its usage, whether stream_options asks for it or not")
+        bool, Flag(NETWORK, "send token usage at the end of every stream, regardless of stream_options")
     ] = False
     return_tokens_as_token_ids: Annotated[
         bool,
-        Flag(NETWORK, "spell tokens of log-probabilities as token_id:7 unless a request says otherwise"),
+        Flag(NETWORK, "return log-probability tokens as token_id:7 by default; a request can override it"),
     ] = False
     middleware: Annotated[
         list[str],
         Flag(
             NETWORK,
-            "dotted name of ASGI middleware: a class, or a coroutine function of request and call_next; repeat for more, the last"
-            " is the outermost",
+            "import path of ASGI middleware: a class, or a coroutine function of request and call_next; repeat for "
+            "more; the last one is outermost",
             "NAME",
             "none",
         ),
     ] = []
     root_path: Annotated[
-        str, Flag(NETWORK, "path prefix of a proxy in front, whether it takes it off or not", "PATH", "none")
+        str,
+        Flag(
+            NETWORK,
+            "path prefix added by a reverse proxy, whether or not the proxy strips it",
+            "PATH",
+            "none",
+        ),
     ] = ""
     enable_tokenizer_info_endpoint: Annotated[
-        bool, Flag(NETWORK, "tell the tokenizer's configuration and chat template at GET /tokenizer_info")
+        bool,
+        Flag(
+            NETWORK, "enable GET /tokenizer_info, which returns the tokenizer configuration and chat template"
+        ),
     ] = False
     max_logprobs: Annotated[
         int,
         Flag(
             NETWORK,
-            "most log-probabilities a request may ask for per token; -1 for as many as there are tokens",
+            "maximum number of log-probabilities per token in a request; -1 for the vocabulary size",
         ),
     ] = 20
     max_body_bytes: Annotated[
-        int | str, Flag(NETWORK, "largest request body, e.g. 32MiB", "SIZE", "32MiB")
+        int | str, Flag(NETWORK, "maximum request body size, e.g. 32MiB", "SIZE", "32MiB")
     ] = "32MiB"
     max_queued_requests: Annotated[
-        int, Flag(NETWORK, "requests one frontend holds at most; one more is answered 429 with Retry-After")
+        int,
+        Flag(
+            NETWORK, "maximum number of requests in one frontend; further requests get 429 with Retry-After"
+        ),
     ] = 4096
     max_queued_tokens: Annotated[
-        int, Flag(NETWORK, "tokens these may owe, prompts and outputs; beyond it, 429 as well", "TOKENS")
+        int,
+        Flag(
+            NETWORK,
+            "maximum queued prompt plus pending output tokens in one frontend; further requests get 429 with "
+            "Retry-After",
+            "TOKENS",
+        ),
     ] = 1 << 23
     stream_grace: Annotated[
         float,
         Flag(
             NETWORK,
-            "how long a streamed request waits, paused, for a client that was cut off; 0 switches event ids off too",
+            "time that a streamed request stays paused after its client disconnects, so that the client can resume "
+            "it; 0 also disables event ids",
             "SECONDS",
         ),
     ] = 30.0
@@ -348,64 +382,77 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             NETWORK,
-            "file that keeps /v1/responses beyond the end of the server; of one server alone",
+            "SQLite file for stored /v1/responses, which persist across restarts; must not be shared between servers",
             "PATH",
-            "one in the run folder",
+            "a file in the run folder, deleted at exit",
         ),
     ] = None
-    response_store_entries: Annotated[int, Flag(NETWORK, "responses kept at most; 0 keeps none")] = 10_000
+    response_store_entries: Annotated[
+        int, Flag(NETWORK, "maximum number of stored responses; 0 disables the store")
+    ] = 10_000
     response_store_size: Annotated[
-        int | str, Flag(NETWORK, "what they may hold together, e.g. 1GiB", "SIZE", "256MiB")
+        int | str, Flag(NETWORK, "maximum total size of stored responses, e.g. 1GiB", "SIZE", "256MiB")
     ] = "256MiB"
-    response_store_hours: Annotated[
-        float, Flag(NETWORK, "how long a response is kept after it was last gone on with", "HOURS")
-    ] = 24.0
+    response_store_hours: Annotated[float, Flag(NETWORK, "response TTL after last use", "HOURS")] = 24.0
     keep_alive_interval: Annotated[
         float,
-        Flag(NETWORK, "seconds of silence after which a stream gets an SSE comment; 0 for never", "SECONDS"),
+        Flag(NETWORK, "interval of SSE keep-alive comments in an idle stream; 0 disables them", "SECONDS"),
     ] = 15.0
     write_timeout: Annotated[
-        float, Flag(NETWORK, "seconds a client may leave an answer unread; then it is cut off", "SECONDS")
+        float,
+        Flag(
+            NETWORK,
+            "time a client may take to read pending response bytes before its connection is closed",
+            "SECONDS",
+        ),
     ] = 60.0
     header_timeout: Annotated[
-        float, Flag(NETWORK, "seconds a client may take to send a request's headers", "SECONDS")
+        float, Flag(NETWORK, "time a client may take to send the request headers", "SECONDS")
     ] = 20.0
     log_requests: Annotated[bool, Flag(NETWORK, "log one line per request")] = False
     enable_prompt_embeds: Annotated[
-        bool, Flag(NETWORK, "let completions bring prompts as embeddings: safetensors, in base64")
+        bool, Flag(NETWORK, "accept prompt embeddings in completions: safetensors, base64-encoded")
     ] = False
     trust_request_chat_template: Annotated[
         bool,
         Flag(
             NETWORK,
-            "let requests bring chat templates of their own; only for clients you trust: a template is a program",
+            "accept chat templates in requests; only for trusted clients, because a template is a program",
         ),
     ] = False
 
     # --- scheduling ---
-    max_num_seqs: Annotated[int, Flag(SCHEDULING, "requests computed together at most")] = 256
+    max_num_seqs: Annotated[int, Flag(SCHEDULING, "maximum number of running requests")] = 256
     max_num_batched_tokens: Annotated[
         int | None,
         Flag(
             SCHEDULING,
-            "tokens computed in one step at most",
+            "maximum number of tokens per step",
             "TOKENS",
-            "2048, on a GPU 8192, or what the other flags need",
+            "2048, on a GPU 8192, or the minimum that other flags require",
         ),
     ] = None
     enable_chunked_prefill: Annotated[
-        bool, Flag(SCHEDULING, "compute long prompts in chunks beside the decoding of others")
+        bool,
+        Flag(
+            SCHEDULING,
+            "split prefill of long prompts into chunks, batched with decode steps of other requests",
+        ),
     ] = True
     long_prefill_token_threshold: Annotated[
         int,
-        Flag(SCHEDULING, "most tokens of one prompt per step while others wait; 0 for no limit", "TOKENS"),
+        Flag(
+            SCHEDULING,
+            "maximum tokens of one prompt per step while other requests wait; 0 for no limit",
+            "TOKENS",
+        ),
     ] = 0
     step_target_ms: Annotated[
         int | None,
         Flag(
             SCHEDULING,
-            "how long a step with prompts in it may hold up those who decode, about, where requests are many, two thirds of it "
-            "where they are few; 0 for as long as it takes",
+            "approximate latency target of a step that mixes prefill and decode, with many running requests; two "
+            "thirds of it with few; 0 for no target",
             "MS",
             "300 on a CPU, 0 elsewhere and for LLM(...)",
         ),
@@ -414,46 +461,56 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["fcfs", "priority", "longest", "latest"],
         Flag(
             SCHEDULING,
-            "who goes first: first come first served, the lowest `priority` of the request, to end a batch soonest the "
-            "largest `max_tokens`, or of each 32 that came who came last",
+            "order of waiting requests: fcfs (arrival), priority (lowest `priority` value first), longest (largest "
+            "`max_tokens` first, which ends a batch soonest), latest (newest first among each 32 arrivals)",
             default_text="fcfs; longest for LLM(...)",
         ),
     ] = "fcfs"
-    depth: Annotated[
-        int, Flag(SCHEDULING, "steps in flight: 1 is synchronous, 2 plans a step while the last one computes")
+    max_steps_in_flight: Annotated[
+        int,
+        Flag(
+            SCHEDULING,
+            "maximum number of steps in flight: 1 schedules synchronously, 2 schedules a step while the previous one "
+            "executes",
+        ),
     ] = 2
-    refuse_hopeless: Annotated[
+    deadline_admission: Annotated[
         bool,
-        Flag(SCHEDULING, "refuse at once a request that will not meet its deadline, at the pace measured"),
+        Flag(
+            SCHEDULING,
+            "reject a request at admission if it cannot meet its deadline at the measured throughput",
+        ),
     ] = True
     audit: Annotated[
-        bool, Flag(SCHEDULING, "check every invariant after every step (slow; for debugging)")
+        bool, Flag(SCHEDULING, "check all scheduler invariants after every step; slow, for debugging")
     ] = False
 
     # --- memory ---
     kv_cache_memory: Annotated[
-        int | str | None, Flag(MEMORY, "memory for KV, e.g. 2GiB", "SIZE", "a share of what is free")
+        int | str | None, Flag(MEMORY, "KV cache memory, e.g. 2GiB", "SIZE", "a share of free memory")
     ] = None
     kv_cache_memory_share: Annotated[
         float | None,
         Flag(
             MEMORY,
-            "share for KV of the memory left after the weights",
+            "share of the memory left after loading weights that the KV cache uses",
             "SHARE",
-            "room for four sequences of --max-model-len, or 0.125 if that is more; at most 0.4",
+            "enough for four sequences of --max-model-len, or 0.125 if that is more; at most 0.4",
         ),
     ] = None
     gpu_memory_utilization: Annotated[
         float,
-        Flag(MEMORY, "GPU only: share of the device's memory for weights, work and KV together", "SHARE"),
+        Flag(
+            MEMORY, "GPU only: share of device memory for weights, activations and KV cache together", "SHARE"
+        ),
     ] = 0.92
     kv_cache_dtype: Annotated[
         KvCacheDtype,
         Flag(
             MEMORY,
-            "number format of KV: int8 (on a CPU) and fp8 hold about twice the tokens of bf16, a little less exactly; int4 (on a"
-            " CPU) three times as many, at a loss one can measure; model: the model's own; auto: fp8 or int8 where the"
-            " checkpoint says so, else the model's own",
+            "data type of the KV cache: model (the model's), int8 (CPU) and fp8 (about twice the tokens, slightly "
+            "less exact), int4 (CPU; three times the tokens, measurable loss), auto (fp8 or int8 if the checkpoint "
+            "says so, else model)",
             aliases={"fp8_e4m3": "fp8"},
         ),
     ] = "auto"
@@ -461,17 +518,18 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float | None,
         Flag(
             MEMORY,
-            "host memory for KV of requests that had to make room: copied back where that is faster than computing it again",
+            "host memory for swapped-out KV blocks of preempted requests; they are swapped in where that is faster "
+            "than recomputation",
             "GIB",
-            "4 on a GPU, but at most a quarter of what is free; 0 on the CPU",
+            "4 on a GPU, at most a quarter of free memory; 0 on a CPU",
         ),
     ] = None
     kv_disk: Annotated[
         str | None,
         Flag(
             MEMORY,
-            "folder where KV of prompts and answers outlives the server: a prompt that was computed before is read from there"
-            " (docs/kv.md). On a CPU; what it keeps is as private as the prompts",
+            "CPU only: folder of the disk KV cache, which persists across restarts (docs/kv.md); protect it like the "
+            "prompts",
             "FOLDER",
             "nowhere",
         ),
@@ -479,15 +537,19 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     kv_disk_size: Annotated[
         int | str | None,
         Flag(
-            MEMORY, "most of it, for each engine, e.g. 20GiB; what was used longest ago goes", "SIZE", "8GiB"
+            MEMORY,
+            "maximum size of the disk KV cache per engine, e.g. 20GiB; evicts least recently used blocks",
+            "SIZE",
+            "8GiB",
         ),
     ] = None
     kv_store: Annotated[
         str | None,
         Flag(
             MEMORY,
-            "store of KV that servers share (docs/shared.md): file:///dev/shm/NAME for those of one machine, s3://BUCKET/PREFIX"
-            " and others by fsspec (quintet[store]), or an installed connector's. On a CPU; it is as private as the prompts",
+            "CPU only: KV store shared between servers (docs/shared.md): file:///dev/shm/NAME for servers of one "
+            "machine, s3://BUCKET/PREFIX and other fsspec URLs (quintet[store]), or an installed connector; protect "
+            "it like the prompts",
             "URL",
             "none",
         ),
@@ -496,7 +558,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int | str | None,
         Flag(
             MEMORY,
-            "most of what is kept at a file: store by all servers together, e.g. 20GiB; what was used longest ago goes",
+            "maximum total size of a file: KV store, e.g. 20GiB; evicts least recently used blocks",
             "SIZE",
             "8GiB",
         ),
@@ -505,26 +567,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             MEMORY,
-            "tell outside routers over ZeroMQ which blocks there are, in vLLM's format (docs/kv.md), e.g."
-            ' {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}',
+            'publish KV cache events over ZeroMQ in vLLM\'s format (docs/kv.md), e.g. {"enable_kv_cache_events": true,'
+            ' "endpoint": "tcp://127.0.0.1:5557"}',
             "JSON",
-            "nobody is told",
+            "no events",
         ),
     ] = None
     role: Annotated[
-        Literal["alone", "prefill", "decode", "both"],
+        Literal["none", "prefill", "decode", "both"],
         Flag(
             MEMORY,
-            "of requests that two servers compute, one the prompt and one the answer (docs/apart.md): prefill computes prompts"
-            " and offers their KV, decode fetches it; both do both. On a CPU",
+            "CPU only: role in disaggregated prefill (docs/apart.md): prefill computes prompts and offers their KV, "
+            "decode fetches KV, both does both",
         ),
-    ] = "alone"
+    ] = "none"
     kv_peer_listen: Annotated[
         str | None,
         Flag(
             MEMORY,
-            "where KV is offered to other servers: the address by which they reach this one; each further engine has the next"
-            " port. Beyond this machine it wants --kv-peer-key",
+            "address that offers KV to other servers and that they can reach; engine i uses port + i; a non-loopback "
+            "address requires --kv-peer-key",
             "HOST:PORT",
             "127.0.0.1:5600",
         ),
@@ -533,7 +595,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         list[str],
         Flag(
             MEMORY,
-            "host or network, such as 10.0.0.0/24, that KV may be fetched from; repeat for more",
+            "host or network, e.g. 10.0.0.0/24, that KV may be fetched from; repeat for more",
             "HOST",
             "this machine",
         ),
@@ -542,90 +604,102 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             MEMORY,
-            "file with a secret of 32 bytes or more that all servers have: they talk encrypted, and to nobody else",
+            "file with a shared secret of at least 32 bytes, the same on all servers; encrypts and authenticates KV "
+            "transfer",
             "FILE",
-            "this user's own",
+            "a key of this user",
         ),
     ] = None
     kv_peer_memory: Annotated[
         int | str | None,
         Flag(
-            MEMORY, "most of what is offered, for each engine; what was used longest ago goes", "SIZE", "1GiB"
+            MEMORY,
+            "maximum memory for offered KV per engine; evicts least recently used blocks",
+            "SIZE",
+            "1GiB",
         ),
     ] = None
     block_size: Annotated[
         int | None,
         Flag(
             MEMORY,
-            "tokens in a block of KV memory; 16, or as many as take what a state does, if nothing is said",
+            "tokens per KV block",
+            default_text="16, or more for models with recurrent state",
         ),
     ] = None
-    enable_prefix_caching: Annotated[bool, Flag(MEMORY, "keep the KV of shared prompt beginnings")] = True
+    enable_prefix_caching: Annotated[
+        bool, Flag(MEMORY, "reuse KV blocks of requests with the same prefix")
+    ] = True
 
     # --- device ---
     executor: Annotated[
         Literal["auto", "torch", "mock"],
-        Flag(DEVICE, "auto is torch; mock answers deterministic tokens without weights, to measure the rest"),
+        Flag(
+            DEVICE,
+            "torch, or mock, which returns deterministic tokens without weights, to measure the other processes; auto"
+            " is torch",
+        ),
     ] = "auto"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], Flag(DEVICE, "where the model runs; auto takes a GPU if there is one")
+        Literal["auto", "cpu", "cuda"],
+        Flag(DEVICE, "device that runs the model; auto selects a GPU if present"),
     ] = "auto"
     threads: Annotated[
         int,
         Flag(
             DEVICE,
-            "compute threads of the executor, of each rank; 0 takes every core it may use, on 8 or more all but one in eight",
+            "compute threads per rank; 0 uses every usable core, except one in eight on machines with 8 or more",
         ),
     ] = 0
     pin_threads: Annotated[
-        bool, Flag(DEVICE, "keep each compute thread on one core; for machines that serve nothing else")
+        bool, Flag(DEVICE, "pin each compute thread to one core; for dedicated machines")
     ] = False
     batch_invariant: Annotated[
         bool,
         Flag(
             DEVICE,
-            "GPU only: the same bits for the same request whatever else is in the batch, at some cost in speed; a CPU always "
-            "gives them",
+            "GPU only: batch-invariant kernels, bit-identical results regardless of batch composition, at some cost "
+            "in speed; a CPU is always batch-invariant",
         ),
     ] = False
-    enforce_eager: Annotated[
-        bool, Flag(DEVICE, "GPU only: launch every kernel by itself rather than captured graphs")
-    ] = False
+    enforce_eager: Annotated[bool, Flag(DEVICE, "GPU only: disable CUDA graphs")] = False
     allow_torch_kernels: Annotated[
         bool,
         Flag(
             DEVICE,
-            "GPU only: use torch's slow operators if the CUDA kernels cannot be loaded; default: do not start",
+            "GPU only: fall back to slow torch operators if the CUDA kernels cannot be loaded; otherwise the server "
+            "does not start",
         ),
     ] = False
     attention_backend: Annotated[
         str,
         Flag(
             DEVICE,
-            "GPU only: attention of prompts: auto, quintet, torch, flashinfer, or a registered name",
+            "GPU only: attention backend of prefill: auto, quintet, torch, flashinfer, or a registered name",
             "NAME",
         ),
     ] = "auto"
-    step_ms: Annotated[float, Flag(DEVICE, "mock executor only: how long a step takes", "MS")] = 0.0
+    step_ms: Annotated[float, Flag(DEVICE, "mock executor only: duration of a step", "MS")] = 0.0
     mock_script: Annotated[
         str | None,
         Flag(
             DEVICE,
-            "mock executor only: answers to prompts, for tests of clients; JSON of a list of objects with after and say",
+            "mock executor only: JSON file of scripted responses for client tests, a list of objects with after and "
+            "say",
             "FILE",
         ),
     ] = None
 
     # --- processes ---
-    frontends: Annotated[int, Flag(PROCESSES, "HTTP processes; they share the port")] = 1
-    tokenizers: Annotated[int, Flag(PROCESSES, "processes that turn text into tokens")] = 1
-    detokenizers: Annotated[int, Flag(PROCESSES, "processes that turn tokens into text")] = 1
+    frontends: Annotated[int, Flag(PROCESSES, "number of HTTP frontend processes, which share the port")] = 1
+    tokenizers: Annotated[int, Flag(PROCESSES, "number of tokenizer processes")] = 1
+    detokenizers: Annotated[int, Flag(PROCESSES, "number of detokenizer processes")] = 1
     data_parallel_size: Annotated[
         int,
         Flag(
             PROCESSES,
-            "engines, each a core and an executor with the whole model: memory and processors are divided among them, "
-            "GPUs are one each, or one for each of their ranks",
+            "number of data-parallel engines, each a core and an executor with the whole model; memory and CPU cores "
+            "are divided among them, and each has its own GPUs",
             "ENGINES",
         ),
     ] = 1
@@ -633,8 +707,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(
             PROCESSES,
-            "ranks, processes that each compute a share of every layer, on processors or a GPU and with weights and KV of their "
-            "own: all together one executor",
+            "number of tensor-parallel ranks; each is a process with a shard of every layer and of the KV cache, on "
+            "its own CPU cores or GPU",
             "RANKS",
         ),
     ] = 1
@@ -642,8 +716,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(
             PROCESSES,
-            "stages, groups of --tensor-parallel-size ranks that each have some of the layers: so many steps are computed at "
-            "once, of requests that take turns",
+            "number of pipeline stages; each is a group of --tensor-parallel-size ranks with a share of the layers",
             "STAGES",
         ),
     ] = 1
@@ -651,7 +724,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(
             PROCESSES,
-            "CPU: ranks that keep one KV memory together where each would have a copy: of fewer KV heads than ranks, of latents",
+            "CPU only: number of ranks that share one KV cache instead of duplicating it, for models with fewer KV "
+            "heads than ranks or with latent attention",
             "RANKS",
         ),
     ] = 1
@@ -659,43 +733,46 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Flag(
             PROCESSES,
-            "hosts that compute the model, each as many of the stages, or of the ranks of one: --node-rank 0 answers, the others "
-            "are --headless",
+            "number of hosts of a multi-host model; stages, or the ranks of a single stage, are divided evenly; "
+            "--node-rank 0 serves HTTP, the other hosts run --headless",
             "HOSTS",
         ),
     ] = 1
-    node_rank: Annotated[int, Flag(PROCESSES, "which of them this one is, from 0", "HOST")] = 0
+    node_rank: Annotated[int, Flag(PROCESSES, "rank of this host, from 0", "HOST")] = 0
     headless: Annotated[
         bool,
         Flag(
             PROCESSES,
-            "compute for the host at --master-addr, which says what; of other flags only MODEL, --group-key, --threads, "
-            "--packed-cache and --log-level count here",
+            "worker host of a multi-host model: connects to --master-addr for its configuration; only MODEL, "
+            "--group-key, --threads, --packed-cache and --log-level apply",
         ),
     ] = False
     distributed_executor_backend: Annotated[
         Literal["mp", "ray"],
         Flag(
             PROCESSES,
-            "who starts the other hosts: mp, you; ray, this one, on other nodes of the Ray cluster that it runs in, with a group "
-            "key of its own",
+            "launcher of the other hosts: mp (start them manually) or ray (this host starts them in its Ray cluster, "
+            "with a generated group key)",
         ),
     ] = "mp"
     master_addr: Annotated[
         str | None,
         Flag(
             PROCESSES,
-            "where the first host listens for the others: by name or address",
+            "address or name on which host 0 listens for the other hosts",
             "ADDRESS",
-            "127.0.0.1; with ray, this node's in Ray",
+            "127.0.0.1; with ray, this node's Ray address",
         ),
     ] = None
-    master_port: Annotated[int, Flag(PROCESSES, "its port for that", "PORT")] = 29501
+    master_port: Annotated[
+        int, Flag(PROCESSES, "port on which host 0 listens for the other hosts", "PORT")
+    ] = 29501
     group_key: Annotated[
         str | None,
         Flag(
             PROCESSES,
-            "file with a secret of 32 bytes or more that all hosts have: they talk encrypted, and to nobody else",
+            "file with a shared secret of at least 32 bytes, the same on all hosts; encrypts and authenticates the "
+            "links between hosts",
             "FILE",
             "none",
         ),
@@ -704,21 +781,27 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         bool,
         Flag(
             PROCESSES,
-            "CPU: the same bits with 1, 2, 4 or 8 ranks, as far as the model can be divided so, and with any stages: a request "
-            "may go on where there are others",
+            "CPU only: bit-identical results with 1, 2, 4 or 8 ranks and any number of stages, as far as the model "
+            "can be divided; requests can then resume on another layout",
         ),
     ] = False
     enable_expert_parallel: Annotated[
-        bool, Flag(PROCESSES, "each rank keeps some experts whole, not some columns of every expert")
+        bool,
+        Flag(
+            PROCESSES, "expert parallelism: each rank holds whole experts instead of a slice of every expert"
+        ),
     ] = False
     enable_eplb: Annotated[
-        bool, Flag(PROCESSES, "experts that are asked for most are copied to ranks that have less to do")
+        bool,
+        Flag(
+            PROCESSES, "expert-parallel load balancing: replicate the most used experts on less loaded ranks"
+        ),
     ] = False
     eplb_config: Annotated[
         str | None,
         Flag(
             PROCESSES,
-            'how many, and when: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 8}',
+            'EPLB settings: {"window_size": 1000, "step_interval": 3000, "num_redundant_experts": 8}',
             "JSON",
         ),
     ] = None
@@ -726,41 +809,41 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Routing,
         Flag(
             PROCESSES,
-            "by what the engine of a request is chosen, where there are several: prefix (what it has computed before, and "
-            "what it has to do), load, session (X-Session-Id, or the user), round-robin",
+            "load balancing policy across engines: prefix (prefix affinity and load), load (least load), session "
+            "(X-Session-Id header, or user), round-robin",
         ),
     ] = "prefix"
-    spares: Annotated[
+    standby: Annotated[
         bool,
         Flag(
             PROCESSES,
-            "keep a tokenizer and a detokenizer booted in reserve: when one dies, the next works at once",
+            "keep a standby tokenizer and detokenizer process, which take over at once when one fails",
         ),
     ] = True
     boot_timeout: Annotated[
-        float, Flag(PROCESSES, "seconds the processes may take to get ready", "SECONDS")
+        float, Flag(PROCESSES, "maximum time until all processes are ready", "SECONDS")
     ] = 600.0
     max_restarts: Annotated[
         int | None,
         Flag(
             PROCESSES,
-            "deaths of one process within a minute that are made good; one more ends the server",
+            "restarts of one process within a minute; one more failure stops the server",
             "COUNT",
-            "5, or 12 of the executor",
+            "5; 12 for the executor",
         ),
     ] = None
     drain_timeout: Annotated[
-        float, Flag(PROCESSES, "seconds that requests in flight get to finish after SIGTERM", "SECONDS")
+        float, Flag(PROCESSES, "time that requests in flight may take to finish after SIGTERM", "SECONDS")
     ] = 30.0
     stall_timeout: Annotated[
         float,
-        Flag(PROCESSES, "seconds without a sign of life after which a process is replaced", "SECONDS"),
+        Flag(PROCESSES, "time without a heartbeat or progress before a process is restarted", "SECONDS"),
     ] = 10.0
     trace: Annotated[
         str | None,
         Flag(
             PROCESSES,
-            "folder where each process writes what it did when, as it ends; `quintet trace FOLDER` reads it",
+            "folder where each process writes its trace at exit; `quintet trace FOLDER` reads it",
             "FOLDER",
             "none",
         ),
@@ -769,15 +852,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str | None,
         Flag(
             PROCESSES,
-            "folder where each process keeps what it is sent and sends, prompts and outputs included, for `quintet replay`",
+            "folder where each process records its messages, including prompts and outputs, for `quintet replay`",
             "FOLDER",
             "none",
         ),
     ] = None
     record_mb: Annotated[
         int,
-        Flag(PROCESSES, "MB that the recording of each process may take: the oldest part makes room", "MB"),
+        Flag(PROCESSES, "maximum size of one process's recording; the oldest part is overwritten", "MB"),
     ] = 512
     log_level: Annotated[
-        Literal["DEBUG", "INFO", "WARNING", "ERROR"], Flag(PROCESSES, "least important lines shown")
+        Literal["DEBUG", "INFO", "WARNING", "ERROR"], Flag(PROCESSES, "minimum level of log lines")
     ] = "INFO"

@@ -28,7 +28,7 @@ def check_kv_leaves(flag: str, options: Options, device: str, shares_beginnings:
 
 def kv_leaves(options: Options) -> bool:
     """Return whether that is asked for."""
-    return options.kv_disk is not None or options.kv_store is not None or options.role != "alone"
+    return options.kv_disk is not None or options.kv_store is not None or options.role != "none"
 
 
 def num_parts(options: Options) -> int:

@@ -35,7 +35,7 @@ def kv_peers_config(
 ) -> KvPeersConfig | None:
     """Return the section, or None; reject what cannot be. shares_beginnings: whether there is a prefix cache."""
     role = options.role
-    if role == "alone":
+    if role == "none":
         _check_nothing_is_said(options)
         return None
     check_kv_leaves(f"--role {options.role}", options, device, shares_beginnings)

@@ -57,7 +57,7 @@ def check_ranges(options: Options) -> None:
         "keep_alive_interval": (options.keep_alive_interval, 0),
         "stream_grace": (options.stream_grace, 0),
         "response_store_entries": (options.response_store_entries, 0),
-        "depth": (options.depth, 1),
+        "max_steps_in_flight": (options.max_steps_in_flight, 1),
         "record_mb": (options.record_mb, 4),
         "port": (options.port, 0),
         "nnodes": (options.nnodes, 1),

@@ -28,11 +28,12 @@ def scheduler_config(
     options: Options, kind: Kind, device: Device, max_model_len: int, notes: list[str]
 ) -> SchedulerConfig:
     """Return how requests are planned. notes: hears what is otherwise than asked."""
-    stages, depth = options.pipeline_parallel_size, options.depth
+    stages, depth = options.pipeline_parallel_size, options.max_steps_in_flight
     if stages > 1 and depth <= stages:
         depth = stages + 1
         notes.append(
-            f"--depth is {depth}, not {options.depth}: each of {stages} stages computes a step, and the first has the next one"
+            f"--max-steps-in-flight is {depth}, not {options.max_steps_in_flight}: "
+            f"{stages} pipeline stages need one step each and one more"
         )
     return SchedulerConfig(
         max_num_seqs=options.max_num_seqs,
@@ -42,9 +43,9 @@ def scheduler_config(
         long_prefill_token_threshold=options.long_prefill_token_threshold,
         resume_grace_s=options.stream_grace,
         step_target_ms=rules.derive_step_target_ms(options, kind, device),
-        depth=depth,
+        max_steps_in_flight=depth,
         stages=stages,
-        refuse_hopeless=options.refuse_hopeless,
+        deadline_admission=options.deadline_admission,
         audit=options.audit,
     )
 
@@ -109,7 +110,7 @@ def processes_config(options: Options, http: bool, external_frontends: int) -> P
         tokenizers=options.tokenizers,
         engines=options.data_parallel_size,
         detokenizers=options.detokenizers,
-        spares=options.spares and http,
+        standby=options.standby and http,
         boot_timeout_s=options.boot_timeout,
         max_restarts=options.max_restarts,
         drain_timeout_s=options.drain_timeout,

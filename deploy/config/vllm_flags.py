@@ -1,7 +1,7 @@
-"""Command lines written for vLLM: what becomes of each of its flags that is not one of Quintet's own.
+"""Compatibility with vLLM command lines: tables of vLLM's flags that are not flags of Quintet.
 
-A flag is *renamed* (Quintet has it under another name), *accepted* (it has no meaning here; a line of the log says why), or
-*refused* with what to use instead. docs/vllm-flags.md shows the tables below.
+A flag is *renamed* (Quintet has it under another name), *accepted* (no effect; a log line says why), or *refused* with an
+alternative. docs/vllm-flags.md is generated from these tables.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Renamed:
     ours: str
     is_switch: bool = False
     convert: Callable[[object], object] | None = None
-    """From its value to that of ours."""
+    """Converts its value to that of ``ours``."""
 
 
 def _not(value: object) -> object:
@@ -37,7 +37,7 @@ SHORT = {
     "-dcp": "decode_context_parallel_size", "-ep": "enable_expert_parallel", "-q": "quantization", "-n": "nnodes",
     "-r": "node_rank", "-asc": "api_server_count",
 }  # fmt: skip
-"""Short spellings of flags that Quintet takes."""
+"""Short names of flags."""
 
 TAKEN = (
     "allow_credentials", "allowed_headers", "allowed_methods", "allowed_origins", "api_key", "attention_backend", "block_size",
@@ -52,7 +52,7 @@ TAKEN = (
     "ssl_certfile", "ssl_keyfile", "swap_space", "tensor_parallel_size", "tokenizer", "tokenizer_revision", "tool_call_parser",
     "trust_remote_code", "trust_request_chat_template", "uds",
 )  # fmt: skip
-"""Flags that both have, under one name."""
+"""Flags with the same name in vLLM and Quintet."""
 
 RENAMED: dict[str, Renamed] = {
     "kv_cache_memory_bytes": Renamed("kv_cache_memory"),
@@ -66,112 +66,112 @@ RENAMED: dict[str, Renamed] = {
     "enable_log_requests": Renamed("log_requests", is_switch=True),
     "disable_log_requests": Renamed("log_requests", is_switch=True, convert=_not),
 }
-"""By the key of vLLM's flag."""
+"""Key of vLLM's flag -> Quintet's flag."""
 
 ROPE = ("rope_scaling", "rope_theta")
-"""Flags of older versions for what ``--hf-overrides`` says."""
+"""Flags of older vLLM versions, merged into ``--hf-overrides``."""
 
-_MEDIA = "models read text alone here"
-_TORCH = "nothing is compiled by torch here"
-_LOGS = "requests and prompts are not logged, but for one line with --log-requests"
-_ALWAYS = "it is always so"
-_PLACES = "the supervisor places processes itself"
-_WEIGHTS = "weights are mapped, and packed as they are read"
-_DRAWS = "drawing and kernels are chosen by the executor"
-_MAMBA = "states of layers are kept in the formats of their kernels"
-_SPLIT = "how ranks talk to each other is chosen by the executor"
+_MULTIMODAL = "multimodal inputs are not supported"
+_TORCH = "torch.compile is not used"
+_LOGS = "requests are not logged, except one line each with --log-requests"
+_ALWAYS = "always enabled"
+_PLACEMENT = "the supervisor manages process placement"
+_WEIGHTS = "weights are memory-mapped and packed while loading"
+_KERNELS = "the executor selects kernels and sampling methods"
+_MAMBA = "recurrent states use the data types of their kernels"
+_RANKS = "the executor selects communication between ranks"
 
 ACCEPTED_SWITCHES: dict[str, str] = {
-    "async_scheduling": "steps are always planned ahead (--depth)",
+    "async_scheduling": "steps are always scheduled ahead (--max-steps-in-flight)",
     "disable_log_stats": _LOGS,
     "aggregate_engine_logging": _LOGS,
     "enable_log_deltas": _LOGS,
     "disable_uvicorn_access_log": _LOGS,
-    "log_error_stack": "the log has the stack of every error of the server",
+    "log_error_stack": "the log has the stack trace of every internal error",
     "enable_prompt_tokens_details": _ALWAYS,
-    "enable_server_load_tracking": "GET /load always tells",
-    "enable_request_id_headers": "every answer has X-Request-Id",
-    "enable_offline_docs": "/docs needs no network",
-    "exclude_tools_when_tool_choice_none": "the chat template is shown the tools that the request has",
-    "use_v2_block_manager": "there is one",
-    "disable_async_output_proc": "text is made by processes of their own",
-    "multi_step_stream_outputs": "every step is told",
-    "enable_flashinfer_autotune": _DRAWS,
-    "enable_bf16x3_router_gemm": _DRAWS,
-    "use_fp64_gumbel": _DRAWS,
-    "disable_cascade_attn": _DRAWS,
-    "disable_custom_all_reduce": _SPLIT,
-    "disable_nccl_for_dp_synchronization": _SPLIT,
-    "enable_batch_sharded_sampling": _SPLIT,
-    "enable_ep_weight_filter": "ranks read their own experts alone",
-    "dcp_q_replicate": _SPLIT,
-    "numa_bind": _PLACES,
-    "ray_workers_use_nsight": _PLACES,
-    "use_tqdm_on_load": "large checkpoints have a bar",
-    "calculate_kv_scales": "scales of keys and values are computed as they are written",
-    "kv_sharing_fast_prefill": "all layers are computed",
-    "disable_hybrid_kv_cache_manager": "layers that see a window keep a window",
-    "scheduler_reserve_full_isl": "a prompt is admitted when its blocks fit",
+    "enable_server_load_tracking": "GET /load is always enabled",
+    "enable_request_id_headers": "every response has X-Request-Id",
+    "enable_offline_docs": "/docs always works offline",
+    "exclude_tools_when_tool_choice_none": "the chat template always receives the request's tools",
+    "use_v2_block_manager": "there is only one block manager",
+    "disable_async_output_proc": "detokenizer processes always run asynchronously",
+    "multi_step_stream_outputs": "every step is streamed",
+    "enable_flashinfer_autotune": _KERNELS,
+    "enable_bf16x3_router_gemm": _KERNELS,
+    "use_fp64_gumbel": _KERNELS,
+    "disable_cascade_attn": _KERNELS,
+    "disable_custom_all_reduce": _RANKS,
+    "disable_nccl_for_dp_synchronization": _RANKS,
+    "enable_batch_sharded_sampling": _RANKS,
+    "enable_ep_weight_filter": "each rank always reads only its own experts",
+    "dcp_q_replicate": _RANKS,
+    "numa_bind": _PLACEMENT,
+    "ray_workers_use_nsight": _PLACEMENT,
+    "use_tqdm_on_load": "loading a large checkpoint always shows a progress bar",
+    "calculate_kv_scales": "KV scales are always computed when KV is written",
+    "kv_sharing_fast_prefill": "all layers are always computed",
+    "disable_hybrid_kv_cache_manager": "sliding-window layers keep only their window",
+    "scheduler_reserve_full_isl": "a prompt is admitted when its KV blocks fit",
     "enable_mamba_cache_stochastic_rounding": _MAMBA,
     "use_replayssm": _MAMBA,
     "enable_cumem_allocator": _WEIGHTS,
-    "interleave_mm_strings": _MEDIA,
-    "skip_mm_profiling": _MEDIA,
-    "disable_mm_preprocessor_cache": _MEDIA,
-    "disable_chunked_mm_input": _MEDIA,
-    "language_model_only": _MEDIA,
-    "mm_device_do_normalize": _MEDIA,
-    "enable_flash_late_interaction": "scores are not computed here",
-    "enable_mfu_metrics": "GET /metrics has the figures that there are",
-    "kv_cache_metrics": "GET /metrics has the figures that there are",
-    "cudagraph_metrics": "GET /metrics has the figures that there are",
-    "enable_logging_iteration_details": "`quintet trace` shows what steps are made of",
-    "enable_layerwise_nvtx_tracing": "`quintet trace` shows what steps are made of",
+    "interleave_mm_strings": _MULTIMODAL,
+    "skip_mm_profiling": _MULTIMODAL,
+    "disable_mm_preprocessor_cache": _MULTIMODAL,
+    "disable_chunked_mm_input": _MULTIMODAL,
+    "language_model_only": _MULTIMODAL,
+    "mm_device_do_normalize": _MULTIMODAL,
+    "enable_flash_late_interaction": "scoring is not supported",
+    "enable_mfu_metrics": "see GET /metrics",
+    "kv_cache_metrics": "see GET /metrics",
+    "cudagraph_metrics": "see GET /metrics",
+    "enable_logging_iteration_details": "`quintet trace` shows the phases of each step",
+    "enable_layerwise_nvtx_tracing": "`quintet trace` shows the phases of each step",
     "jit_monitor_verbose": _TORCH,
-    "fail_on_environ_validation": "variables of vLLM's are not read",
+    "fail_on_environ_validation": "environment variables of vLLM are not read",
     "cohere_is_reasoning_model": "Cohere's API is not served",
 }
-"""Flags without a value that have no meaning here, and why."""
+"""Flags without a value that have no effect -> reason."""
 
 ACCEPTED_VALUES: dict[str, str] = {
-    "tokenizer_mode": "tokenizer.json is read, and made where there is none",
-    "config_format": "config.json is read",
-    "response_role": "the answer's role is assistant",
-    "uvicorn_log_level": "--log-level is for all processes",
-    "log_config_file": "--log-level is for all processes",
+    "tokenizer_mode": "tokenizer.json is used, and generated if missing",
+    "config_format": "config.json is used",
+    "response_role": "the response role is always assistant",
+    "uvicorn_log_level": "use --log-level, for all processes",
+    "log_config_file": "use --log-level, for all processes",
     "disable_access_log_for_endpoints": _LOGS,
     "max_log_len": _LOGS,
-    "limit_mm_per_prompt": _MEDIA,
-    "media_io_kwargs": _MEDIA,
-    "mm_processor_kwargs": _MEDIA,
-    "mm_processor_cache_gb": _MEDIA,
-    "mm_processor_cache_type": _MEDIA,
-    "mm_processor_device": _MEDIA,
-    "mm_hasher_algorithm": _MEDIA,
-    "mm_shm_cache_max_object_size_mb": _MEDIA,
-    "mm_encoder_tp_mode": _MEDIA,
-    "mm_encoder_attn_backend": _MEDIA,
-    "mm_encoder_attn_dtype": _MEDIA,
-    "mm_tensor_ipc": _MEDIA,
-    "mm_ipc_gpu_memory_gb": _MEDIA,
-    "allowed_local_media_path": _MEDIA,
-    "allowed_media_domains": _MEDIA,
-    "video_pruning_rate": _MEDIA,
-    "video_pruning_method": _MEDIA,
+    "limit_mm_per_prompt": _MULTIMODAL,
+    "media_io_kwargs": _MULTIMODAL,
+    "mm_processor_kwargs": _MULTIMODAL,
+    "mm_processor_cache_gb": _MULTIMODAL,
+    "mm_processor_cache_type": _MULTIMODAL,
+    "mm_processor_device": _MULTIMODAL,
+    "mm_hasher_algorithm": _MULTIMODAL,
+    "mm_shm_cache_max_object_size_mb": _MULTIMODAL,
+    "mm_encoder_tp_mode": _MULTIMODAL,
+    "mm_encoder_attn_backend": _MULTIMODAL,
+    "mm_encoder_attn_dtype": _MULTIMODAL,
+    "mm_tensor_ipc": _MULTIMODAL,
+    "mm_ipc_gpu_memory_gb": _MULTIMODAL,
+    "allowed_local_media_path": _MULTIMODAL,
+    "allowed_media_domains": _MULTIMODAL,
+    "video_pruning_rate": _MULTIMODAL,
+    "video_pruning_method": _MULTIMODAL,
     "compilation_config": _TORCH,
     "optimization_level": _TORCH,
-    "performance_mode": _DRAWS,
+    "performance_mode": _KERNELS,
     "cudagraph_capture_sizes": _TORCH,
     "max_cudagraph_capture_size": _TORCH,
     "max_seq_len_to_capture": _TORCH,
     "jit_monitor_mode": _TORCH,
-    "kernel_config": _DRAWS,
-    "attention_config": _DRAWS,
-    "moe_backend": _DRAWS,
-    "linear_backend": _DRAWS,
-    "ir_op_priority": _DRAWS,
-    "gdn_prefill_backend": _DRAWS,
-    "kda_prefill_backend": _DRAWS,
+    "kernel_config": _KERNELS,
+    "attention_config": _KERNELS,
+    "moe_backend": _KERNELS,
+    "linear_backend": _KERNELS,
+    "ir_op_priority": _KERNELS,
+    "gdn_prefill_backend": _KERNELS,
+    "kda_prefill_backend": _KERNELS,
     "mamba_backend": _MAMBA,
     "mamba_ssu_algorithm": _MAMBA,
     "mamba_cache_philox_rounds": _MAMBA,
@@ -180,150 +180,152 @@ ACCEPTED_VALUES: dict[str, str] = {
     "mamba_cache_mode": _MAMBA,
     "mamba_block_size": _MAMBA,
     "replayssm_buffer_len": _MAMBA,
-    "all2all_backend": _SPLIT,
-    "dcp_comm_backend": _SPLIT,
-    "dcp_kv_cache_interleave_size": _SPLIT,
-    "cp_kv_cache_interleave_size": _SPLIT,
-    "dp_sync_interval": _SPLIT,
-    "expert_placement_strategy": _SPLIT,
-    "distributed_timeout_seconds": "--stall-timeout and --boot-timeout are for all processes",
-    "cpu_distributed_timeout_seconds": "--stall-timeout and --boot-timeout are for all processes",
-    "data_parallel_backend": _PLACES,
-    "numa_bind_nodes": _PLACES,
-    "numa_bind_cpus": _PLACES,
+    "all2all_backend": _RANKS,
+    "dcp_comm_backend": _RANKS,
+    "dcp_kv_cache_interleave_size": _RANKS,
+    "cp_kv_cache_interleave_size": _RANKS,
+    "dp_sync_interval": _RANKS,
+    "expert_placement_strategy": _RANKS,
+    "distributed_timeout_seconds": "use --stall-timeout and --boot-timeout",
+    "cpu_distributed_timeout_seconds": "use --stall-timeout and --boot-timeout",
+    "data_parallel_backend": _PLACEMENT,
+    "numa_bind_nodes": _PLACEMENT,
+    "numa_bind_cpus": _PLACEMENT,
     "max_parallel_loading_workers": _WEIGHTS,
     "safetensors_load_strategy": _WEIGHTS,
     "safetensors_prefetch_num_threads": _WEIGHTS,
     "safetensors_prefetch_block_size": _WEIGHTS,
     "model_loader_extra_config": _WEIGHTS,
     "pt_load_map_location": _WEIGHTS,
-    "ignore_patterns": "files of the model itself are fetched alone",
-    "prefix_caching_hash_algo": "blocks are found by hashes of their tokens",
-    "prefix_match_unit": "prefixes match in whole blocks",
+    "ignore_patterns": "only files of the model are downloaded",
+    "prefix_caching_hash_algo": "the hash algorithm is fixed",
+    "prefix_match_unit": "prefixes match in whole KV blocks",
     "prefix_cache_retention_interval": "least recently used blocks are evicted first",
-    "watermark": "blocks that running requests need are kept for them",
-    "prefill_schedule_interval": "prompts and outputs share each step",
-    "preemption_mode": "what is cheaper is taken: to compute again, or to copy back (--swap-space)",
-    "num_lookahead_slots": "steps are always planned ahead (--depth)",
-    "scheduler_delay_factor": "a prompt begins when it can",
-    "num_scheduler_steps": "steps are always planned ahead (--depth)",
-    "guided_decoding_backend": "one library enforces forms (docs/structured.md)",
-    "structured_outputs_config": "one library enforces forms (docs/structured.md)",
-    "show_hidden_metrics_for_version": "GET /metrics has the figures that there are",
-    "kv_cache_metrics_sample": "GET /metrics has the figures that there are",
-    "h11_max_incomplete_event_size": "the head of a request may have 64 KiB",
-    "h11_max_header_count": "the head of a request may have 64 KiB",
-    "fingerprint_mode": "answers have no fingerprint",
-    "fingerprint_value": "answers have no fingerprint",
+    "watermark": "KV blocks of running requests are reserved",
+    "prefill_schedule_interval": "prefill and decode share each step",
+    "preemption_mode": "the scheduler selects the cheaper of recomputation and swapping (--swap-space)",
+    "num_lookahead_slots": "steps are always scheduled ahead (--max-steps-in-flight)",
+    "scheduler_delay_factor": "prefill starts as soon as possible",
+    "num_scheduler_steps": "steps are always scheduled ahead (--max-steps-in-flight)",
+    "guided_decoding_backend": "there is one structured output backend (docs/structured.md)",
+    "structured_outputs_config": "there is one structured output backend (docs/structured.md)",
+    "show_hidden_metrics_for_version": "see GET /metrics",
+    "kv_cache_metrics_sample": "see GET /metrics",
+    "h11_max_incomplete_event_size": "request headers are limited to 64 KiB",
+    "h11_max_header_count": "request headers are limited to 64 KiB",
+    "fingerprint_mode": "responses have no system_fingerprint",
+    "fingerprint_value": "responses have no system_fingerprint",
     "cohere_format": "Cohere's API is not served",
-    "worker_cls": _PLACES,
-    "dp_supervisor_probe_interval_s": _PLACES,
-    "dp_supervisor_probe_timeout_s": _PLACES,
-    "dp_supervisor_probe_failure_threshold": _PLACES,
-    "data_parallel_supervisor_port": _PLACES,
-    "tokenizer_pool_type": _PLACES,
-    "tokenizer_pool_extra_config": _PLACES,
+    "worker_cls": _PLACEMENT,
+    "dp_supervisor_probe_interval_s": _PLACEMENT,
+    "dp_supervisor_probe_timeout_s": _PLACEMENT,
+    "dp_supervisor_probe_failure_threshold": _PLACEMENT,
+    "data_parallel_supervisor_port": _PLACEMENT,
+    "tokenizer_pool_type": _PLACEMENT,
+    "tokenizer_pool_extra_config": _PLACEMENT,
 }
-"""Flags with a value that have no meaning here, and why."""
+"""Flags with a value that have no effect -> reason."""
 
-_ADAPTERS = "adapters are not there: merge them into the weights"
-_DRAFTS = "speculation is not there"
-_POOLING = "embeddings, scores and rankings are not there"
-_ON_HOSTS = "name hosts by --nnodes, --node-rank and --master-addr, or put servers behind `quintet route`"
-_PLUGIN = "plugins of vLLM's are not loaded"
-_OFFLOAD = "weights stay in memory: take fewer bits (--quantization), or more ranks"
+_LORA = "LoRA adapters are not supported; merge them into the weights"
+_DBO = "dual-batch overlap is not supported"
+_SPECULATION = "speculative decoding is not supported"
+_POOLING = "embedding, scoring and reranking are not supported"
+_ON_HOSTS = "use --nnodes, --node-rank and --master-addr, or run several servers with `quintet route`"
+_PLUGIN = "vLLM plugins are not supported"
+_OFFLOAD = "weight offloading is not supported; use --quantization or more ranks"
 
 REFUSED_SWITCHES: dict[str, str] = {
-    "enable_lora": _ADAPTERS,
-    "fully_sharded_loras": _ADAPTERS,
-    "enable_lora_bias": _ADAPTERS,
-    "enable_tower_connector_lora": _ADAPTERS,
-    "specialize_active_lora": _ADAPTERS,
-    "enable_mixed_moe_lora_format": _ADAPTERS,
-    "enable_moe_shared_loras": _ADAPTERS,
-    "enable_prompt_adapter": _ADAPTERS,
-    "enable_sleep_mode": "a server that sleeps is not there: end it, and start it with --packed-cache",
-    "enable_nccl_comm_suspend": "a server that sleeps is not there",
-    "skip_tokenizer_init": "a tokenizer is needed; /inference/v1/generate takes and gives ids",
-    "tokens_only": "all endpoints are served; /inference/v1/generate takes and gives ids",
-    "disable_sliding_window": "layers see the window that they were trained with: lower --max-model-len",
-    "enable_return_routed_experts": "which experts were asked is not told",
-    "return_sampling_mask": "which tokens could be drawn is not told",
-    "enable_trace_replay": "--record and `quintet replay` are for that",
-    "enable_per_request_metrics": "GET /metrics has them for all requests",
-    "per_request_spec_decode_metrics": _DRAFTS,
+    "enable_lora": _LORA,
+    "fully_sharded_loras": _LORA,
+    "enable_lora_bias": _LORA,
+    "enable_tower_connector_lora": _LORA,
+    "specialize_active_lora": _LORA,
+    "enable_mixed_moe_lora_format": _LORA,
+    "enable_moe_shared_loras": _LORA,
+    "enable_prompt_adapter": _LORA,
+    "enable_sleep_mode": "sleep mode is not supported; stop the server and restart it with --packed-cache",
+    "enable_nccl_comm_suspend": "sleep mode is not supported",
+    "skip_tokenizer_init": "a tokenizer is required; /inference/v1/generate accepts and returns token ids",
+    "tokens_only": "all endpoints are served; /inference/v1/generate accepts and returns token ids",
+    "disable_sliding_window": "sliding windows cannot be disabled; lower --max-model-len",
+    "enable_return_routed_experts": "routed experts are not returned",
+    "return_sampling_mask": "sampling masks are not returned",
+    "enable_trace_replay": "use --record and `quintet replay`",
+    "enable_per_request_metrics": "use GET /metrics, aggregated over requests",
+    "per_request_spec_decode_metrics": _SPECULATION,
     "enable_log_outputs": "outputs are not logged",
-    "disable_fastapi_docs": "/docs and /openapi.json are open: close them in the proxy",
-    "enable_ssl_refresh": "restart the server for another certificate",
-    "enable_mm_embeds": _MEDIA,
-    "mm_encoder_only": _MEDIA,
-    "enable_dbo": "steps are not cut into two",
-    "enable_elastic_ep": "`quintet admin` adds and takes away processes of other roles",
-    "enable_fault_tolerance": "processes that die are replaced always",
+    "disable_fastapi_docs": "/docs and /openapi.json are always served; block them in a reverse proxy",
+    "enable_ssl_refresh": "restart the server to change the certificate",
+    "enable_mm_embeds": _MULTIMODAL,
+    "mm_encoder_only": _MULTIMODAL,
+    "enable_dbo": "dual-batch overlap is not supported",
+    "enable_elastic_ep": "elastic expert parallelism is not supported; `quintet admin` scales processes of other roles",
+    "enable_fault_tolerance": "always enabled: the supervisor restarts failed processes",
     "data_parallel_hybrid_lb": _ON_HOSTS,
     "data_parallel_external_lb": _ON_HOSTS,
     "data_parallel_multi_port_external_lb": _ON_HOSTS,
-    "allow_deprecated_quantization": "--quantization names what there is",
+    "allow_deprecated_quantization": "see --quantization for supported formats",
 }
-"""Flags without a value that are refused, and what to use instead."""
+"""Flags without a value that are refused -> alternative."""
 
 REFUSED_VALUES: dict[str, str] = {
-    "lora_modules": _ADAPTERS, "max_loras": _ADAPTERS, "max_lora_rank": _ADAPTERS, "max_cpu_loras": _ADAPTERS,
-    "lora_dtype": _ADAPTERS, "lora_target_modules": _ADAPTERS, "default_mm_loras": _ADAPTERS,
-    "lora_extra_vocab_size": _ADAPTERS, "long_lora_scaling_factors": _ADAPTERS, "prompt_adapters": _ADAPTERS,
-    "max_prompt_adapters": _ADAPTERS, "max_prompt_adapter_token": _ADAPTERS, "qlora_adapter_name_or_path": _ADAPTERS,
-    "speculative_config": _DRAFTS, "speculative_model": _DRAFTS, "num_speculative_tokens": _DRAFTS,
-    "ngram_prompt_lookup_max": _DRAFTS, "ngram_prompt_lookup_min": _DRAFTS, "spec_method": _DRAFTS, "spec_model": _DRAFTS,
-    "spec_tokens": _DRAFTS, "diffusion_config": "models that write in blocks are not there",
+    "lora_modules": _LORA, "max_loras": _LORA, "max_lora_rank": _LORA, "max_cpu_loras": _LORA,
+    "lora_dtype": _LORA, "lora_target_modules": _LORA, "default_mm_loras": _LORA,
+    "lora_extra_vocab_size": _LORA, "long_lora_scaling_factors": _LORA, "prompt_adapters": _LORA,
+    "max_prompt_adapters": _LORA, "max_prompt_adapter_token": _LORA, "qlora_adapter_name_or_path": _LORA,
+    "speculative_config": _SPECULATION, "speculative_model": _SPECULATION, "num_speculative_tokens": _SPECULATION,
+    "ngram_prompt_lookup_max": _SPECULATION, "ngram_prompt_lookup_min": _SPECULATION,
+    "spec_method": _SPECULATION, "spec_model": _SPECULATION,
+    "spec_tokens": _SPECULATION, "diffusion_config": "diffusion models are not supported",
     "runner": _POOLING, "convert": _POOLING, "task": _POOLING, "pooler_config": _POOLING, "override_pooler_config": _POOLING,
-    "hf_token": "set HF_TOKEN in the environment: command lines can be read by others",
-    "hf_config_path": "put config.json into the model's folder, or use --hf-overrides",
-    "code_revision": "--revision is for all files of the model",
+    "hf_token": "set HF_TOKEN in the environment; other users can read command lines",
+    "hf_config_path": "put config.json into the model folder, or use --hf-overrides",
+    "code_revision": "--revision applies to all files of the model",
     "download_dir": "set HF_HOME in the environment",
-    "model_class_overrides": "--model-impl transformers computes models that Quintet has no layers for",
-    "quantization_config": "config.json says how a checkpoint is quantized; --quantization says what to make of it",
-    "logprobs_mode": "log-probabilities are the model's own, before penalties and temperature",
+    "model_class_overrides": "use --model-impl transformers for unsupported architectures",
+    "quantization_config": "the format is read from config.json; --quantization selects load-time quantization",
+    "logprobs_mode": "log-probabilities are raw: before penalties and temperature",
     "logits_processors": _PLUGIN, "logits_processor_pattern": _PLUGIN, "io_processor_plugin": _PLUGIN,
-    "tool_parser_plugin": _PLUGIN, "reasoning_parser_plugin": _PLUGIN, "tool_server": "tools are run by the client",
+    "tool_parser_plugin": _PLUGIN, "reasoning_parser_plugin": _PLUGIN, "tool_server": "the client runs tools",
     "scheduler_cls": _PLUGIN, "worker_extension_cls": _PLUGIN, "additional_config": _PLUGIN,
-    "reasoning_config": "--reasoning-parser names how reasoning is read",
+    "reasoning_config": "use --reasoning-parser",
     "device_ids": "set CUDA_VISIBLE_DEVICES in the environment",
-    "prefill_context_parallel_size": "prompts are divided by layers and heads: --pipeline-parallel-size, --tensor-parallel-size",
+    "prefill_context_parallel_size": "use --pipeline-parallel-size or --tensor-parallel-size",
     "data_parallel_rank": _ON_HOSTS, "data_parallel_start_rank": _ON_HOSTS, "data_parallel_size_local": _ON_HOSTS,
     "data_parallel_address": _ON_HOSTS, "data_parallel_rpc_port": _ON_HOSTS,
-    "ubatch_size": "steps are not cut into two", "dbo_decode_token_threshold": "steps are not cut into two",
-    "dbo_prefill_token_threshold": "steps are not cut into two",
-    "fault_tolerance_config": "processes that die are replaced always",
-    "num_gpu_blocks_override": "--kv-cache-memory says how much memory blocks have",
-    "kv_cache_dtype_skip_layers": "--kv-cache-dtype is for all layers",
-    "kv_offloading_size": "--swap-space keeps blocks in memory, --kv-disk on disk",
-    "kv_offloading_backend": "--swap-space keeps blocks in memory, --kv-disk on disk",
-    "kv_transfer_config": "--role, --kv-peers and --kv-store are for that",
-    "ec_transfer_config": _MEDIA, "ec_manager_config": _MEDIA, "mm_encoder_fp8_scale_path": _MEDIA,
-    "mm_encoder_fp8_scale_save_path": _MEDIA, "mm_encoder_fp8_scale_save_margin": _MEDIA,
+    "ubatch_size": _DBO, "dbo_decode_token_threshold": _DBO,
+    "dbo_prefill_token_threshold": _DBO,
+    "fault_tolerance_config": "the supervisor always restarts failed processes",
+    "num_gpu_blocks_override": "use --kv-cache-memory",
+    "kv_cache_dtype_skip_layers": "--kv-cache-dtype applies to all layers",
+    "kv_offloading_size": "use --swap-space (host memory) or --kv-disk",
+    "kv_offloading_backend": "use --swap-space (host memory) or --kv-disk",
+    "kv_transfer_config": "use --role, --kv-peers or --kv-store",
+    "ec_transfer_config": _MULTIMODAL, "ec_manager_config": _MULTIMODAL, "mm_encoder_fp8_scale_path": _MULTIMODAL,
+    "mm_encoder_fp8_scale_save_path": _MULTIMODAL, "mm_encoder_fp8_scale_save_margin": _MULTIMODAL,
     "offload_backend": _OFFLOAD, "cpu_offload_gb": _OFFLOAD, "cpu_offload_params": _OFFLOAD, "offload_group_size": _OFFLOAD,
     "offload_num_in_group": _OFFLOAD, "offload_prefetch_step": _OFFLOAD, "offload_params": _OFFLOAD,
-    "otlp_traces_endpoint": "traces are not sent: `quintet trace` shows where the time of a step went",
-    "collect_detailed_traces": "traces are not sent: `quintet trace` shows where the time of a step went",
-    "profiler_config": "`quintet trace` shows where the time of a step went",
-    "weight_transfer_config": "weights are read once",
-    "max_num_scheduled_tokens": "--max-num-batched-tokens is for that",
-    "stream_interval": "requests say it for themselves: stream_interval",
-    "ssl_cert_reqs": "--ssl-ca-certs asks clients for certificates", "ssl_ciphers": "those of Python are taken",
+    "otlp_traces_endpoint": "OpenTelemetry is not supported; use `quintet trace`",
+    "collect_detailed_traces": "OpenTelemetry is not supported; use `quintet trace`",
+    "profiler_config": "use `quintet trace`",
+    "weight_transfer_config": "weights cannot be updated at run time",
+    "max_num_scheduled_tokens": "use --max-num-batched-tokens",
+    "stream_interval": "set stream_interval in requests",
+    "ssl_cert_reqs": "use --ssl-ca-certs for client certificates", "ssl_ciphers": "Python's default ciphers are used",
 }  # fmt: skip
-"""Flags with a value that are refused, and what to use instead."""
+"""Flags with a value that are refused -> alternative."""
 
 _HARMLESS = {"", "0", "0.0", "1", "1.0", "none", "auto", "false", "[]", "{}"}
-"""Values that say what is so anyway."""
+"""Values equal to the fixed behaviour."""
 
 
 def option(key: str) -> str:
-    """Return a flag as it is written."""
+    """Return the command-line spelling of a key."""
     return "--" + key.replace("_", "-")
 
 
 def add_vllm_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare flags of vLLM's that are not Quintet's, without showing them in the help."""
+    """Declare vLLM's flags that are not flags of Quintet, hidden in the help."""
     switches = [
         *ACCEPTED_SWITCHES,
         *REFUSED_SWITCHES,
@@ -351,7 +353,10 @@ def keys() -> set[str]:
 
 
 def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, list[str]]:
-    """Return settings in Quintet's own words, and a line for each that has no meaning. Raises `ConfigError` for refused ones."""
+    """Translate settings to Quintet's keys; also return a line for each setting without effect.
+
+    Raises `ConfigError` for refused ones.
+    """
     found: Settings = {}
     notes: list[str] = []
     for raw_key, value in settings.items():
@@ -362,20 +367,20 @@ def translated(settings: Mapping[str, object], source: str) -> tuple[Settings, l
             new = RENAMED[key]
             found[new.ours] = value if new.convert is None else new.convert(value)
         elif key in ROPE:
-            said = json_object(value, option(key)) if key == "rope_scaling" else _number(value, key)
+            parsed = json_object(value, option(key)) if key == "rope_scaling" else _number(value, key)
             given = json_object(found.get("hf_overrides", settings.get("hf_overrides", {})), "--hf-overrides")
-            found["hf_overrides"] = given | {key: said}
+            found["hf_overrides"] = given | {key: parsed}
         elif accepted is not None:
-            notes.append(f"{option(key)} has no meaning here: {accepted}")
+            notes.append(f"{option(key)} has no effect: {accepted}")
         elif refused is None:
             if key not in found:
                 found[str(raw_key)] = value
-        elif not _says_nothing(value):
-            raise ConfigError(f"{source}: {option(key)} of vLLM's is not taken: {refused}")
+        elif not _is_default(value):
+            raise ConfigError(f"{source}: vLLM flag {option(key)} is not supported: {refused}")
     return found, notes
 
 
-def _says_nothing(value: object) -> bool:
+def _is_default(value: object) -> bool:
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text.strip().lower() in _HARMLESS
 

@@ -55,7 +55,7 @@ class DnsServers:
         """Say what is new."""
         if trouble and trouble != self._trouble.get(target):
             _log.warning(
-                "--engines-at %s cannot be looked up (%s); its servers stay as they are", target.host, trouble
+                "--engine-dns %s cannot be looked up (%s); its servers stay as they are", target.host, trouble
             )
         self._trouble[target] = trouble
 
@@ -79,10 +79,10 @@ def _for_names(url: str) -> Target:
     try:
         target = parsed(url)
     except ConfigError as error:
-        raise ConfigError(f"--engines-at: {error}") from None
+        raise ConfigError(f"--engine-dns: {error}") from None
     if target.tls:
         raise ConfigError(
-            f"--engines-at is {url}; it must be http: certificates are of names, and servers are reached by address"
+            f"--engine-dns is {url}; it must be http: certificates are of names, and servers are reached by address"
         )
     return target
 

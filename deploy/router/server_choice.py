@@ -159,7 +159,7 @@ def by_address(url: str) -> Target:
     except ValueError:
         raise ConfigError(
             f"{url!r} names its host, and gateways take endpoints by address alone: write its address, or for all addresses "
-            f"of the name --engines-at {url}"
+            f"of the name --engine-dns {url}"
         ) from None
     if target.prefix:
         raise ConfigError(

@@ -188,16 +188,16 @@ class Servers:
         self,
         policy: Routing,
         rng: Random | None = None,
-        apart_from: int = 0,
+        pd_min_tokens: int = 0,
         others_share: int = OTHERS_SHARE,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``rng`` draws servers where others send there too, as much as ``others_share`` says; 0: never.
 
-        ``apart_from``: prompts with so many tokens to compute, or more, may be computed by another server than answers; 0: none.
+        ``pd_min_tokens``: minimum uncached prompt tokens for disaggregated prefill, on another server than decode; 0: never.
         """
         self._policy = policy
-        self._apart_from = apart_from
+        self._pd_min_tokens = pd_min_tokens
         self._others_share = others_share
         self._clock = clock
         self._usual_pace = LinearFit()
@@ -317,7 +317,7 @@ class Servers:
         """
         server, num_new = held.server, asked.num_tokens - held.choice.num_cached
         is_alone = server.num_open + server.num_others < 2
-        if not self._apart_from or num_new < self._apart_from or is_alone or server.role not in FETCHES:
+        if not self._pd_min_tokens or num_new < self._pd_min_tokens or is_alone or server.role not in FETCHES:
             return None
         most = server.num_queued - held.num_queued + TIMES_LONGER * num_new
         others = {

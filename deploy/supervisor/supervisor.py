@@ -110,7 +110,7 @@ class Supervisor:
             self._bus, address_of(self._run_dir, SUPERVISOR), accepts, makes_sense=Validator(config).accepts
         )
         self._peers = Peers(self._bus)
-        self._spares = StandbyProcesses(self._spawner, SPARE_ROLES if config.processes.spares else ())
+        self._spares = StandbyProcesses(self._spawner, SPARE_ROLES if config.processes.standby else ())
         self._watch = Watch(self._slots, config.processes)
         self._boot_state = Boot(self._slots, story, config.processes.boot_timeout_s)
         self._changes = Changes(self._slots, self._fill, self._peers.send)

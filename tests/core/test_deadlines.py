@@ -54,7 +54,7 @@ class TimedWorld(World):
 
 
 def test_an_expired_request_is_in_no_later_plan_and_leaves_nothing() -> None:
-    world = TimedWorld(depth=1)
+    world = TimedWorld(max_steps_in_flight=1)
     world.ask(1, within_ns=3 * STEP_NS)
     world.ask(2)
     for _ in range(3):
@@ -71,7 +71,7 @@ def test_an_expired_request_is_in_no_later_plan_and_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_request_that_waits_expires_without_having_entered(depth: int) -> None:
-    world = TimedWorld(slots=1, depth=depth)
+    world = TimedWorld(slots=1, max_steps_in_flight=depth)
     world.ask(1)
     world.ask(2, within_ns=2 * STEP_NS)
     for _ in range(4):
@@ -112,7 +112,7 @@ def test_a_request_that_comes_after_its_deadline_is_refused() -> None:
 
 
 def test_a_queue_that_is_too_long_is_no_place_for_a_request_with_a_deadline() -> None:
-    world = TimedWorld(slots=2, depth=1)
+    world = TimedWorld(slots=2, max_steps_in_flight=1)
     world.serve(1, 2)
     for request_id in range(10, 16):
         assert world.ask(request_id)
@@ -132,7 +132,7 @@ def test_a_queue_that_is_too_long_is_no_place_for_a_request_with_a_deadline() ->
 
 
 def test_the_prediction_is_right_to_a_few_steps() -> None:
-    world = TimedWorld(slots=3, depth=2, num_blocks=256)
+    world = TimedWorld(slots=3, max_steps_in_flight=2, num_blocks=256)
     world.serve(1, 2, 3)
     for request_id in range(10, 17):
         world.ask(request_id)
@@ -152,7 +152,7 @@ def test_the_prediction_is_right_to_a_few_steps() -> None:
 
 def test_memory_that_holds_few_is_known_to_delay_like_slots_that_are_few() -> None:
     world = TimedWorld(
-        slots=8, num_blocks=16, block_size=4, depth=1, prefix_caching=False
+        slots=8, num_blocks=16, block_size=4, max_steps_in_flight=1, prefix_caching=False
     )  # two of 31 tokens
     world.serve(1, 2)
     for request_id in range(10, 16):
@@ -171,7 +171,7 @@ def test_the_alone_and_the_unmeasured_are_never_refused() -> None:
 
 
 def test_without_prediction_only_time_itself_decides() -> None:
-    world = TimedWorld(slots=1, refuse_hopeless=False)
+    world = TimedWorld(slots=1, deadline_admission=False)
     world.serve(1)
     world.ask(2)
     assert world.ask(3, within_ns=2 * STEP_NS)

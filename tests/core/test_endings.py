@@ -30,7 +30,7 @@ def seed_with(token: int, index: int) -> int:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_max_tokens(depth: int) -> None:
-    world = World(depth=depth)
+    world = World(max_steps_in_flight=depth)
     world.admit(5, PROMPT, max_tokens=6, ignore_eos=True)
     world.run()
     outcome = world.outcomes[5]
@@ -41,7 +41,7 @@ def test_max_tokens(depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_nothing_is_planned_beyond_max_tokens(depth: int) -> None:
-    world = World(depth=depth)
+    world = World(max_steps_in_flight=depth)
     world.admit(5, PROMPT, max_tokens=6, ignore_eos=True)
     world.run()
     assert len(world.plans) == 6
@@ -221,7 +221,7 @@ def test_frontend_that_is_gone_takes_its_requests_along() -> None:
 
 
 def test_new_executor_loses_no_token_and_repeats_none() -> None:
-    world = World(depth=3)
+    world = World(max_steps_in_flight=3)
     for request_id in range(1, 6):
         world.admit(request_id, PROMPT, ignore_eos=True)
     for _ in range(3):
@@ -234,7 +234,7 @@ def test_new_executor_loses_no_token_and_repeats_none() -> None:
 
 
 def test_capacity_of_the_known_executor_changes_nothing() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     world.admit(1, PROMPT, ignore_eos=True)
     world.step()
     assert world.engine.capacity(world.executor.capacity, world.tick()).tokens == []
@@ -243,7 +243,7 @@ def test_capacity_of_the_known_executor_changes_nothing() -> None:
 
 
 def test_new_executor_with_other_blocks_finds_no_wrong_prefix() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     for request_id in (1, 2, 3):
         world.admit(request_id, PROMPT, ignore_eos=True)
     world.step()
@@ -257,7 +257,7 @@ def test_new_executor_with_other_blocks_finds_no_wrong_prefix() -> None:
 
 
 def test_result_of_a_forgotten_plan_changes_nothing() -> None:
-    world = World(depth=2)
+    world = World(max_steps_in_flight=2)
     world.admit(1, PROMPT, ignore_eos=True)
     world.plan()
     late = world.executor.results.popleft()
@@ -310,7 +310,7 @@ def test_refusals_say_what_to_do(prompt: list[int], options: dict[str, object], 
 @pytest.mark.parametrize("at", [0, 3])
 def test_what_the_executor_cannot_go_on_with_ends_alone(depth: int, at: int) -> None:
     """It says so with the token that it drew last; whoever is beside it, and choices of the same prompt, go on."""
-    world = World(depth=depth)
+    world = World(max_steps_in_flight=depth)
     world.admit(5, PROMPT, max_tokens=8, ignore_eos=True, n=2, seed=3)
     world.admit(9, PROMPT[:4], max_tokens=8, ignore_eos=True)
     while world.plan() is not None or world.executor.results:

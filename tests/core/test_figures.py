@@ -11,7 +11,7 @@ PROMPT = list(range(10, 30))
 
 
 def test_load_and_counters() -> None:
-    world = World(slots=2, num_blocks=20, depth=1)
+    world = World(slots=2, num_blocks=20, max_steps_in_flight=1)
     for request_id in range(3):
         world.admit(request_id, [request_id, *PROMPT], max_tokens=30, ignore_eos=True)
     world.step()
@@ -32,7 +32,7 @@ def test_load_and_counters() -> None:
 
 
 def test_preemptions_are_counted() -> None:
-    world = World(slots=2, num_blocks=12, depth=1)
+    world = World(slots=2, num_blocks=12, max_steps_in_flight=1)
     for request_id in range(2):
         world.admit(request_id, [request_id, *PROMPT], max_tokens=20, ignore_eos=True)
     world.run()
@@ -49,7 +49,7 @@ def test_last_words_name_steps_and_requests() -> None:
 
 
 def test_what_is_counted_of_requests_that_ended() -> None:
-    world = World(slots=3, num_blocks=12, depth=1)
+    world = World(slots=3, num_blocks=12, max_steps_in_flight=1)
     world.admit(1, PROMPT, n=2, max_tokens=20, ignore_eos=True)
     world.step()
     state = world.engine.state

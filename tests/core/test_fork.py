@@ -23,7 +23,7 @@ def check_choices(world: World, n: int, prompt: list[int] = PROMPT, max_tokens: 
 @pytest.mark.parametrize("num_prompt", [1, 2, 4, 5, 8, 9, 11])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_choices_have_their_own_tokens(depth: int, num_prompt: int, prefix_caching: bool) -> None:
-    world = World(depth=depth, prefix_caching=prefix_caching)
+    world = World(max_steps_in_flight=depth, prefix_caching=prefix_caching)
     world.admit(100, PROMPT[:num_prompt], n=4, ignore_eos=True)
     world.run()
     check_choices(world, 4, PROMPT[:num_prompt])
@@ -31,7 +31,7 @@ def test_choices_have_their_own_tokens(depth: int, num_prompt: int, prefix_cachi
 
 
 def test_prompt_is_computed_once() -> None:
-    world = World(depth=1, prefix_caching=False)
+    world = World(max_steps_in_flight=1, prefix_caching=False)
     world.admit(100, PROMPT, n=4, ignore_eos=True)
     first = world.plan()
     assert first is not None and list(codec.unpack_i32(first.counts)) == [11]
@@ -47,7 +47,7 @@ def test_prompt_is_computed_once() -> None:
 
 
 def test_nothing_is_copied_when_the_prompt_ends_a_block() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     world.admit(100, PROMPT[:9], n=3, ignore_eos=True)
     world.run()
     assert world.executor.num_copies == 0

@@ -46,7 +46,7 @@ def blocks_held(world: World) -> int:
 
 def test_a_window_holds_no_more_than_it_sees() -> None:
     """A request of 240 tokens lives in blocks for a window and a step."""
-    world = World(groups=SLIDING, num_blocks=8, depth=1, max_num_batched_tokens=8)
+    world = World(groups=SLIDING, num_blocks=8, max_steps_in_flight=1, max_num_batched_tokens=8)
     world.admit(1, PROMPT, max_tokens=200, ignore_eos=True)
     most = 0
     while world.engine.num_live:
@@ -137,14 +137,14 @@ def chat(world: World, *, keeps_answers: bool = True, stops: bool = False) -> li
 )
 def test_a_chat_goes_on_where_it_stopped(groups: list[KvGroup], depth: int) -> None:
     """Of each turn what is new is computed, and the last token of the answer before, however large a block is."""
-    world = World(groups=groups, num_blocks=60, block_size=64, depth=depth, max_model_len=1000)
+    world = World(groups=groups, num_blocks=60, block_size=64, max_steps_in_flight=depth, max_model_len=1000)
     assert chat(world) == [41] * 4
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_chat_goes_on_behind_a_stop_token(depth: int) -> None:
     """Two steps ahead, the token that ended the answer has been computed, too."""
-    world = World(groups=HYBRID, num_blocks=60, block_size=64, depth=depth, max_model_len=1000)
+    world = World(groups=HYBRID, num_blocks=60, block_size=64, max_steps_in_flight=depth, max_model_len=1000)
     assert chat(world, stops=True) == [42 - depth] * 4
 
 
@@ -187,7 +187,7 @@ def test_many_chats_share_a_beginning_shorter_than_a_block() -> None:
 @pytest.mark.parametrize("groups", [SLIDING, MIXED, HYBRID], ids=["sliding", "mixed", "hybrid"])
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_choices_begin_behind_the_prompt(groups: list[KvGroup], prefix_caching: bool) -> None:
-    world = World(groups=groups, num_blocks=100, depth=1, prefix_caching=prefix_caching)
+    world = World(groups=groups, num_blocks=100, max_steps_in_flight=1, prefix_caching=prefix_caching)
     world.admit(1, PROMPT[:39], n=3, max_tokens=6, ignore_eos=True)
     world.run()
     state = world.engine.state
@@ -200,7 +200,7 @@ def test_choices_begin_behind_the_prompt(groups: list[KvGroup], prefix_caching: 
 @pytest.mark.parametrize("cancelled", [[], [2], [2, 3]], ids=["all begin", "one ends", "all end"])
 def test_what_choices_begin_with_is_let_go_of_when_none_waits(cancelled: list[int]) -> None:
     """The elder runs on for long; of a model that keeps states alone it is not looked at again."""
-    world = World(groups=STATES, num_blocks=100, slots=2, depth=1, prefix_caching=False)
+    world = World(groups=STATES, num_blocks=100, slots=2, max_steps_in_flight=1, prefix_caching=False)
     world.admit(1, PROMPT[:9], n=3, max_tokens=50, ignore_eos=True)
     state = world.engine.state
     assert state is not None
@@ -226,7 +226,7 @@ def test_choices_share_no_state_that_is_written_over(seed: int) -> None:
         groups=HYBRID,
         num_blocks=rng.choice([12, 16, 20, 26]),
         num_host_blocks=100,
-        depth=rng.choice([1, 2]),
+        max_steps_in_flight=rng.choice([1, 2]),
         max_num_batched_tokens=rng.choice([8, 16, 64]),
         max_num_seqs=rng.choice([1, 2, 3]),
     )

@@ -78,7 +78,7 @@ def replace_config(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def test_gate_holds_one_back_and_lets_others_pass() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     opened: list[int] = []
     install(world, Feature("gate", gate=lambda state, request: request.request_id != 1 or bool(opened)))
     world.admit(1, PROMPT)
@@ -92,7 +92,7 @@ def test_gate_holds_one_back_and_lets_others_pass() -> None:
 
 
 def test_clamp_cuts_a_prompt_into_pieces() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     install(world, Feature("clamp", clamp=lambda state, request, wanted, budget: min(wanted, 3)))
     world.admit(1, PROMPT, max_tokens=1)
     world.run()

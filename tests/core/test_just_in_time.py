@@ -15,7 +15,7 @@ def batch(
 ) -> World:
     """Make a world in which requests of these ``(prompt, outputs)`` have arrived, numbered from 1."""
     settings: dict[str, object] = {"max_num_batched_tokens": 4096, "max_model_len": 2048, "num_blocks": 2000}
-    world = World(block_size=16, slots=slots, policy=policy, depth=1, **(settings | options))
+    world = World(block_size=16, slots=slots, policy=policy, max_steps_in_flight=1, **(settings | options))
     for request_id, (num_prompt, max_tokens) in enumerate(shapes, 1):
         world.admit(request_id, prompt_of(request_id, num_prompt), max_tokens=max_tokens, ignore_eos=True)
     return world

@@ -233,7 +233,7 @@ def test_random_wishes_among_random_requests(
     monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 1 + seed % 9)
     rng = random.Random(seed)
     disk = FakeDisk(30) if with_disk else None
-    world = World(groups=groups, num_blocks=60, max_model_len=48, depth=1 + seed % 3, disk=disk)
+    world = World(groups=groups, num_blocks=60, max_model_len=48, max_steps_in_flight=1 + seed % 3, disk=disk)
     stems = [[rng.randrange(3, 200) for _ in range(30)] for _ in range(3)]
     verbs: list[Verb] = ["pin", "unpin", "evict", "list"]
     sent: dict[int, list[int]] = {}

@@ -34,7 +34,7 @@ def test_who_hears_all_knows_what_is_there(seed: int, groups: list[KvGroup]) -> 
     """With few blocks, so that contents go and come back."""
     rng = random.Random(seed)
     num_blocks, depth = rng.choice([14, 30]), rng.choice([1, 2])
-    world = World(groups=groups, num_blocks=num_blocks, depth=depth, events=KvEventsConfig())
+    world = World(groups=groups, num_blocks=num_blocks, max_steps_in_flight=depth, events=KvEventsConfig())
     stems = [[rng.randrange(3, 200) for _ in range(24)] for _ in range(3)]
     known: set[int] = set()
     num_removed = 0

@@ -24,7 +24,7 @@ PROMPTS = {1: list(range(10, 21)), 2: list(range(30, 41)), 3: list(range(50, 61)
 
 def crowded(**options: object) -> World:
     """Return a world in which the last request loses its blocks to the first two."""
-    return World(**{"num_blocks": 14, "depth": 2, "num_host_blocks": 20, **options})
+    return World(**{"num_blocks": 14, "max_steps_in_flight": 2, "num_host_blocks": 20, **options})
 
 
 def play(world: World) -> SchedulerState:
@@ -47,11 +47,11 @@ def num_computed(world: World) -> int:
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_a_preempted_request_goes_on_behind_what_it_had(caching: bool, depth: int) -> None:
-    world = crowded(prefix_caching=caching, depth=depth)
+    world = crowded(prefix_caching=caching, max_steps_in_flight=depth)
     state = play(world)
     assert state.counters.preemptions > 0
     assert world.executor.num_swapped_in > 0
-    again = crowded(prefix_caching=caching, depth=depth, num_host_blocks=0)
+    again = crowded(prefix_caching=caching, max_steps_in_flight=depth, num_host_blocks=0)
     play(again)
     assert again.executor.num_swapped_out == 0
     saved = num_computed(again) - num_computed(world)
@@ -120,7 +120,7 @@ def test_requests_that_compute_everything_themselves_do(options: dict[str, objec
 @pytest.mark.parametrize("caching", [True, False])
 def test_contents_are_shared_where_beginnings_are(caching: bool) -> None:
     """Without the prefix cache, keys and values may depend on more than the tokens before them."""
-    world = World(prefix_caching=caching, depth=1, num_host_blocks=20)
+    world = World(prefix_caching=caching, max_steps_in_flight=1, num_host_blocks=20)
     state = world.engine.state
     assert state is not None
     for request_id in (1, 2):

@@ -18,7 +18,7 @@ def told(world: World, result: StepResult) -> list[tuple[int, Tokens]]:
 
 
 def test_opening_carries_the_tail_of_the_prompt_or_all_of_it() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     world.admit(1, PROMPT)
     world.admit(2, PROMPT, echo=Echo.PLAIN)
     world.admit(3, PROMPT, return_prompt_ids=True)
@@ -30,7 +30,7 @@ def test_opening_carries_the_tail_of_the_prompt_or_all_of_it() -> None:
 
 
 def test_opening_tells_whether_prompt_logprobs_were_asked_for() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     world.admit(1, PROMPT)
     world.admit(2, PROMPT, prompt_logprobs=0)
     world.plan()
@@ -39,7 +39,7 @@ def test_opening_tells_whether_prompt_logprobs_were_asked_for() -> None:
 
 
 def test_one_message_per_detokenizer_and_step() -> None:
-    world = World(depth=1, max_num_batched_tokens=256)
+    world = World(max_steps_in_flight=1, max_num_batched_tokens=256)
     for request_id in range(6):
         world.admit(request_id, PROMPT[request_id:], detokenizer=request_id % 2)
     world.plan()
@@ -49,7 +49,7 @@ def test_one_message_per_detokenizer_and_step() -> None:
 
 
 def test_a_detokenizer_is_told_how_the_output_is_read() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     reading = OutputParsing("qwen3", "hermes", b"[]")
     world.admit(0, PROMPT, reading=reading)
     world.plan()
@@ -58,7 +58,7 @@ def test_a_detokenizer_is_told_how_the_output_is_read() -> None:
 
 
 def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     for request_id in range(2):
         world.admit(request_id, PROMPT[request_id:], ignore_eos=True)
     for _ in range(3):
@@ -78,7 +78,7 @@ def test_a_newer_attempt_at_a_live_request_only_tells_its_story_anew() -> None:
 
 def test_a_newer_attempt_of_which_nothing_was_told_is_told_from_its_beginning() -> None:
     """Also the outputs that it came with, where nobody has them as text."""
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     world.admit(0, PROMPT, output_ids=[5, 6], tells=True, ignore_eos=True)
     world.step()
     message = changed(world.sent[0], attempt=1, detokenizer=1)
@@ -88,7 +88,7 @@ def test_a_newer_attempt_of_which_nothing_was_told_is_told_from_its_beginning() 
 
 
 def test_log_probabilities_that_were_lost_are_computed_again() -> None:
-    world = World(depth=1)
+    world = World(max_steps_in_flight=1)
     world.admit(0, PROMPT, ignore_eos=True, logprobs=2)
     for _ in range(3):
         world.step()
@@ -115,7 +115,7 @@ def logprobs_of(row: int, token: int) -> TokenLogprobs:
 
 
 def test_logprobs_name_rows_of_the_message() -> None:
-    world = World(depth=1, max_num_batched_tokens=256)
+    world = World(max_steps_in_flight=1, max_num_batched_tokens=256)
     for request_id in range(4):
         world.admit(request_id, PROMPT[request_id:], detokenizer=request_id % 2, ignore_eos=True, logprobs=0)
     world.plan()
@@ -139,7 +139,7 @@ def prompt_logprobs_of(row: int, first: int, last: int) -> PromptLogprobs:
 
 
 def test_prompt_logprobs_come_in_pieces_and_only_once() -> None:
-    world = World(depth=1, max_num_batched_tokens=8)
+    world = World(max_steps_in_flight=1, max_num_batched_tokens=8)
     world.admit(1, PROMPT, prompt_logprobs=1)
     seen: list[int] = []
     first_rows = []

@@ -63,7 +63,7 @@ def test_switched_off() -> None:
 
 
 def test_running_requests_share_committed_blocks() -> None:
-    world = World(num_blocks=8, depth=1)
+    world = World(num_blocks=8, max_steps_in_flight=1)
     world.admit(1, PROMPT, max_tokens=9, ignore_eos=True)
     world.step()
     world.admit(2, PROMPT, max_tokens=1, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_counts_queries_and_hits_in_tokens() -> None:
 
 
 def test_least_recently_used_goes_first_and_tails_before_heads() -> None:
-    world = World(num_blocks=12, depth=1)
+    world = World(num_blocks=12, max_steps_in_flight=1)
     other = [99, *PROMPT[1:]]
     cached(world, 1, PROMPT)
     cached(world, 2, other)

@@ -50,7 +50,7 @@ def test_a_pattern_is_found_when_it_came_often_enough(seed: int) -> None:
 
 def test_a_request_ends_with_it() -> None:
     watched = RepetitionDetectionParams(max_pattern_size=1, min_count=2)
-    world = World(slots=2, num_blocks=400, depth=2)
+    world = World(slots=2, num_blocks=400, max_steps_in_flight=2)
     for request_id, detection in ((1, None), (2, watched)):
         world.admit(
             request_id, [5, 6, 7], seed=9, max_tokens=400, ignore_eos=True, repetition_detection=detection

@@ -40,7 +40,7 @@ def adopt(world: World, request_id: int, former: int, seen: list[int], **options
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 20])
 def test_nothing_is_drawn_twice_for_a_client_that_comes_back(depth: int, num_steps: int) -> None:
-    world = World(depth=depth)
+    world = World(max_steps_in_flight=depth)
     world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     for _ in range(num_steps):
         world.step()
@@ -66,7 +66,7 @@ def test_nothing_is_drawn_twice_for_a_client_that_comes_back(depth: int, num_ste
 
 
 def test_a_client_that_comes_back_while_it_still_runs_takes_it_over() -> None:
-    world = World(depth=2)
+    world = World(max_steps_in_flight=2)
     world.admit(1, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     for _ in range(3):
         world.step()
@@ -126,7 +126,7 @@ def test_the_requests_of_a_lost_frontend_are_kept_if_they_can_be_claimed() -> No
 @pytest.mark.parametrize("loss", ["executor", "blocks"])
 def test_who_waits_for_its_last_tokens_leaves_when_they_are_lost(how: str, loss: str) -> None:
     """Nobody is there for whom they would be computed again."""
-    world = World(depth=2)
+    world = World(max_steps_in_flight=2)
     request_id = RequestIds(3, 1).take()
     world.admit(request_id, PROMPT, seed=1, ignore_eos=True, claim=CLAIM)
     for _ in range(2):

@@ -45,7 +45,7 @@ def distinct(count: int, start: int = 3) -> list[int]:
 
 
 def test_budget_is_shared_and_decoding_comes_first() -> None:
-    world = World(max_num_batched_tokens=16, depth=1)
+    world = World(max_num_batched_tokens=16, max_steps_in_flight=1)
     world.admit(1, distinct(30), ignore_eos=True)
     world.admit(2, distinct(4, 50), ignore_eos=True)
     assert rows(world, world.plan()) == {1: 16}
@@ -60,7 +60,7 @@ def test_budget_is_shared_and_decoding_comes_first() -> None:
 
 def test_steps_of_several_stages_take_turns() -> None:
     """Of five requests that decode a step has at most three, and none that the step before has drawn for."""
-    world = World(depth=3, stages=2)
+    world = World(max_steps_in_flight=3, stages=2)
     for request_id in range(1, 6):
         world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
     assert set(rows(world, world.plan())) == {1, 2, 3, 4, 5}
@@ -74,7 +74,7 @@ def test_steps_of_several_stages_take_turns() -> None:
 def test_no_stage_is_without_a_turn_while_there_are_requests(
     stages: int, num_requests: int, sizes: list[int]
 ) -> None:
-    world = World(depth=stages + 1, stages=stages)
+    world = World(max_steps_in_flight=stages + 1, stages=stages)
     for request_id in range(1, num_requests + 1):
         world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
     world.plan()
@@ -88,7 +88,7 @@ def test_no_stage_is_without_a_turn_while_there_are_requests(
 
 
 def test_long_prompts_share_only_while_others_live() -> None:
-    world = World(long_prefill_token_threshold=10, depth=1)
+    world = World(long_prefill_token_threshold=10, max_steps_in_flight=1)
     world.admit(1, distinct(40))
     assert rows(world, world.plan()) == {1: 40}
     world.commit()
@@ -97,7 +97,7 @@ def test_long_prompts_share_only_while_others_live() -> None:
 
 
 def test_without_chunks_a_prompt_is_whole_or_waits() -> None:
-    world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, depth=1)
+    world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, max_steps_in_flight=1)
     world.admit(1, distinct(12), ignore_eos=True)
     world.admit(2, distinct(12, 50), ignore_eos=True)
     world.admit(3, distinct(2, 90), ignore_eos=True)
@@ -107,7 +107,7 @@ def test_without_chunks_a_prompt_is_whole_or_waits() -> None:
 
 
 def test_without_chunks_a_preempted_request_may_outgrow_the_budget() -> None:
-    world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, depth=2)
+    world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, max_steps_in_flight=2)
     for request_id in (1, 2, 3):
         world.admit(request_id, distinct(14, 20 * request_id), max_tokens=30, ignore_eos=True)
     for _ in range(12):
@@ -128,7 +128,7 @@ def test_first_come_first_served_whatever_the_priority() -> None:
 
 
 def test_priority_order_of_entry() -> None:
-    world = World(slots=1, policy="priority", depth=1)
+    world = World(slots=1, policy="priority", max_steps_in_flight=1)
     for request_id, priority in ((1, 5), (2, 0), (3, -5), (4, 0)):
         world.admit(request_id, PROMPT, priority=priority, max_tokens=1)
     order = []
@@ -140,7 +140,7 @@ def test_priority_order_of_entry() -> None:
 
 @pytest.mark.parametrize(("policy", "victim"), [("fcfs", 3), ("priority", 1)])
 def test_victim_is_the_last_by_rank(policy: str, victim: int) -> None:
-    world = World(num_blocks=9, block_size=4, policy=policy, depth=1, prefix_caching=False)
+    world = World(num_blocks=9, block_size=4, policy=policy, max_steps_in_flight=1, prefix_caching=False)
     for request_id, priority in ((1, 7), (2, 0), (3, 0)):
         world.admit(
             request_id, distinct(12, 20 * request_id), priority=priority, max_tokens=12, ignore_eos=True
@@ -158,7 +158,7 @@ def test_victim_is_the_last_by_rank(policy: str, victim: int) -> None:
 
 
 def test_nobody_enters_while_blocks_are_short() -> None:
-    world = World(num_blocks=7, block_size=4, depth=2, prefix_caching=False)
+    world = World(num_blocks=7, block_size=4, max_steps_in_flight=2, prefix_caching=False)
     world.admit(1, distinct(12), max_tokens=12, ignore_eos=True)
     world.admit(2, distinct(14, 50), max_tokens=12, ignore_eos=True)
     world.plan()
@@ -174,7 +174,7 @@ def test_nobody_enters_while_blocks_are_short() -> None:
 
 
 def test_all_progress_with_blocks_for_barely_one() -> None:
-    world = World(num_blocks=6, block_size=4, depth=2)
+    world = World(num_blocks=6, block_size=4, max_steps_in_flight=2)
     for request_id in range(1, 8):
         world.admit(request_id, distinct(9, 10 * request_id), max_tokens=15, ignore_eos=True)
     world.run(max_steps=400)
@@ -185,7 +185,7 @@ def test_all_progress_with_blocks_for_barely_one() -> None:
 
 
 def test_slots_are_reused_with_new_generations() -> None:
-    world = World(slots=1, depth=2)
+    world = World(slots=1, max_steps_in_flight=2)
     world.admit(1, PROMPT, max_tokens=1)
     world.admit(2, PROMPT, max_tokens=1)
     first = world.plan()
@@ -211,7 +211,7 @@ def test_no_more_run_than_a_step_has_tokens_for() -> None:
 
 
 def test_everyone_short_of_a_block_is_promised_one_at_once() -> None:
-    world = World(num_blocks=4, block_size=4, depth=2, prefix_caching=False)
+    world = World(num_blocks=4, block_size=4, max_steps_in_flight=2, prefix_caching=False)
     for request_id in range(1, 5):
         world.admit(request_id, distinct(4, 10 * request_id), ignore_eos=True)
     world.plan()
@@ -224,7 +224,7 @@ def test_everyone_short_of_a_block_is_promised_one_at_once() -> None:
 
 
 def test_whoever_enters_beside_others_leaves_a_watermark() -> None:
-    world = World(num_blocks=200, depth=1, max_num_batched_tokens=1000, max_model_len=1000)
+    world = World(num_blocks=200, max_steps_in_flight=1, max_num_batched_tokens=1000, max_model_len=1000)
     world.admit(1, distinct(40), ignore_eos=True, max_tokens=20)  # 10 blocks, 11 from the second step on
     world.step()
     world.admit(2, [7] * (4 * 188), ignore_eos=True, max_tokens=4)  # one block more than the watermark allows
@@ -237,7 +237,7 @@ def test_whoever_enters_beside_others_leaves_a_watermark() -> None:
 
 
 def test_without_chunks_a_request_in_pieces_goes_on_beside_others() -> None:
-    world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, depth=1)
+    world = World(enable_chunked_prefill=False, max_num_batched_tokens=16, max_steps_in_flight=1)
     world.admit(1, PROMPT)
     state = world.engine.state
     assert state is not None
@@ -263,7 +263,7 @@ def outputs_of(worlds: Sequence[World]) -> list[dict[int, list[int]]]:
 
 
 def test_overlap_changes_no_token() -> None:
-    worlds = [World(depth=depth, num_blocks=24) for depth in (1, 2, 3)]
+    worlds = [World(max_steps_in_flight=depth, num_blocks=24) for depth in (1, 2, 3)]
     for world in worlds:
         for request_id in range(1, 12):
             world.admit(request_id * 10, PROMPT[: request_id % 7 + 1], n=request_id % 3 + 1, max_tokens=12)

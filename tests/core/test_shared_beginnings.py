@@ -43,7 +43,7 @@ def assert_served(world: World, *request_ids: int) -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("budget", [4096, 500])
 def test_a_crowd_computes_its_beginning_once(depth: int, budget: int) -> None:
-    world = crowd(depth=depth, max_num_batched_tokens=budget)
+    world = crowd(max_steps_in_flight=depth, max_num_batched_tokens=budget)
     world.run()
     assert num_computed(world) == ONCE
     assert_served(world, *range(1, NUM_REQUESTS + 1))
@@ -76,7 +76,7 @@ def test_those_who_get_a_piece_each_compute_the_pieces_for_each_other() -> None:
 
 
 def test_sharing_ends_where_prompts_part() -> None:
-    world = World(block_size=4, depth=1)
+    world = World(block_size=4, max_steps_in_flight=1)
     for request_id, num_common in ((1, 24), (2, 24), (3, 13), (4, 3)):
         world.admit(request_id, [*BEGINNING[:num_common], *[100 + request_id] * 4], max_tokens=1)
     plan = world.plan()
@@ -111,7 +111,7 @@ def test_a_lost_executor_takes_its_beginnings_with_it() -> None:
 
 
 def test_a_preempted_request_finds_what_its_own_plan_in_flight_writes() -> None:
-    world = World(num_blocks=9, block_size=4, depth=2)
+    world = World(num_blocks=9, block_size=4, max_steps_in_flight=2)
     prompts = {request_id: BEGINNING[20 * request_id : 20 * request_id + 15] for request_id in (1, 2)}
     for request_id, prompt in prompts.items():
         world.admit(request_id, prompt, max_tokens=6, ignore_eos=True)

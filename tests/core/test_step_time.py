@@ -16,7 +16,7 @@ LONG = [3 + i * i % 190 for i in range(1500)]
 def paced(ns_per_token: int, **options: object) -> World:
     """Make a world whose executor takes so long for each token of a step."""
     settings: dict[str, object] = {"max_num_batched_tokens": 2048, "max_model_len": 2048, "num_blocks": 1000}
-    world = World(block_size=16, depth=1, **(settings | {"step_target_ms": 100} | options))
+    world = World(block_size=16, max_steps_in_flight=1, **(settings | {"step_target_ms": 100} | options))
     take_results(world, ns_per_token)
     return world
 

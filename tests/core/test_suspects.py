@@ -69,7 +69,7 @@ def test_random_trace_with_poison(seed: int, depth: int) -> None:
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("guilty", [1, 21, 32, 33, 64])
 def test_the_culprit_is_found_by_halving(guilty: int, dies: bool, depth: int) -> None:
-    world = crowd(fails_at(3, dies, guilty), depth=depth)
+    world = crowd(fails_at(3, dies, guilty), max_steps_in_flight=depth)
     world.run()
     assert list(world.failed) == [guilty] and world.codes[guilty] is ErrorCode.UNPROCESSABLE
     assert_alone(world, [r for r in range(1, NUM_SUSPECTS + 1) if r != guilty])
@@ -136,7 +136,7 @@ def test_killing_an_executor_again_and_again_convicts_nobody_who_gets_on() -> No
 
 
 def test_a_killed_executor_without_steps_in_flight_accuses_nobody() -> None:
-    world = crowd(size=4, depth=1)
+    world = crowd(size=4, max_steps_in_flight=1)
     world.step()
     world.new_executor()
     assert world.engine.suspects.trial is None
@@ -156,7 +156,7 @@ def test_a_trial_admits_nobody_and_ends() -> None:
 
 def test_nobody_is_blamed_for_the_steps_of_those_tried_before() -> None:
     """The second half begins when nothing of the first is in flight: a death then is among the second alone."""
-    world = crowd(size=4, depth=3)
+    world = crowd(size=4, max_steps_in_flight=3)
     world.step()
     world.new_executor()
     state = world.engine.state
@@ -186,7 +186,7 @@ def test_suspects_may_leave_during_their_trial(leave: Callable[..., None]) -> No
 
 def test_who_stays_is_not_convicted_for_who_left() -> None:
     """Two are in the step that raises; the guilty one is cancelled before the core hears of it."""
-    world = crowd(fails_at(3, False, 1), size=2, depth=1)
+    world = crowd(fails_at(3, False, 1), size=2, max_steps_in_flight=1)
     while world.failure is None:
         world.step()
         world.plan()

@@ -99,7 +99,7 @@ def random_world(
         peers=peers,
         store=store,
         fault=fault,
-        depth=depth,
+        max_steps_in_flight=depth,
         stages=stages,
         num_host_blocks=num_host_blocks,
         num_blocks=min(num_blocks, 16) if num_host_blocks else num_blocks,

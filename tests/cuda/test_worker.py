@@ -160,7 +160,10 @@ def test_tokens_do_not_depend_on_scheduling_nor_on_graphs(serve: Callable[..., A
     captured, eager = worker_on(device, base), worker_on(device, base, captured=False)
     variants = {
         "eager, in chunks": (changed(base, max_num_batched_tokens=17, long_prefill_token_threshold=5), eager),
-        "graphs, no prefix cache, synchronous": (without_prefix_cache(changed(base, depth=1)), captured),
+        "graphs, no prefix cache, synchronous": (
+            without_prefix_cache(changed(base, max_steps_in_flight=1)),
+            captured,
+        ),
         "graphs, preemption": (small_kv(base), captured),
     }
     for name, (config, worker) in variants.items():

@@ -1,4 +1,4 @@
-"""docs/vllm-flags.md, made of the tables that read such command lines: ``python -m tests.deploy.documented_flags`` writes it."""
+"""Generator of docs/vllm-flags.md from the flag tables: ``python -m tests.deploy.documented_flags`` writes it."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from quintet.deploy.config import vllm_flags as flags
 PAGE = Path(__file__).parents[2] / "docs" / "vllm-flags.md"
 _HEAD = """# Flags of vLLM
 
-A command line written for `vllm serve` is read by `quintet serve`, as are a YAML file and the arguments of `LLM`. This page
-says what becomes of each flag (names of vLLM 0.33, and of older versions). A switch has a form with `--no-`. Flags that have no
-meaning here are accepted, and a line of the log says so. One that would change what the server does, and cannot here, is refused
-with what to use instead; a value that says what is so anyway (`0`, `1`, `none`, `auto`, `false`) is accepted.
+`quintet serve` accepts command lines written for `vllm serve`, and their keys in YAML files and arguments of `LLM`. This page
+lists each flag of vLLM 0.33 and of older versions. A switch also has a `--no-` form.
 
-Short forms: {short}. Numbers of tokens may be written `8k` (8000), `8K` (8192) or `auto`; `--dtype half` is `float16`.
+* *taken*: the flag works, possibly under another name.
+* *accepted*: the flag has no effect; a log line says so.
+* *refused*: the flag would change behaviour, but is not supported; the error names an alternative. Values equal to the fixed
+  behaviour (`0`, `1`, `none`, `auto`, `false`) are accepted.
 
-| Flag | What becomes of it |
+Short forms: {short}. Token counts may be written as `8k` (8000), `8K` (8192) or `auto`; `--dtype half` is `float16`.
+
+| Flag | Effect |
 |---|---|
 """
 
 
 def rows() -> Iterator[tuple[str, str]]:
-    """Yield every flag, and what becomes of it."""
+    """Yield every flag and its effect."""
     yield from ((key, "taken") for key in flags.TAKEN)
     yield from (
         (key, f"taken as {'the opposite of ' if new.convert else ''}`{flags.option(new.ours)}`")

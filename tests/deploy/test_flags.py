@@ -12,6 +12,7 @@ from quintet.deploy.cli import serve
 from quintet.deploy.config.config_file import merged_options, read_config_file
 from quintet.deploy.config.flag_table import flag_table, make_options
 from quintet.deploy.config.flags import Options
+from quintet.deploy.python_api.engine import options_of_call
 from quintet.wire.errors import ConfigError
 
 
@@ -96,6 +97,47 @@ def test_keyword_arguments_are_checked_alike() -> None:
         ConfigError, match=r"LLM\(\.\.\.\): unknown key 'max_model_length'; did you mean 'max_model_len'"
     ):
         make_options({"max_model_length": 8}, "LLM(...)")
+
+
+RENAMED: list[tuple[list[str], dict[str, object], str]] = [
+    (["--depth", "1"], {"max_steps_in_flight": 1}, "--depth is deprecated; use --max-steps-in-flight"),
+    (["--no-spares"], {"standby": False}, "--spares is deprecated; use --standby"),
+    (
+        ["--no-refuse-hopeless"],
+        {"deadline_admission": False},
+        "--refuse-hopeless is deprecated; use --deadline-admission",
+    ),
+    (["--role", "alone"], {"role": "none"}, "--role alone is deprecated; use --role none"),
+]
+
+
+@pytest.mark.parametrize(("words", "changes", "line"), RENAMED)
+def test_an_old_name_is_accepted_with_one_deprecation_line(
+    words: list[str], changes: dict[str, object], line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert parsed(*words) == make_options(changes, "the test")
+    assert caplog.messages == [line]
+
+
+def test_old_names_in_a_file_are_accepted_and_flags_win(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("depth: 3\nrefuse-hopeless: false\nspares: false\nrole: alone\n")
+    options, _ = merged_options(file, {"max_steps_in_flight": 1})
+    assert options == Options(max_steps_in_flight=1, deadline_admission=False, standby=False)
+    assert sorted(caplog.messages) == sorted(line for _, _, line in RENAMED)
+
+
+def test_old_keyword_arguments_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    assert options_of_call(None, {"depth": 1, "role": "alone"}, "LLM(...)").max_steps_in_flight == 1
+    assert caplog.messages == [RENAMED[0][2], RENAMED[3][2]]
+
+
+def test_old_names_are_hidden_in_the_help() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_option_arguments(parser)
+    assert not {"--depth", "--spares", "--refuse-hopeless"} & set(parser.format_help().split())
 
 
 def test_flags_and_options_have_the_same_names() -> None:

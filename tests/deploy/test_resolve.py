@@ -150,7 +150,7 @@ def test_a_default_that_no_request_may_have_is_cut_or_ignored_with_a_note(
             {"max_num_batched_tokens": 300, "enable_chunked_prefill": False},
             ["--max-num-batched-tokens is 300", "512", "enable chunked prefill"],
         ),
-        ({"depth": 0}, ["--depth is 0", "at least 1"]),
+        ({"max_steps_in_flight": 0}, ["--max-steps-in-flight is 0", "at least 1"]),
         ({"port": 70000}, ["--port is 70000", "65535"]),
         ({"frontends": 0}, ["--frontends is 0", "at least 1"]),
         ({"tokenizers": 999}, ["--tokenizers is 999", "at most 512"]),

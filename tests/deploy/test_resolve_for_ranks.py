@@ -292,10 +292,15 @@ def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
     one, three = (
         config_of(tmp_path, 1, pipeline_parallel_size=stages, kv_cache_memory="1MiB") for stages in (1, 3)
     )
-    assert (one.scheduler.depth, three.scheduler.depth) == (2, 4)
+    assert (one.scheduler.max_steps_in_flight, three.scheduler.max_steps_in_flight) == (2, 4)
     options = Options(model=str(tmp_path), load_format="dummy", device="cpu", pipeline_parallel_size=3)
-    notes = {depth: resolve(msgspec.structs.replace(options, depth=depth), RUN_DIR).notes for depth in (3, 4)}
-    assert [any("--depth is 4, not 3: " in note for note in notes[depth]) for depth in (3, 4)] == [
+    notes = {
+        depth: resolve(msgspec.structs.replace(options, max_steps_in_flight=depth), RUN_DIR).notes
+        for depth in (3, 4)
+    }
+    assert [
+        any("--max-steps-in-flight is 4, not 3: " in note for note in notes[depth]) for depth in (3, 4)
+    ] == [
         True,
         False,
     ]

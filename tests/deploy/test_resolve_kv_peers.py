@@ -34,7 +34,7 @@ def key_in(folder: Path) -> str:
 
 
 def test_what_a_role_does_and_needs(tmp_path: Path, own_key: Path) -> None:
-    assert config_of(tmp_path, role="alone").cache.peers is None
+    assert config_of(tmp_path, role="none").cache.peers is None
     both = config_of(tmp_path)
     request_bytes = both.model.kv.bytes_per_block * both.model.max_model_len // both.model.kv.block_size
     whole = KvPeersConfig(
@@ -64,7 +64,7 @@ def test_what_a_role_does_and_needs(tmp_path: Path, own_key: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"role": "alone", "kv_peer_memory": "1GiB"}, "--kv-peer-memory says how, not what for"),
+        ({"role": "none", "kv_peer_memory": "1GiB"}, "--kv-peer-memory says how, not what for"),
         ({"role": "decode", "kv_peer_listen": "127.0.0.1:7"}, "--role decode offers none"),
         ({"role": "prefill", "kv_peers": ["10.0.0.7"]}, "--role prefill fetches nothing"),
         ({"executor": "mock"}, "mock executor has none"),
@@ -119,4 +119,4 @@ def test_a_port_of_somebody_elses_is_refused_before_anything_is_started(tmp_path
         with pytest.raises(PortInUse, match="another with --kv-peer-listen"):
             check_peer_ports(config_of(tmp_path, kv_peer_listen=address))
     check_peer_ports(config_of(tmp_path, kv_peer_listen=address))
-    check_peer_ports(config_of(tmp_path, role="alone"))
+    check_peer_ports(config_of(tmp_path, role="none"))

@@ -167,7 +167,7 @@ async def world(
     keys: tuple[str, ...] = (),
     servers_key: str = "",
     hedge_after_s: float = 0.0,
-    apart_from: int = 0,
+    pd_min_tokens: int = 0,
 ) -> AsyncIterator[World]:
     """Run servers with these answers, and a router before them that believes all of them to be well."""
     loop = asyncio.get_running_loop()
@@ -175,7 +175,7 @@ async def world(
     for up in ups:
         listening.append(await asyncio.start_server(up.take, "127.0.0.1", 0))
         up.url = f"http://127.0.0.1:{listening[-1].sockets[0].getsockname()[1]}"
-    servers = Servers("prefix", apart_from=apart_from)
+    servers = Servers("prefix", pd_min_tokens=pd_min_tokens)
     servers.become([up.url for up in ups], 2.0)
     for server in servers:
         server.note("")
@@ -578,14 +578,26 @@ def test_a_server_that_only_says_it_is_there_makes_no_progress() -> None:
     run(story())
 
 
+def test_old_names_of_router_flags_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    words = ["--engines-at", "http://a", "--engine-dns", "http://b", "--apart-from", "7"]
+    arguments = parser.parse_args(["route", *words])
+    assert (arguments.engine_dns, arguments.pd_min_tokens) == (["http://a", "http://b"], 7)
+    assert caplog.messages == [
+        "--engines-at is deprecated; use --engine-dns",
+        "--apart-from is deprecated; use --pd-min-tokens",
+    ]
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
         ([], "name them with --engine URL"),
-        (["--engines-at", "http://a", "--drain-timeout", "0"], "--drain-timeout is 0"),
+        (["--engine-dns", "http://a", "--drain-timeout", "0"], "--drain-timeout is 0"),
         (["--engine", "http://a", "--drain-timeout", "0"], "--drain-timeout is 0"),
         (["--engine", "http://a", "--max-open-per-key", "-1"], "--max-open-per-key is -1"),
-        (["--engine", "http://a", "--max-open-per-key", "4"], "say with --api-key"),
+        (["--engine", "http://a", "--max-open-per-key", "4"], "list the keys with --api-key"),
     ],
 )
 def test_what_cannot_be_asked_of_the_router(words: list[str], complaint: str) -> None:

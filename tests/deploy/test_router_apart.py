@@ -26,7 +26,7 @@ async def pair(
     prefill: Answer, decode: Answer, roles: tuple[str, str] = ("prefill", "decode"), *, is_busy: bool = True
 ) -> AsyncIterator[World]:
     """Run a server that computes prompts and one that answers, which has something else to answer, and a router."""
-    async with world(prefill, decode, apart_from=100) as w:
+    async with world(prefill, decode, pd_min_tokens=100) as w:
         for server, role in zip(w.servers, roles, strict=True):
             w.servers.note_role(server, role)
         if is_busy:
@@ -138,7 +138,7 @@ def test_params_that_are_refused_are_left_out() -> None:
 
 def test_a_request_that_servers_are_lost_of_is_not_sent_to_a_third() -> None:
     async def story() -> None:
-        async with world(says(cut=True), says(cut=True), ANSWERED, apart_from=100) as w:
+        async with world(says(cut=True), says(cut=True), ANSWERED, pd_min_tokens=100) as w:
             for server, role in zip(w.servers, ("prefill", "decode", "decode"), strict=True):
                 w.servers.note_role(server, role)
                 w.servers.hold(server)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quintet.deploy.cli.route import add_parser, for_pages
+from quintet.deploy.cli.route import add_parser, cors_config
 from quintet.deploy.router.limits import Limits
 from quintet.deploy.router.request_summary import RequestSummary
 from quintet.deploy.router.servers import Servers
@@ -182,11 +182,11 @@ def test_pages_of_all_origins_may_ask_a_router_unless_configured_otherwise() -> 
     parser = argparse.ArgumentParser()
     add_parser(parser.add_subparsers())
     words = ["route", "--engine", "http://a:1"]
-    open_to_all = for_pages(parser.parse_args(words))
+    open_to_all = cors_config(parser.parse_args(words))
     assert (open_to_all.allowed_origins, open_to_all.allow_credentials) == (["*"], False)
-    closed = for_pages(parser.parse_args([*words, "--allowed-origins", "[]"]))
+    closed = cors_config(parser.parse_args([*words, "--allowed-origins", "[]"]))
     assert closed.allowed_origins == []
-    named = for_pages(
+    named = cors_config(
         parser.parse_args([*words, "--allowed-origins", "https://a", "--allowed-methods", '["GET"]'])
     )
     assert (named.allowed_origins, named.allowed_methods) == (["https://a"], ["GET"])

@@ -129,7 +129,7 @@ def test_who_the_door_refuses_is_refused_here() -> None:
 def test_servers_of_a_gateway_are_addresses() -> None:
     pulse = Pulse(1.0, 5.0, 60.0, "", 1.0)
     for url, words in (
-        ("http://quintet-pods:8000", "--engines-at http://quintet-pods:8000"),
+        ("http://quintet-pods:8000", "--engine-dns http://quintet-pods:8000"),
         ("http://10.0.0.5:8000/inner", "serve at the root"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -168,7 +168,7 @@ def test_a_hung_executor_is_named_alone_and_replaced(server: World) -> None:
 
 
 def test_a_spare_takes_the_slot_of_the_dead(server: World) -> None:
-    server.start(config=make_config(server.run_dir, spares=True))
+    server.start(config=make_config(server.run_dir, standby=True))
     server.expect("all_ready")
     regulars = set(server.pids().values())
     spares = {server.expect("prepared", lambda e: e["pid"] not in regulars)["pid"] for _ in range(2)}
@@ -272,7 +272,7 @@ def test_kill_9_while_booting_leaves_no_process(server: World) -> None:
 
 
 def test_kill_9_with_a_stopped_and_a_dead_child_leaves_no_process_and_a_free_port(server: World) -> None:
-    process = server.start(config=make_config(server.run_dir, spares=True))
+    process = server.start(config=make_config(server.run_dir, standby=True))
     port = server.expect("listening")["port"]
     server.expect("all_ready")
     spare = server.expect("prepared", lambda event: event["pid"] not in server.pids().values())["pid"]

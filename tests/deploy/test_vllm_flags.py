@@ -1,4 +1,4 @@
-"""Command lines written for vLLM: each flag is taken, accepted with a word, or refused with a way out."""
+"""Command lines written for vLLM: each flag is taken, accepted with a note, or refused with an alternative."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_what_has_no_meaning_is_accepted_and_said() -> None:
 def assert_said(key: str, words: list[str]) -> None:
     options, [note] = parsed("folder", *words)
     assert options == Options(model="folder"), key
-    assert note.startswith(flags.option(key)) and "has no meaning here" in note
+    assert note.startswith(flags.option(key)) and "has no effect" in note
 
 
 def test_what_would_be_missed_is_refused_with_a_way_out() -> None:

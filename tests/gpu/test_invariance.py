@@ -53,7 +53,7 @@ def test_bits_do_not_depend_on_the_batch(dtype: Dtype, tmp_path: Path, device_na
         assert bits_of(config, worker, (number,))[number] == together[number], f"request {number} alone"
     in_chunks = with_scheduler(config, max_num_batched_tokens=93, long_prefill_token_threshold=37)
     assert bits_of(in_chunks, worker, range(1, NUM_REQUESTS + 1)) == together, "in chunks"
-    synchronous = with_scheduler(config, depth=1)
+    synchronous = with_scheduler(config, max_steps_in_flight=1)
     assert bits_of(synchronous, worker, range(1, NUM_REQUESTS + 1)) == together, "without overlap"
 
 

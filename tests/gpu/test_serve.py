@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.processes.server import Server, serve, wait_until
 
-COMMON = ("--kv-cache-memory", "64MiB", "--max-model-len", "512", "--no-spares")
+COMMON = ("--kv-cache-memory", "64MiB", "--max-model-len", "512", "--no-standby")
 PROMPTS = ("def fibonacci(n):", "import ", "class Stack:\n    def push(self, item):")
 
 

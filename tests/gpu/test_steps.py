@@ -69,8 +69,8 @@ def test_overlap_changes_no_token(config: EngineConfig) -> None:
     asked = {
         number: (prompt, params(number, NUM_TOKENS)) for number, prompt in enumerate(prompts(40, VOCAB), 1)
     }
-    together = run_all(with_scheduler(config, depth=2), worker, asked)
-    assert run_all(with_scheduler(config, depth=1), worker, asked).outputs == together.outputs
+    together = run_all(with_scheduler(config, max_steps_in_flight=2), worker, asked)
+    assert run_all(with_scheduler(config, max_steps_in_flight=1), worker, asked).outputs == together.outputs
 
 
 def test_swapping_and_computing_again_change_no_token(config: EngineConfig) -> None:

@@ -152,7 +152,7 @@ WAYS: dict[str, dict[str, int]] = {
     "preemption": {"max_num_batched_tokens": 37},
 }
 MORE_WAYS: dict[str, dict[str, int]] = WAYS | {
-    "synchronous": {"depth": 1},
+    "synchronous": {"max_steps_in_flight": 1},
     "two at a time": {"max_num_seqs": 2},
     "one token at a time, prefix hits": {"long_prefill_token_threshold": 1},
     "preemption in chunks": {"max_num_batched_tokens": 13, "long_prefill_token_threshold": 5},

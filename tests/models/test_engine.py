@@ -188,7 +188,7 @@ def test_tokens_do_not_depend_on_scheduling(family: str, serve: Callable[..., An
     config, worker = served.config, served.core.worker
     variants = {
         "together": changed(config),
-        "synchronous": changed(config, depth=1),
+        "synchronous": changed(config, max_steps_in_flight=1),
         "chunks": changed(config, max_num_batched_tokens=17, long_prefill_token_threshold=5),
         "whole prompts": changed(config, enable_chunked_prefill=False, max_num_batched_tokens=64),
         "no prefix cache": without_prefix_cache(changed(config)),

@@ -37,7 +37,7 @@ def test_forms_hold_and_depend_on_no_schedule(serve: Callable[..., Any], tmp_pat
         assert run(config, worker, [number])[number] == together[number], f"{number} alone"
     variants = {
         "in chunks": changed(config, max_num_batched_tokens=17, long_prefill_token_threshold=5),
-        "synchronous": without_prefix_cache(changed(config, depth=1)),
+        "synchronous": without_prefix_cache(changed(config, max_steps_in_flight=1)),
         "preempted": small_kv(config),
     }
     for name, variant in variants.items():

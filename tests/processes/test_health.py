@@ -113,7 +113,7 @@ def test_a_silent_supervisor_is_named() -> None:
 
 
 def test_a_server_that_gives_up_says_why_in_one_line_and_fails() -> None:
-    command = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--port", "0", "--no-spares", *MOCK]
+    command = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--port", "0", "--no-standby", *MOCK]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert any("Quintet is ready" in line for line in process.stdout)
