@@ -1,1 +1,1 @@
-"""From flags and a model folder to one frozen `EngineConfig`: see `quintet.deploy.config.build.resolve`."""
+"""Resolution of flags and model files into one frozen `EngineConfig`: `quintet.deploy.config.build.resolve`."""

@@ -1,4 +1,4 @@
-"""Put the flags, the model card and the machine together into one frozen `EngineConfig`."""
+"""Resolve flags, model files and machine into one frozen `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -66,25 +66,25 @@ from quintet.wire.model_files import card_path, is_gguf
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The configuration, and what was found out on the way."""
+    """The configuration and facts collected while resolving it."""
 
     config: EngineConfig
     weights: WeightFacts | None
-    """None when the executor reads none: mock or dummy."""
+    """None if no weights are read: mock executor or dummy weights."""
     num_parameters: int | None
-    """As the weights have them, else as the card says; None where only the executor knows."""
+    """From the weight headers, else from ``config.json``; None if only the executor knows it."""
     stored: Format | None
-    """The format that the checkpoint is quantized in; None where it is not."""
+    """Quantization format of the checkpoint; None if it is not quantized."""
     kv_formats: dict[KvFormat, KvSpec]
-    """What KV would take in each format that it could have."""
+    """KV layout for each supported data type."""
     notes: list[str] = field(default_factory=list)
-    """What was derived against expectation: one line each, for the boot story."""
+    """Unexpected derived values: one line each, for the startup log."""
 
 
 def resolve(options: Options, run_dir: Path, http: bool = True, external_frontends: int = 0) -> Resolution:
-    """Resolve everything once. ``http=False`` leaves the HTTP frontends out: the Python API brings its own.
+    """Resolve the configuration. ``http=False`` starts no HTTP frontends: the Python API is its own frontend.
 
-    May fetch the model from the hub. Raises `ConfigError` of one line with the way out.
+    May download the model from the hub. Raises `ConfigError`.
     """
     rules.check_ranges(options)
     rules.check_mock_only_flags(options)
@@ -121,11 +121,9 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     ranks.check_attention(options, facts, device, kv.block_size)
     ranks.check_gpu_rows(options, facts, device, DTYPE_BYTES[dtype])
     if options.block_size is None and kv.block_size > rules.DEFAULT_BLOCK_SIZE:
-        notes.append(
-            f"blocks hold {kv.block_size} tokens, whose keys and values take what a layer's state does"
-        )
-    if options.kv_cache_dtype == "auto" and facts.kv_wish is not None:
-        notes.append(facts.kv_wish.note(device))
+        notes.append(f"KV blocks have {kv.block_size} tokens, to match the size of a recurrent state")
+    if options.kv_cache_dtype == "auto" and facts.stored_kv_format is not None:
+        notes.append(facts.stored_kv_format.note(device))
     counted = weights.num_parameters if weights and facts.stored is None else None
     num_parameters = facts.num_parameters if counted is None else counted
     num_ranks = options.tensor_parallel_size
@@ -138,14 +136,14 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     if kind == "torch" and device == "cpu":
         ranks_here = num_ranks * stages // hosts
         notes.extend(filter(None, (crowding(options.data_parallel_size, ranks_here, usable_cores()),)))
-    room_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
+    available_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
-        check_weights_fit(weight_bytes // hosts, room_bytes, options.data_parallel_size, num_ranks)
+        check_weights_fit(weight_bytes // hosts, available_bytes, options.data_parallel_size, num_ranks)
     shared_bytes = ranks.memory_shared(options, facts, device, DTYPE_BYTES[dtype])
-    # stages divide what ranks share among hosts; ranks of one stage have all of it on each
-    shared_here = shared_bytes // (hosts if stages > 1 else 1)
-    held_bytes = weight_bytes // hosts + shared_here // num_ranks
-    cache, fitted = _cache_config(options, kind, device, facts, kv, room_bytes, held_bytes, notes)
+    # Several stages divide shared memory among hosts; ranks of a single stage have all of it on each host.
+    local_shared_bytes = shared_bytes // (hosts if stages > 1 else 1)
+    reserved_bytes = weight_bytes // hosts + local_shared_bytes // num_ranks
+    cache, fitted = _cache_config(options, kind, device, facts, kv, available_bytes, reserved_bytes, notes)
     warning = network.check(options) if http else None
     if warning is not None:
         notes.append(warning)
@@ -177,19 +175,21 @@ def _cache_config(
     device: Device,
     facts: ModelFacts,
     kv: KvSpec,
-    room_bytes: int,
-    held_bytes: int,
+    available_bytes: int,
+    reserved_bytes: int,
     notes: list[str],
 ) -> tuple[CacheConfig, int]:
-    """Return the section of keys and values, and the longest sequence that fits into their memory.
+    """Return the KV cache section, and the maximum context length that fits into KV memory.
 
-    room_bytes: what a rank may take altogether; held_bytes: of it for other things. notes: hears what is otherwise than asked.
+    available_bytes: memory of a rank. reserved_bytes: the part used by weights and shared memory. Appends to ``notes``.
     """
     max_model_len = rules.derive_max_model_len(
         options.max_model_len, facts.max_model_len, card_path(facts.path)
     )
     step_tokens = rules.most_step_tokens(options, device, max_model_len)
-    memory_bytes = _kv_memory(options, device, kind, room_bytes - held_bytes, kv, max_model_len, step_tokens)
+    memory_bytes = _kv_memory(
+        options, device, kind, available_bytes - reserved_bytes, kv, max_model_len, step_tokens
+    )
     fitted = max_model_len
     if memory_bytes:
         fitted = rules.fit_max_model_len(
@@ -202,30 +202,30 @@ def _cache_config(
         )
     if fitted < max_model_len:
         notes.append(
-            f"max_model_len is {fitted}, not the model's {max_model_len}: KV memory is {format_size(memory_bytes)}"
+            f"max_model_len is {fitted}, not the model's {max_model_len}: the KV cache has {format_size(memory_bytes)}"
         )
     can_share_prefixes = rules.rotates_alike(facts.fixed_rope_len, fitted)
     if options.enable_prefix_caching and not can_share_prefixes:
         notes.append(
-            f"prefix caching is off: this model rotates positions otherwise in sequences of more than "
-            f"{facts.fixed_rope_len} tokens, so their keys cannot be shared; --max-model-len {facts.fixed_rope_len} allows it"
+            f"prefix caching is disabled: this model's RoPE changes in sequences of more than {facts.fixed_rope_len} tokens, "
+            f"so keys cannot be shared; --max-model-len {facts.fixed_rope_len} enables it"
         )
-    shares_beginnings = options.enable_prefix_caching and can_share_prefixes
+    has_prefix_cache = options.enable_prefix_caching and can_share_prefixes
     cache = CacheConfig(
         memory_bytes=rules.cap_kv_memory(kv, memory_bytes, options.max_num_seqs, fitted, step_tokens),
-        enable_prefix_caching=shares_beginnings,
+        enable_prefix_caching=has_prefix_cache,
         dtype=rules.kv_format(options, device, facts),
         gpu_memory_utilization=options.gpu_memory_utilization,
         swap_bytes=rules.derive_swap_bytes(
-            options.swap_space, device, kind, room_bytes * options.tensor_parallel_size
+            options.swap_space, device, kind, available_bytes * options.tensor_parallel_size
         )
         * options.decode_context_parallel_size
         // options.tensor_parallel_size,
         num_parts=num_parts(options),
-        events=kv_events_config(options, kv, shares_beginnings=shares_beginnings),
-        peers=kv_peers_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
-        disk=kv_disk_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
-        store=kv_store_config(options, device, kv, fitted, step_tokens, shares_beginnings=shares_beginnings),
+        events=kv_events_config(options, kv, has_prefix_cache=has_prefix_cache),
+        peers=kv_peers_config(options, device, kv, fitted, step_tokens, has_prefix_cache=has_prefix_cache),
+        disk=kv_disk_config(options, device, kv, fitted, step_tokens, has_prefix_cache=has_prefix_cache),
+        store=kv_store_config(options, device, kv, fitted, step_tokens, has_prefix_cache=has_prefix_cache),
     )
     return cache, fitted
 
@@ -233,7 +233,7 @@ def _cache_config(
 def _model_config(
     options: Options, facts: ModelFacts, dtype: Dtype, kv: KvSpec, max_model_len: int
 ) -> tuple[ModelConfig, list[str]]:
-    """Return the section of the model, and lines for the log."""
+    """Return the model section, and notes for the startup log."""
     tokenizer = facts.path
     if options.tokenizer is not None:
         tokenizer = locate_model(
@@ -276,17 +276,15 @@ def _kv_memory(
     options: Options,
     device: str,
     kind: str,
-    room_bytes: int,
+    available_bytes: int,
     kv: KvSpec,
     max_model_len: int,
     step_tokens: int,
 ) -> int:
-    """Return the bytes that the KV of a rank, or of those that keep it together, may take. The mock holds none.
+    """Return the KV memory in bytes of a rank, or of the ranks that share one KV cache; over all stages.
 
-    As asked, or a share of what all else leaves of their room.
-    Of a rank of all stages together: of several hosts, which are taken to have as much memory as this one, so many times that.
-
-    0 on a GPU, whose executor finds out: what else is in the device's memory is known there only.
+    Either the flag's value or a share of the memory that weights leave. Other hosts are assumed to have as much memory as
+    this one. 0 on a GPU: only the executor knows the free device memory.
     """
     together = options.decode_context_parallel_size
     if options.kv_cache_memory is not None:
@@ -297,7 +295,7 @@ def _kv_memory(
     if device == "cuda":
         return 0
     scratch_bytes = ATTENTION_SCRATCH_BYTES * options.pipeline_parallel_size // options.nnodes
-    left_bytes = room_bytes - scratch_bytes
+    left_bytes = available_bytes - scratch_bytes
     if options.kv_cache_memory_share is not None:
         of_host = int(left_bytes * options.kv_cache_memory_share)
     else:
@@ -308,7 +306,9 @@ def _kv_memory(
 def _recording_folder(path: str | None) -> str | None:
     folder = folder_of(path)
     if folder is not None and any(Path(folder).glob(f"*/*{SUFFIX}")):
-        raise ConfigError(f"--record {path}: has a recording already; remove it or name another folder")
+        raise ConfigError(
+            f"--record {path}: the folder already contains a recording; remove it, or choose another folder"
+        )
     return folder
 
 

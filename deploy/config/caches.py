@@ -1,4 +1,4 @@
-"""Where what this user's servers make, and find again, is kept."""
+"""Cache folder of this user's servers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from quintet.wire.errors import ConfigError
 
 
 def user_cache() -> Path:
-    """Return the folder, which may not be there yet. Raises `ConfigError`."""
+    """Return the folder, which may not exist yet. Raises `ConfigError`."""
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "quintet"
     except RuntimeError:
-        raise ConfigError(
-            "this user has no home folder: set HOME, or XDG_CACHE_HOME to a folder for caches"
-        ) from None
+        raise ConfigError("the user has no home folder: set HOME or XDG_CACHE_HOME") from None

@@ -1,7 +1,7 @@
-"""The few numbers of a model folder's JSON files that serving needs.
+"""Model facts read from ``config.json`` and ``generation_config.json``.
 
-Reads ``config.json`` with the functions that the executor builds the model with, so that both know one model. Knows not the
-weights (see `weights`) nor where the folder comes from (see `source`).
+Uses the executor's parsers of ``config.json``, so that both processes see the same model. `weights` reads the weight files,
+`source` locates the folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _QUANTIZATION_FILES = {
     "quant_config.json": "awq",
     "hf_quant_config.json": "modelopt",
 }
-"""Beside ``config.json``: what says how weights are quantized, and by which method where it does not say."""
+"""Separate quantization config files, and the ``quant_method`` of those that do not contain one."""
 
 _SAMPLING_DEFAULTS = {
     "temperature": "temperature",
@@ -47,50 +47,50 @@ _SAMPLING_DEFAULTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What a model's folder says about it."""
+    """Model facts from the JSON files of a model folder."""
 
     path: Path
     card: str
-    """Text of its ``config.json``, with what another file says of how the weights are quantized."""
+    """Text of ``config.json``, with ``quantization_config`` of a separate file merged in."""
     stored: Format | None
-    """How they are; None where they are not."""
-    kv_wish: KvFormat | None
-    """What the checkpoint asks of keys and values; None where it says nothing, or where they are not ours."""
+    """Quantization format of the checkpoint; None if it is not quantized."""
+    stored_kv_format: KvFormat | None
+    """KV data type that the checkpoint requests; None without a request, or with transformers' layers."""
     architecture: str
     implementation: ModelImpl
     dtype: Dtype
     kv_needs: tuple[KvNeed | None, ...]
-    """What each layer keeps of every token."""
+    """KV of each layer per token."""
     state_needs: tuple[StateNeed | None, ...]
-    """What each layer keeps of every request besides; empty where no layer does."""
+    """Recurrent state of each layer per request; empty if no layer has one."""
     vocab_size: int
     embedding_width: int
-    """Numbers of a token's embedding; 0 where only the executor knows."""
+    """Width of a token embedding; 0 if only the executor knows it."""
     num_parameters: int | None
-    """Numbers of all its matrices; None where only the executor knows."""
+    """Number of parameters of all matrices; None if only the executor knows it."""
     expert_depths: frozenset[int]
-    """How many numbers a row has that one of its experts' matrices is multiplied with."""
+    """Input widths of the experts' matrices."""
     max_model_len: int
-    """The longest context the position encoding reaches, RoPE scaling included."""
+    """Maximum context length of the position encoding, RoPE scaling included."""
     fixed_rope_len: int | None
     """See `quintet.executor.model_config.rope.RopeSpec.fixed_len`."""
     eos_token_ids: list[int]
-    """That the configurations name; see `quintet.deploy.config.endings` for the others."""
+    """End-of-sequence ids of the JSON files; `quintet.deploy.config.endings` adds those of the tokenizer."""
     generation_defaults: dict[str, float | int]
     stages: tuple[tuple[int, int], ...] = ()
-    """Which layers each stage has (`quintet.executor.model_config.share.stage_layers`); empty where they are not cut."""
+    """Layer ranges of pipeline stages (`quintet.executor.model_config.share.stage_layers`); empty without stages."""
     notes: tuple[str, ...] = ()
-    """What was taken otherwise than the card says it: one line each, for the boot story."""
+    """Deviations from ``config.json``: one line each, for the startup log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overrides:
-    """Values that go before those of a model's files."""
+    """Values that override those of a model's files."""
 
     card: Json = field(default_factory=dict)
-    """Of ``config.json``, also within objects."""
+    """Overrides of ``config.json``, merged recursively."""
     generation: Json = field(default_factory=dict)
-    """Of sampling defaults."""
+    """Overrides of sampling defaults."""
 
 
 def read_facts(
@@ -101,11 +101,10 @@ def read_facts(
     *,
     with_weights: bool = False,
 ) -> ModelFacts:
-    """Read what serving needs of a local folder's JSON files, or of a GGUF file.
+    """Read model facts from a folder's JSON files, or from a GGUF file.
 
-    ``generation_config`` is the flag: ``auto`` for the folder's own file, ``none`` for no sampling defaults, or
-    another folder; so is ``model_impl``. with_weights: whether what the folder's weights hold goes before what the card says of
-    them. Raises `ConfigError` naming the file and the missing or senseless key.
+    ``generation_config`` and ``model_impl`` are the flags. with_weights: whether weight headers override ``config.json`` on
+    tied embeddings. Raises `ConfigError` with the file and the missing or invalid key.
     """
     path, overrides = card_path(folder), overrides or Overrides()
     config, text = _read_card(folder, overrides.card)
@@ -118,22 +117,22 @@ def read_facts(
     implementation = choose_implementation(model_impl, architecture)
     family = FAMILIES.get(architecture) if implementation == "quintet" else None
     if implementation == "transformers" and is_gguf(folder):
-        raise ConfigError(f"{folder}: transformers does not compute files of GGUF here: drop --model-impl")
+        raise ConfigError(f"{folder}: --model-impl transformers does not support GGUF files; drop it")
     if implementation == "transformers":
         check_transformers_card(card, architecture)
     stored = recognise(card)
     spec: ModelSpec = unknown(card) if family is None else family.read(card)
     notes = []
-    if family is not None and with_weights and _brings_head(folder, spec):
+    if family is not None and with_weights and _has_untied_head(folder, spec):
         config, text = _changed(untied(config))
         card = ModelCard(config, str(path))
         spec = family.read(card)
-        notes.append(_OWN_HEAD)
+        notes.append(_UNTIED_NOTE)
     return ModelFacts(
         path=folder,
         card=text,
         stored=stored,
-        kv_wish=wish_of(card) if implementation == "quintet" else None,
+        stored_kv_format=wish_of(card) if implementation == "quintet" else None,
         architecture=architecture,
         implementation=implementation,
         dtype=_dtype(config, path),
@@ -152,7 +151,7 @@ def read_facts(
 
 
 def _read_card(folder: Path, changes: Json) -> tuple[Json, str]:
-    """Return a model's card, as values and as text, with what other files and the command line say of it."""
+    """Return ``config.json`` as values and as text, with quantization files and overrides merged in."""
     path = card_path(folder)
     text = _card_of_gguf(path) if is_gguf(folder) else with_quantization(folder, read_text(path))
     config = parse_json(text, path)
@@ -164,7 +163,7 @@ def _read_card(folder: Path, changes: Json) -> tuple[Json, str]:
 
 
 def with_quantization(folder: Path, text: str) -> str:
-    """Return the text of a ``config.json`` with its ``quantization_config``, which older tools wrote into a file of its own."""
+    """Return the text of ``config.json`` with the ``quantization_config`` of a separate file, as older tools wrote it."""
     path = folder / "config.json"
     for name, method in _QUANTIZATION_FILES.items():
         if not (folder / name).is_file():
@@ -173,8 +172,8 @@ def with_quantization(folder: Path, text: str) -> str:
         if "quantization_config" in config:
             return text
         section = read_json(folder / name)
-        usual = {"quant_method": "squeezellm" if "wbits" in section else method}
-        return json.dumps(config | {"quantization_config": usual | section})
+        defaults = {"quant_method": "squeezellm" if "wbits" in section else method}
+        return json.dumps(config | {"quantization_config": defaults | section})
     return text
 
 
@@ -185,46 +184,44 @@ def _expert_depths(spec: ModelSpec) -> frozenset[int]:
     return frozenset(widths | {spec.hidden_size} if widths else ())
 
 
-_OWN_HEAD = "config.json says that the output layer is the embedding, but the checkpoint has another one (lm_head): that is used"
-_MOST_CHARS = 100
-"""Of an architecture's name, which errors repeat."""
+_UNTIED_NOTE = "config.json ties word embeddings, but the checkpoint contains a different output layer (lm_head), which is used"
+_MAX_NAME_CHARS = 100
+"""Limit of an architecture's name, which error messages repeat."""
 
 
 def _architecture(config: Json, path: Path) -> str:
-    """Return the name of the architecture; where the card has none, the one that its ``model_type`` says."""
+    """Return the architecture: from ``architectures``, else derived from ``model_type``."""
     names, kind = config.get("architectures"), config.get("model_type")
     name = names[0] if isinstance(names, list) and names else None
     if name is None and isinstance(kind, str):
         name = architecture_of(kind, is_part="text_config" in config)
-    if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MOST_CHARS:
+    if isinstance(name, str) and name.isprintable() and 0 < len(name) <= _MAX_NAME_CHARS:
         return name
-    raise ConfigError(
-        f"{path} names neither `architectures` nor `model_type`; one of them is needed to know how to run the model"
-    )
+    raise ConfigError(f"{path} has neither `architectures` nor `model_type`; add one of them")
 
 
-def _brings_head(folder: Path, spec: ModelSpec) -> bool:
+def _has_untied_head(folder: Path, spec: ModelSpec) -> bool:
     return isinstance(spec, DecoderSpec) and spec.tied and has_own_head(folder, spec.names)
 
 
 def _overridden(config: Json, changes: Json) -> Json:
-    """Return a card with other values. The older keys of rotations change ``rope_parameters`` where a card has these."""
+    """Return a config with overrides merged in. Older RoPE keys override ``rope_parameters`` if present."""
     changed = dict(config)
     for key, value in changes.items():
-        held, rope = changed.get(key), changed.get("rope_parameters")
+        current, rope = changed.get(key), changed.get("rope_parameters")
         if key == "rope_scaling" and isinstance(rope, dict) and isinstance(value, dict):
             changed["rope_parameters"] = {**rope, **value}
         elif key == "rope_theta" and isinstance(rope, dict):
             changed["rope_parameters"] = {**rope, key: value}
-        elif isinstance(held, dict) and isinstance(value, dict):
-            changed[key] = _overridden(held, value)
+        elif isinstance(current, dict) and isinstance(value, dict):
+            changed[key] = _overridden(current, value)
         else:
             changed[key] = value
     return changed
 
 
 def _changed(config: Json) -> tuple[Json, str]:
-    """Return a card and its text."""
+    """Return a config and its JSON text."""
     return config, json.dumps(config)
 
 
@@ -240,7 +237,7 @@ def _dtype(config: Json, path: Path) -> Dtype:
 
 
 def _card_of_gguf(path: Path) -> str:
-    # Only of a file: what reads it imports numpy, whose threads would keep the supervisor from forking its processes.
+    # Imported only for GGUF files: numpy starts threads, after which the supervisor must not fork.
     from quintet.executor.checkpoints.gguf.card import card_of_gguf
     from quintet.executor.checkpoints.gguf.parts import read_parts
 

@@ -1,4 +1,4 @@
-"""The model's chat templates by name, found where transformers finds them. Knows no Jinja: rendering is the tokenizer's."""
+"""Chat templates of a model, by name, from the files that transformers reads. The tokenizer process renders them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _HALF = re.compile("[\ud800-\udfff]")
 
 
 def read_chat_templates(folder: Path, flag: str | None) -> dict[str, str]:
-    """Return the template given by flag (a file, or the text itself) as the only one, or else the folder's by name.
+    """Return the template given by the flag (file path or text) as the only one, else the folder's templates by name.
 
-    In the folder ``chat_template.jinja`` (the default) and ``additional_chat_templates/<name>.jinja`` go before
-    ``chat_template.json``, and that before ``tokenizer_config.json``: one template, a list of named ones or a map of them.
-    Raises `ConfigError` naming the file.
+    Precedence: ``chat_template.jinja`` (the default) with ``additional_chat_templates/<name>.jinja``, then
+    ``chat_template.json``, then ``tokenizer_config.json``. The JSON files contain one template, a list or a map.
+    Raises `ConfigError` with the file.
     """
     if flag is not None:
         return {DEFAULT: _given(flag)}
@@ -60,14 +60,14 @@ def _in_json(value: object, path: Path) -> dict[str, str]:
     templates = {name: template for name, template in named if _is_text(name) and _is_text(template)}
     if not is_whole or len(templates) != len(named):
         raise ConfigError(
-            f"{path}: chat_template is neither a template, nor a list of named ones "
-            '([{"name": …, "template": …}, …]), nor a map from names to templates; correct it, or give one as --chat-template'
+            f"{path}: chat_template must be a template, a list of named templates "
+            '([{"name": …, "template": …}, …]), or a map from names to templates; fix the file, or set --chat-template'
         )
     return templates
 
 
 def _is_text(value: object) -> TypeGuard[str]:
-    """Whether it is a string of whole characters: escapes in JSON may make half of one."""
+    """Return whether it is a string without lone surrogates, which JSON escapes may create."""
     return isinstance(value, str) and _HALF.search(value) is None
 
 

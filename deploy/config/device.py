@@ -1,6 +1,6 @@
-"""Whether this machine has a GPU to compute on: told from files and the environment, without loading a driver or torch.
+"""GPU detection from device files and the environment, without loading a driver or torch.
 
-A driver loaded here would be of no use to the executor, which is another process, and takes a moment of every boot.
+Loading the driver would slow down startup and not help the executor, which is another process.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _HAS_CUDA = re.compile(r"^cuda\b[^=]*=\s*['\"]", re.MULTILINE)
 
 
 def default_device() -> Literal["cpu", "cuda"]:
-    """Return what ``--device auto`` means here."""
+    """Return the device that ``--device auto`` selects."""
     return "cuda" if sees_a_gpu(os.environ) and torch_is_cuda_build() else "cpu"
 
 
 def sees_a_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
-    """Return whether there is an NVIDIA GPU that this environment does not hide.
+    """Return whether an NVIDIA GPU is visible.
 
-    A container may have been given the third one only. Under Windows (WSL 2) there is no file per GPU, but one for all
-    makers' GPUs and a folder with NVIDIA's library.
+    A container may have only /dev/nvidia3. WSL 2 has no device file per GPU, but one for GPUs of all vendors and a folder with
+    NVIDIA's library.
     """
     if hides_all_gpus(environment.get("CUDA_VISIBLE_DEVICES")):
         return False
@@ -34,7 +34,7 @@ def sees_a_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
 
 
 def num_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int | None:
-    """Return how many NVIDIA GPUs there are that this environment does not hide; None where files do not tell (WSL 2)."""
+    """Return the number of visible NVIDIA GPUs; None if device files do not tell (WSL 2)."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     files = len(list((root / "dev").glob("nvidia[0-9]*")))
     if visible is None:
@@ -44,9 +44,9 @@ def num_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int | No
 
 
 def hides_all_gpus(visible: str | None) -> bool:
-    """Return whether a value of ``CUDA_VISIBLE_DEVICES`` shows no GPU: the list ends at its first entry that is none.
+    """Return whether ``CUDA_VISIBLE_DEVICES`` hides all GPUs: CUDA ignores entries from the first invalid one on.
 
-    Entries are numbers, or unique names that begin with ``GPU-`` or ``MIG-`` (CUDA C++ Programming Guide, "CUDA
+    Valid entries are indices, or UUIDs that start with ``GPU-`` or ``MIG-`` (CUDA C++ Programming Guide, "CUDA
     Environment Variables").
     """
     if visible is None:
@@ -56,7 +56,7 @@ def hides_all_gpus(visible: str | None) -> bool:
 
 
 def torch_is_cuda_build(version: Path | None = None) -> bool:
-    """Tell from torch's version file, without importing torch, whether it was built for CUDA."""
+    """Return whether torch was built for CUDA, from its version file, without importing torch."""
     if version is None:
         spec = importlib.util.find_spec("torch")
         if spec is None or spec.origin is None:

@@ -1,7 +1,7 @@
-"""Which tokens end an answer: those that any of a model's files names.
+"""End-of-sequence token ids, collected from all files of a model.
 
-Fine-tunes add a second one and forget to say so everywhere: the configuration has the base model's, the tokenizer or the chat
-template the one that the model learned. A model that draws it and is not stopped goes on with the client's next turn.
+Fine-tunes often add an end-of-turn token that only the tokenizer or the chat template names, while the configuration has the
+base model's. Without it, generation would continue with the user's next turn.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json, read_json
 
 _ANSWER = "quintet"
-"""Text that no template writes."""
+"""Marker text that no template contains."""
 _CONTENTS: tuple[object, ...] = (_ANSWER, [{"type": "text", "text": _ANSWER}])
-"""How an answer's content may look: templates of models that see take lists of parts alone."""
+"""Forms of message content: templates of multimodal models accept only lists of parts."""
 
 
 class _Token(msgspec.Struct):
@@ -32,7 +32,7 @@ class _Tokenizer(msgspec.Struct):
 
 
 def configured_ids(*configs: Json) -> list[int]:
-    """Return the ids that configurations name, the first one's first; an empty list when none does."""
+    """Return the ``eos_token_id`` values of configurations, in order, without duplicates."""
     found: list[int] = []
     for config in configs:
         ids = config.get("eos_token_id")
@@ -45,9 +45,9 @@ def configured_ids(*configs: Json) -> list[int]:
 
 
 def end_token_ids(configured: Iterable[int], folder: Path, templates: Mapping[str, str]) -> list[int]:
-    """Return what the configurations name, the tokenizer's end of sequence, and what ends a turn in its chat template.
+    """Return the configured ids, the tokenizer's ``eos_token``, and the end-of-turn token of its chat template.
 
-    folder: the tokenizer's. Raises `ConfigError` for files that are no JSON.
+    folder: the tokenizer's. Raises `ConfigError` for invalid JSON files.
     """
     tokens = _added_tokens(folder)
     sources = [_read(folder / name) for name in ("special_tokens_map.json", "tokenizer_config.json")]
@@ -60,42 +60,42 @@ def end_token_ids(configured: Iterable[int], folder: Path, templates: Mapping[st
 def _end_of_turn(
     templates: Mapping[str, str], special: Mapping[str, str], tokens: Mapping[str, int]
 ) -> str | None:
-    """Return the token that the chat template writes behind a conversation's last answer; None where it writes none.
+    """Return the token that the chat template writes after the last assistant message, or None.
 
-    Behind the last one alone: gpt-oss's messages end with another token than its answers.
+    Only the last message counts: in gpt-oss, earlier messages end with another token.
     """
     source = templates.get(DEFAULT) or next(iter(templates.values()), "")
     if "{" not in source:
         return None
     for content in _CONTENTS:
-        _, answer, behind = _rendered(source, content, special).rpartition(_ANSWER)
+        _, answer, rest = _rendered(source, content, special).rpartition(_ANSWER)
         if answer:
-            written = [name for name in tokens if name and behind.lstrip().startswith(name)]
+            written = [name for name in tokens if name and rest.lstrip().startswith(name)]
             return max(written, key=len, default=None)
     return None
 
 
 def _rendered(source: str, content: object, special: Mapping[str, str]) -> str:
-    """Return a conversation's text; nothing where the template refuses it."""
+    """Render a conversation; return an empty text if the template raises."""
     messages = [{"role": role, "content": content} for role in ("user", "assistant")]
     try:
         template = make_environment().from_string(source)
         return template.render(
             special, messages=messages, add_generation_prompt=False, tools=None, documents=None
         )
-    except Exception:  # noqa: BLE001 - a template is foreign code, and may raise anything
+    except Exception:  # noqa: BLE001 - templates are foreign code and may raise any exception
         return ""
 
 
 def _added_tokens(folder: Path) -> dict[str, int]:
-    """Return the ids of the tokens that stand beside the vocabulary, by their text."""
+    """Return added tokens: text -> id."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         return {}
     try:
         described = msgspec.json.decode(path.read_bytes(), type=_Tokenizer)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not a tokenizer: {error}; download it again") from None
+        raise ConfigError(f"{path} is not a valid tokenizer: {error}; download it again") from None
     return {token.content: token.id for token in described.added_tokens}
 
 

@@ -1,4 +1,4 @@
-"""Whether copies of experts follow what is asked of them (``--enable-eplb``), spelled as vLLM's users spell it."""
+"""Configuration of expert-parallel load balancing (``--enable-eplb``), in vLLM's format."""
 
 from __future__ import annotations
 
@@ -14,56 +14,52 @@ from quintet.wire.errors import ConfigError
 FLAG, DETAILS, NUMBER = "--enable-eplb", "--eplb-config", "num_redundant_experts"
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _EplbJson(msgspec.Struct, forbid_unknown_fields=True):
     window_size: int = EplbConfig.__struct_defaults__[0]
     step_interval: int = EplbConfig.__struct_defaults__[1]
     num_redundant_experts: int = 0
     use_async: bool = True
-    """Taken and not needed: experts are always copied piece by piece, between steps."""
+    """Accepted and ignored: experts are always copied asynchronously, between steps."""
 
 
 def eplb_config(options: Options) -> EplbConfig | None:
-    """Return the section; None where no expert is copied."""
+    """Return the section, or None without ``--enable-eplb``. Raises `ConfigError`."""
     if not options.enable_eplb:
         if options.eplb_config is not None:
-            raise ConfigError(
-                f"{DETAILS} says how experts are copied, and {FLAG} is not given: add it or drop this"
-            )
+            raise ConfigError(f"{DETAILS} requires {FLAG}: add {FLAG}, or drop {DETAILS}")
         return None
     if not options.enable_expert_parallel:
-        raise ConfigError(
-            f"{FLAG} copies whole experts, and ranks have whole ones with --enable-expert-parallel: add it or drop {FLAG}"
-        )
+        raise ConfigError(f"{FLAG} requires --enable-expert-parallel: add it, or drop {FLAG}")
     ranks = options.tensor_parallel_size
     example = f'{{"{NUMBER}": {ranks}}}'
     try:
-        asked = msgspec.json.decode(options.eplb_config or "{}", type=_Asked)
+        asked = msgspec.json.decode(options.eplb_config or "{}", type=_EplbJson)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{DETAILS} {options.eplb_config}: {error}; write JSON such as {example}") from None
     for name, number in (("window_size", asked.window_size), ("step_interval", asked.step_interval)):
         if not 0 < number < 1 << 31:
-            raise ConfigError(f"{DETAILS}: {name} is {number}; give a positive number of steps")
+            raise ConfigError(f"{DETAILS}: {name} is {number}; it must be a positive number of steps")
     copies = asked.num_redundant_experts
     if copies <= 0 or copies % ranks:
         raise ConfigError(
-            f"{FLAG}: {NUMBER} is {copies}; copies lie in places of their own, as many on each of {ranks} ranks: give a multiple"
-            f" of {ranks}, such as {DETAILS} '{example}'"
+            f"{FLAG}: {NUMBER} is {copies}; it must be a positive multiple of the {ranks} ranks, such as"
+            f" {DETAILS} '{example}'"
         )
     return EplbConfig(asked.window_size, asked.step_interval, copies)
 
 
 def check_copies(eplb: EplbConfig, spec: DecoderSpec, share: Share) -> None:
-    """Reject more places than there are experts to copy into them."""
+    """Reject more redundant experts than can be used."""
     fewest = min(each.mlp.routing.experts for each in spec.layers if isinstance(each.mlp, ExpertsSpec))
     most = (fewest - -(-fewest // share.size)) * share.size
     if eplb.num_redundant_experts > most:
         raise ConfigError(
-            f"{DETAILS}: {NUMBER} is {eplb.num_redundant_experts}; {share.size} ranks of {fewest} experts have a use for"
-            f" {most} at most"
+            f"{DETAILS}: {NUMBER} is {eplb.num_redundant_experts}; with {share.size} ranks and {fewest} experts it must be at"
+            f" most {most}"
         )
 
 
 def num_copied(eplb: EplbConfig, spec: DecoderSpec) -> int:
-    """Return how many numbers all copies have that all ranks have room for."""
+    """Return the number of parameters of all redundant experts."""
     widths = (each.mlp.width for each in spec.layers if isinstance(each.mlp, ExpertsSpec))
     return eplb.num_redundant_experts * 3 * spec.hidden_size * sum(widths)

@@ -1,4 +1,4 @@
-"""Values of flags that may be written in several ways: counts with a unit, JSON objects, other servers' names."""
+"""Parsers of flag values: token counts with a unit, JSON objects."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)")
 _UNITS = {
     "": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40,
 }  # fmt: skip
-"""As vLLM has them: small letters count by thousands, capitals by 1024."""
+"""As in vLLM: lower-case units are powers of 1000, upper-case units powers of 1024."""
 
 
 def count(value: object, flag: str) -> object:
-    """Return a number of tokens: ``8k`` is 8000, ``8K`` is 8192; None for ``auto`` and -1. Raises `ConfigError`."""
+    """Parse a token count: ``8k`` is 8000, ``8K`` is 8192; None for ``auto`` and -1. Raises `ConfigError`."""
     if value == -1 or (isinstance(value, str) and value.strip() in {"auto", "-1"}):
         return None
     if not isinstance(value, str):
@@ -24,12 +24,12 @@ def count(value: object, flag: str) -> object:
     found = _COUNT.fullmatch(value.strip())
     number = float(found[1]) * _UNITS[found[2]] if found is not None else 0.5
     if not number.is_integer():
-        raise ConfigError(f"{flag} is {value!r}; give a whole number, one like 8k or 8K, or auto")
+        raise ConfigError(f"{flag} is {value!r}; give an integer, optionally with a unit (8k, 8K), or auto")
     return int(number)
 
 
 def json_object(value: object, flag: str) -> dict[str, Any]:
-    """Return a JSON object that is given as text, or as what it is. Raises `ConfigError`."""
+    """Return a JSON object given as text or as a dictionary. Raises `ConfigError`."""
     found = value
     if isinstance(value, str):
         try:

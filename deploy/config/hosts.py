@@ -1,4 +1,4 @@
-"""The flags of a model on several hosts (``--nnodes``): which go together, and what follows from them."""
+"""Validation of the flags of multi-host models (``--nnodes``)."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ OWN_ADDRESS = "127.0.0.1"
 
 
 def hosts_config(options: Options) -> HostsConfig | None:
-    """Return the section, or None where there is one host; reject what cannot be."""
+    """Return the section, or None for one host. Raises `ConfigError`."""
     count = options.nnodes
     _check_backend(options)
     if count == 1:
-        _check_nothing_is_said(options)
+        _check_no_host_flags(options)
         return None
     _check_place(options)
     _check_division(options)
     if options.data_parallel_size > 1:
         raise ConfigError(
-            f"--nnodes {count} with --data-parallel-size {options.data_parallel_size}: one engine is on several hosts so far;"
-            " start a group of hosts for each, behind quintet route"
+            f"--nnodes {count} with --data-parallel-size {options.data_parallel_size}: only one engine can span hosts;"
+            " start one group of hosts per engine, with quintet route in front"
         )
     given = OWN_ADDRESS if options.master_addr is None else options.master_addr
     address = address_of(given, options.master_port)
@@ -39,7 +39,7 @@ def hosts_config(options: Options) -> HostsConfig | None:
 
 
 def of_first(options: Options, run_dir: Path) -> Options:
-    """Return what the first host resolves: where Ray starts the others, what it would with a key of this run's own."""
+    """Return the options that host 0 resolves. With Ray, they have the backend mp and a new group key in the run folder."""
     _check_backend(options)
     if options.distributed_executor_backend == "mp":
         return options
@@ -51,113 +51,113 @@ def of_first(options: Options, run_dir: Path) -> Options:
 
 
 def _check_backend(options: Options) -> None:
-    """Reject what cannot go with hosts that Ray places."""
+    """Reject flags that conflict with the Ray backend."""
     if options.distributed_executor_backend == "mp":
         return
     if options.nnodes < 2:
         raise ConfigError(
-            f"{BY_RAY} starts the other hosts of a model on several: give --nnodes, and --pipeline-parallel-size or"
-            " --tensor-parallel-size, or drop it"
+            f"{BY_RAY} requires several hosts: set --nnodes, and --pipeline-parallel-size or --tensor-parallel-size, or drop"
+            " it"
         )
     for flag, value, reason in (
-        ("--headless", options.headless, "the other hosts are started by the first"),
-        ("--node-rank", options.node_rank, "the first host is this one, and the others are numbered as Ray places them"),
-        ("--group-key", options.group_key, "each run has a key of its own, which the others are handed"),
+        ("--headless", options.headless, "host 0 starts the other hosts"),
+        ("--node-rank", options.node_rank, "this is host 0, and the others are numbered by Ray placement"),
+        ("--group-key", options.group_key, "a new key is generated for each run"),
     ):  # fmt: skip
         if value:
             raise ConfigError(f"{flag} with {BY_RAY}: {reason}; drop {flag}")
 
 
 def _check_division(options: Options) -> None:
-    """Reject what hosts cannot have as much of each: stages, or ranks of the only one."""
+    """Reject stages, or ranks of a single stage, that do not divide evenly among hosts."""
     count, stages, size = options.nnodes, options.pipeline_parallel_size, options.tensor_parallel_size
     fitting = ", ".join(str(count * each) for each in (1, 2, 3))
     if stages > 1 and stages % count:
         raise ConfigError(
-            f"--nnodes {count} with --pipeline-parallel-size {stages}: hosts have as many stages each, and the ranks of a stage"
-            f" are on one; sizes that fit: {fitting}, …, or 1, whose ranks may be on all hosts"
+            f"--nnodes {count} with --pipeline-parallel-size {stages}: stages must divide evenly among hosts; valid sizes:"
+            f" {fitting}, …, or 1, whose ranks are divided among hosts"
         )
     if stages > 1:
         return
     if size % count:
         raise ConfigError(
-            f"--nnodes {count} with --tensor-parallel-size {size}: hosts have as many ranks each; sizes that fit: {fitting}, …;"
-            f" or give --pipeline-parallel-size, one of {fitting}, …"
+            f"--nnodes {count} with --tensor-parallel-size {size}: ranks must divide evenly among hosts; valid sizes:"
+            f" {fitting}, …; or set --pipeline-parallel-size to one of {fitting}, …"
         )
     for flag, is_given, reason in (
         (
             "--enable-expert-parallel",
             options.enable_expert_parallel,
-            "each rank reads rows of experts that lie in the others' memory, in places that every step gives out anew",
+            "ranks exchange expert rows through shared memory",
         ),
         (
             "--decode-context-parallel-size",
             options.decode_context_parallel_size > 1,
-            "ranks read each other's keys and values in memory that they share",
+            "ranks read each other's KV through shared memory",
         ),
     ):
         if is_given:
             raise ConfigError(
-                f"{flag} with --nnodes {count} and one stage: {reason}, and hosts share none; drop it, or give"
-                f" --pipeline-parallel-size {count}, whose ranks are on one host"
+                f"{flag} with --nnodes {count} and one stage: {reason}, which needs one host; drop it, or set"
+                f" --pipeline-parallel-size {count}, so that the ranks of a stage are on one host"
             )
 
 
 def check_first(options: Options) -> None:
-    """Reject what cannot be of a host that resolves everything for the others."""
+    """Reject flags of other hosts in commands that resolve a configuration without serving."""
     if options.distributed_executor_backend == "ray":
         _check_backend(options)
         raise ConfigError(
-            f"{BY_RAY} is of quintet serve, which makes the key of the hosts and places them; drop it here, and give --group-key"
+            f"{BY_RAY} is supported by quintet serve only, which places the hosts; drop it here, and set --group-key"
         )
     hosts_config(options)
     if options.headless:
         raise ConfigError(
-            "--headless is of quintet serve, whose first host says what is computed: drop --headless and --node-rank here"
+            "--headless is supported by quintet serve only: drop --headless and --node-rank here"
         )
 
 
 def _check_place(options: Options) -> None:
     rank, count = options.node_rank, options.nnodes
     if rank >= count:
-        raise ConfigError(f"--node-rank {rank} with --nnodes {count}: hosts are 0 to {count - 1}")
+        raise ConfigError(f"--node-rank is {rank}; with --nnodes {count} it must be from 0 to {count - 1}")
     if rank > 0 and not options.headless:
         raise ConfigError(
-            f"--node-rank {rank} without --headless: requests go to host 0, this one only computes for it; add --headless"
+            f"--node-rank {rank} requires --headless, because only host 0 serves HTTP; add --headless"
         )
     if rank == 0 and options.headless:
         raise ConfigError(
-            "--headless with --node-rank 0: the first host answers; drop --headless, or give another --node-rank"
+            "--headless with --node-rank 0: host 0 serves HTTP; drop --headless, or set another --node-rank"
         )
 
 
-def _check_nothing_is_said(options: Options) -> None:
+def _check_no_host_flags(options: Options) -> None:
     for flag, value in (
         ("--node-rank", options.node_rank),
         ("--headless", options.headless),
         ("--group-key", options.group_key),
     ):
         if value:
-            raise ConfigError(f"{flag} is of a model on several hosts: give --nnodes too, or drop it")
+            raise ConfigError(f"{flag} requires several hosts: set --nnodes too, or drop it")
 
 
 def address_of(given: str, port: int) -> str:
-    """Return the address of the first host as it is dialled; reject what nobody can dial."""
+    """Return the address of host 0 as ``host:port``. Raises `ConfigError` if hosts cannot connect to it."""
     given = given.strip("[]")
     if not 0 < port < 1 << 16:
-        raise ConfigError(f"--master-port {port}: ports are 1 to 65535")
+        raise ConfigError(f"--master-port is {port}; it must be from 1 to 65535")
     try:
         address = ipaddress.ip_address(given)
     except ValueError:
         if not given or any(char in given for char in ":/ ") or not given.isascii():
             raise ConfigError(
-                f"--master-addr {given!r}: write a name or an address, such as 10.0.0.5; the port is --master-port"
+                f"--master-addr {given!r}: write a name or an address, such as 10.0.0.5; set the port with --master-port"
             ) from None
         return f"{given}:{port}"
     if address.is_unspecified:
         raise ConfigError(
-            f"--master-addr {given}: the others are told this address, and it is none of a machine's: write the one by which they"
-            " reach the first host"
+            f"--master-addr {given} is a wildcard address, but the other hosts connect to it: write an address of host 0 that"
+            " they can reach"
         )
     return f"[{address}]:{port}" if address.version == 6 else f"{address}:{port}"
 
@@ -165,7 +165,7 @@ def address_of(given: str, port: int) -> str:
 def _key_file(options: Options) -> str:
     if options.group_key is None:
         raise ConfigError(
-            f"--nnodes {options.nnodes}: hosts believe each other, and what passes between them is as private as prompts are:"
-            f" give --group-key FILE, {KEY_ADVICE}"
+            f"--nnodes {options.nnodes}: links between hosts must be encrypted and authenticated: set --group-key FILE,"
+            f" {KEY_ADVICE}"
         )
     return key_file_of("--group-key", options.group_key)

@@ -1,4 +1,4 @@
-"""Who computes a model: Quintet's own layers, or transformers over our KV memory; and what that rules out."""
+"""Choice of the model implementation: Quintet's layers, or transformers over Quintet's paged KV cache."""
 
 from __future__ import annotations
 
@@ -13,69 +13,67 @@ from quintet.wire.config import ModelImpl
 from quintet.wire.errors import ConfigError
 
 
-def choose_implementation(asked: str, architecture: str) -> ModelImpl:
-    """Return who computes an architecture: as ``--model-impl`` says, or whoever knows it."""
-    if asked == "transformers":
+def choose_implementation(model_impl: str, architecture: str) -> ModelImpl:
+    """Return the implementation of an architecture: the flag's, or Quintet's if it supports the architecture."""
+    if model_impl == "transformers":
         return "transformers"
-    if asked == "quintet" or is_known(architecture):
+    if model_impl == "quintet" or is_known(architecture):
         return "quintet"
     return "transformers"
 
 
 def is_known(architecture: str) -> bool:
-    """Whether we, or an installed package, have layers for it."""
+    """Return whether Quintet or an installed package implements the architecture."""
     return architecture in FAMILIES or bool(entry_points(group="quintet.models", name=architecture))
 
 
-def note_of(asked: str, architecture: str) -> str | None:
-    """Return the line that says that transformers computes a model although nobody asked for it."""
-    if asked != "auto" or is_known(architecture):
+def note_of(model_impl: str, architecture: str) -> str | None:
+    """Return a note that transformers was selected automatically, or None."""
+    if model_impl != "auto" or is_known(architecture):
         return None
     return (
-        f"{_introduced(architecture)}: transformers computes it, over Quintet's KV memory, more slowly; --model-impl quintet"
-        " refuses that"
+        f"{_introduced(architecture)}: using transformers with Quintet's paged KV cache, which is slower; --model-impl quintet"
+        " rejects it instead"
     )
 
 
 def _introduced(architecture: str) -> str:
-    """Say of an architecture whether it is ours, and which is most like it if not."""
+    """Describe an architecture: supported by Quintet, or the nearest supported one."""
     if is_known(architecture):
-        return f"{architecture} is one of Quintet's own models"
+        return f"Quintet implements {architecture}"
     near = nearest(architecture)
-    like = f" (the nearest that is: {near})" if near else ""
-    return f"{architecture} is none of Quintet's own models{like}"
+    like = f" (nearest supported architecture: {near})" if near else ""
+    return f"Quintet does not implement {architecture}{like}"
 
 
 def check_transformers_card(card: ModelCard, architecture: str) -> None:
-    """Reject what transformers could run, but not over paged KV memory, as far as its card tells."""
-    why = None
+    """Reject models that transformers cannot run with a paged KV cache, as far as ``config.json`` tells."""
+    reason = None
     if card.values.get("is_encoder_decoder") is True:
-        why = "it is an encoder and a decoder, and only decoders are served"
+        reason = "encoder-decoder models are not supported"
     elif not card.has(HEADS) and not card.section("text_config").has(HEADS):
-        why = (
-            f"its card has no {', '.join(HEADS)}: what it keeps of the past are not keys and values of heads"
-        )
+        reason = f"config.json has no {', '.join(HEADS)}, so the model has no KV heads"
     elif not card.has(POSITIONS) and not card.section("text_config").has(POSITIONS):
-        why = f"its card has none of {', '.join(POSITIONS)}"
+        reason = f"config.json has none of {', '.join(POSITIONS)}"
     elif card.has("quantization_config") or card.section("text_config").has("quantization_config"):
-        why = "its checkpoint is quantized, and what is quantized is read into Quintet's own layers alone"
-    if why is not None:
+        reason = "quantized checkpoints require Quintet's implementation"
+    if reason is not None:
         raise ConfigError(
-            f"{card.path}: {_introduced(architecture)}, and cannot run through transformers: {why}"
+            f"{card.path}: {_introduced(architecture)}, and transformers cannot run it here: {reason}"
         )
 
 
 def check_transformers_flags(options: Options) -> None:
-    """Reject what our own layers alone can do."""
-    for flag, given, usual in (
+    """Reject flags that require Quintet's implementation."""
+    for flag, given, default in (
         ("--quantization", options.quantization, "none"),
         ("--activation-dtype", options.activation_dtype, "auto"),
         ("--packed-cache", options.packed_cache, None),
         ("--kv-cache-dtype", options.kv_cache_dtype, "auto"),
         ("--hf-overrides", options.hf_overrides, {}),
     ):
-        if given not in (usual, "model"):
+        if given not in (default, "model"):
             raise ConfigError(
-                f"{flag} {given} is for Quintet's own models, and transformers computes this one: drop it, or take a model that"
-                " `quintet plan` says is computed by Quintet"
+                f"{flag} {given} requires Quintet's implementation, but this model uses transformers: drop it, or choose a model"
+                " for which `quintet plan` shows Quintet"
             )

@@ -1,4 +1,4 @@
-"""Files with a secret by which processes on several machines know each other."""
+"""Shared-secret files that authenticate processes on several machines."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LEAST_BYTES = 32
 
 
 def key_file_of(flag: str, given: str) -> str:
-    """Return the whole path of a file that a flag names; reject one that cannot be read or is easily guessed."""
+    """Return the absolute path of a key file. Raises `ConfigError` if it cannot be read or is too short."""
     path = Path(given).expanduser().absolute()
     try:
         size = path.stat().st_size
@@ -19,7 +19,7 @@ def key_file_of(flag: str, given: str) -> str:
         raise ConfigError(f"{flag} {given}: {error.strerror}") from None
     if not os.access(path, os.R_OK) or size < LEAST_BYTES:
         raise ConfigError(
-            f"{flag} {given}: must be a file that the server may read, with {LEAST_BYTES} bytes or more that nobody"
-            f" can guess: head -c 32 /dev/urandom > {given}"
+            f"{flag} {given}: it must be a readable file with at least {LEAST_BYTES} random bytes:"
+            f" head -c 32 /dev/urandom > {given}"
         )
     return str(path)

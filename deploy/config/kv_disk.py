@@ -1,4 +1,4 @@
-"""Whether KV is kept on disk (``--kv-disk``), where, and how much."""
+"""Configuration of the disk KV cache (``--kv-disk``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quintet.wire.kv_spec import KvSpec
 FLAG = "--kv-disk"
 DEFAULT_SIZE = "8GiB"
 MAX_STAGING_BYTES = 512 << 20
-"""What is read at once, of all waiting requests, lies in memory."""
+"""Limit of host memory for KV read for waiting requests."""
 
 
 def kv_disk_config(
@@ -27,16 +27,14 @@ def kv_disk_config(
     max_model_len: int,
     step_tokens: int,
     *,
-    shares_beginnings: bool,
+    has_prefix_cache: bool,
 ) -> KvDiskConfig | None:
-    """Return the section, or None; reject what cannot be. shares_beginnings: whether there is a prefix cache."""
+    """Return the section, or None without ``--kv-disk``. Raises `ConfigError`."""
     if options.kv_disk is None:
         if options.kv_disk_size is not None:
-            raise ConfigError(
-                f"--kv-disk-size {options.kv_disk_size} says how much, not where: give {FLAG} too"
-            )
+            raise ConfigError(f"--kv-disk-size requires {FLAG}: set {FLAG}, or drop --kv-disk-size")
         return None
-    check_kv_leaves(FLAG, options, device, shares_beginnings)
+    check_kv_leaves(FLAG, options, device, has_prefix_cache)
     folder = Path(options.kv_disk).expanduser().absolute()
     _check_folder(folder)
     parts, size_bytes = num_parts(options), parse_size(options.kv_disk_size or DEFAULT_SIZE, "--kv-disk-size")
@@ -44,39 +42,40 @@ def kv_disk_config(
     if kv.num_blocks(size_bytes // parts) < num_needed:
         least = format_size(num_needed * kv.bytes_per_block * parts)
         raise ConfigError(
-            f"--kv-disk-size is {format_size(size_bytes)}, and one request of {max_model_len} tokens takes {least}: give as much,"
-            " or lower --max-model-len"
+            f"--kv-disk-size is {format_size(size_bytes)}, but one request of {max_model_len} tokens needs {least}: raise it, or"
+            " lower --max-model-len"
         )
     staging_bytes = max(kv.bytes_per_block, min(MAX_STAGING_BYTES // parts, num_needed * kv.bytes_per_block))
     return KvDiskConfig(folder=str(folder), size_bytes=size_bytes // parts, staging_bytes=staging_bytes)
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what is free where the folder is, or would be. Raises `ConfigError`."""
-    there = _nearest(folder)
+    """Return the free disk space of a folder that may not exist yet, in bytes. Raises `ConfigError`."""
+    existing = _nearest(folder)
     try:
-        return shutil.disk_usage(there).free
+        return shutil.disk_usage(existing).free
     except OSError as error:
-        raise _closed(folder, error) from None
+        raise _inaccessible(folder, error) from None
 
 
 def _nearest(folder: Path) -> Path:
-    """Return the folder, or what is there of those that it would be in."""
+    """Return the folder, or its nearest existing parent."""
     try:
         return next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:
-        raise _closed(folder, error) from None
+        raise _inaccessible(folder, error) from None
 
 
-def _closed(folder: Path, error: OSError) -> ConfigError:
-    words = f"{error.filename} may not be entered ({error.strerror}): give a folder that the server may write"
-    return ConfigError(f"{FLAG} {folder}: {words}")
+def _inaccessible(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{FLAG} {folder}: {error.filename} cannot be accessed ({error.strerror}): choose a writable folder"
+    )
 
 
 def _check_folder(folder: Path) -> None:
-    there = _nearest(folder)
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{FLAG} {folder}: {there} must be a folder that the server may write")
-    complaint = complaint_about(there.stat()) if there == folder else None
+    existing = _nearest(folder)
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{FLAG} {folder}: {existing} must be a writable folder")
+    complaint = complaint_about(existing.stat()) if existing == folder else None
     if complaint is not None:
         raise ConfigError(f"{FLAG} {folder}: {complaint}")

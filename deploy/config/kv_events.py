@@ -1,4 +1,4 @@
-"""Whether outside routers hear of KV memory (``--kv-events-config``), spelled as vLLM's users spell it."""
+"""Configuration of KV cache events (``--kv-events-config``), in vLLM's format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.wire.kv_spec import KvSpec
 FLAG = "--kv-events-config"
 
 
-class _Asked(msgspec.Struct, forbid_unknown_fields=True):
+class _EventsJson(msgspec.Struct, forbid_unknown_fields=True):
     enable_kv_cache_events: bool = False
     publisher: str | None = None
     endpoint: str = KvEventsConfig().endpoint
@@ -20,16 +20,16 @@ class _Asked(msgspec.Struct, forbid_unknown_fields=True):
     buffer_steps: int = KvEventsConfig().buffer_steps
     hwm: int = KvEventsConfig().hwm
     max_queue_size: int = 100_000
-    """Taken and not needed: what waits for its thread is bounded by the steps that made it."""
+    """Accepted and ignored: ``buffer_steps`` bounds the queue."""
     topic: str = ""
 
 
-def kv_events_config(options: Options, kv: KvSpec, *, shares_beginnings: bool) -> KvEventsConfig | None:
-    """Return the section; None where nothing is told. shares_beginnings: whether there is a prefix cache."""
+def kv_events_config(options: Options, kv: KvSpec, *, has_prefix_cache: bool) -> KvEventsConfig | None:
+    """Return the section, or None if events are disabled. Raises `ConfigError`."""
     if options.kv_events_config is None:
         return None
     try:
-        asked = msgspec.json.decode(options.kv_events_config, type=_Asked)
+        asked = msgspec.json.decode(options.kv_events_config, type=_EventsJson)
     except msgspec.MsgspecError as error:
         raise ConfigError(
             f"{FLAG} {options.kv_events_config}: {error}; write JSON such as"
@@ -37,17 +37,13 @@ def kv_events_config(options: Options, kv: KvSpec, *, shares_beginnings: bool) -
         ) from None
     publisher = asked.publisher or ("zmq" if asked.enable_kv_cache_events else "null")
     if publisher not in ("zmq", "null"):
-        raise ConfigError(f"{FLAG}: publisher is {publisher!r}; it may be zmq or null")
+        raise ConfigError(f"{FLAG}: publisher is {publisher!r}; it must be zmq or null")
     if not asked.enable_kv_cache_events or publisher == "null":
         return None
-    if not shares_beginnings:
-        raise ConfigError(
-            f"{FLAG}: tells what the prefix cache has, and prefix caching is off: drop one of the two"
-        )
+    if not has_prefix_cache:
+        raise ConfigError(f"{FLAG} requires prefix caching, which is disabled: drop one of the two")
     if all(group.is_state for group in kv.groups):
-        raise ConfigError(
-            f"{FLAG}: tells which blocks of tokens there are, and this model's layers keep only states: drop it"
-        )
+        raise ConfigError(f"{FLAG}: this model has only recurrent states, and no KV blocks: drop it")
     for name, address in (("endpoint", asked.endpoint), ("replay_endpoint", asked.replay_endpoint)):
         if address is not None and not address.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"{FLAG}: {name} is {address!r}; write tcp://HOST:PORT or ipc://PATH")
@@ -55,7 +51,7 @@ def kv_events_config(options: Options, kv: KvSpec, *, shares_beginnings: bool) -
             _check_port(name, address, options.data_parallel_size)
     for name, number in (("buffer_steps", asked.buffer_steps), ("hwm", asked.hwm)):
         if not 0 < number < 1 << 31:
-            raise ConfigError(f"{FLAG}: {name} is {number}; give a positive number")
+            raise ConfigError(f"{FLAG}: {name} is {number}; it must be from 1 to 2147483647")
     return KvEventsConfig(
         endpoint=asked.endpoint,
         replay_endpoint=asked.replay_endpoint,
@@ -66,12 +62,14 @@ def kv_events_config(options: Options, kv: KvSpec, *, shares_beginnings: bool) -
 
 
 def _check_port(name: str, address: str, num_engines: int) -> None:
-    """Refuse what ZeroMQ would take for another port, saying nothing. Each engine has the port behind the one before it."""
+    """Validate a port, since ZeroMQ silently wraps invalid ones. Engine i uses port + i."""
     port = address.rpartition(":")[2]
     if not (port.isascii() and port.isdecimal() and 0 < int(port) < 1 << 16):
-        raise ConfigError(f"{FLAG}: {name} is {address!r}; a port is from 1 to 65535: write tcp://HOST:PORT")
+        raise ConfigError(
+            f"{FLAG}: {name} is {address!r}; the port must be from 1 to 65535: write tcp://HOST:PORT"
+        )
     if int(port) + num_engines > 1 << 16:
         raise ConfigError(
-            f"{FLAG}: {name} is {address!r}, and the {num_engines} engines have as many ports from there on:"
-            f" give one up to {(1 << 16) - num_engines}"
+            f"{FLAG}: {name} is {address!r}, but the {num_engines} engines use consecutive ports:"
+            f" the first must be at most {(1 << 16) - num_engines}"
         )

@@ -1,4 +1,4 @@
-"""Whether blocks of KV can leave an executor: for a disk (``--kv-disk``), or for other servers (``--role``)."""
+"""Conditions for KV transfer out of an executor: to disk (``--kv-disk``), a store (``--kv-store``) or peers (``--role``)."""
 
 from __future__ import annotations
 
@@ -6,31 +6,28 @@ from quintet.deploy.config.flags import Options
 from quintet.wire.errors import ConfigError
 
 
-def check_kv_leaves(flag: str, options: Options, device: str, shares_beginnings: bool) -> None:
-    """Refuse ``flag`` where blocks cannot leave: raises `ConfigError`. shares_beginnings: whether the prefix cache is on."""
+def check_kv_leaves(flag: str, options: Options, device: str, has_prefix_cache: bool) -> None:
+    """Raise `ConfigError` if the executor cannot export KV blocks, as ``flag`` requires."""
     if options.executor == "mock":
-        raise ConfigError(f"{flag} is for a model's KV, and the mock executor has none: drop it")
+        raise ConfigError(f"{flag}: the mock executor has no KV cache; drop the flag")
     if device != "cpu":
-        raise ConfigError(
-            f"{flag}: KV leaves the executor from host memory so far, not from a GPU: drop it, or give --device cpu"
-        )
+        raise ConfigError(f"{flag} is supported on CPUs only: drop it, or set --device cpu")
     if options.nnodes > 1:
         raise ConfigError(
-            f"{flag}: the blocks of --nnodes {options.nnodes} lie on several hosts, and leave from one so far: drop"
-            " one of the two"
+            f"{flag} is not supported with several hosts (--nnodes {options.nnodes}): drop one of the two"
         )
-    if not shares_beginnings:
+    if not has_prefix_cache:
         raise ConfigError(
-            f"{flag}: blocks are found by the prefix cache's keys, and prefix caching is off (--no-enable-prefix-caching, or a"
-            " model that rotates long sequences otherwise): drop one of the two"
+            f"{flag} requires prefix caching, which is disabled (by --no-enable-prefix-caching, or because the model's RoPE"
+            " depends on sequence length): drop one of the two"
         )
 
 
 def kv_leaves(options: Options) -> bool:
-    """Return whether that is asked for."""
+    """Return whether a flag enables KV export."""
     return options.kv_disk is not None or options.kv_store is not None or options.role != "none"
 
 
 def num_parts(options: Options) -> int:
-    """Return in how many KV memories each block has a part: sizes are of one of them, as that of KV memory is."""
+    """Return the number of KV memories that each hold a part of every block; configured sizes are per KV memory."""
     return options.tensor_parallel_size // options.decode_context_parallel_size

@@ -1,4 +1,4 @@
-"""Whether servers share a store of KV (``--kv-store``), and which."""
+"""Configuration of the shared KV store (``--kv-store``)."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from quintet.wire.kv_spec import KvSpec
 FLAG = "--kv-store"
 DEFAULT_SIZE = "8GiB"
 MAX_STAGING_BYTES = 512 << 20
-"""What is fetched at once, of all waiting requests, lies in memory."""
+"""Limit of host memory for KV fetched for waiting requests."""
 MAX_WAITING_BYTES = 256 << 20
-"""So do copies of what is to be kept."""
+"""Limit of host memory for copies of blocks that are queued for writing."""
 SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 
 
@@ -33,17 +33,15 @@ def kv_store_config(
     max_model_len: int,
     step_tokens: int,
     *,
-    shares_beginnings: bool,
+    has_prefix_cache: bool,
 ) -> KvStoreConfig | None:
-    """Return the section, or None; reject what cannot be. shares_beginnings: whether there is a prefix cache."""
+    """Return the section, or None without ``--kv-store``. Raises `ConfigError`."""
     url = options.kv_store
     if url is None:
         if options.kv_store_size is not None:
-            raise ConfigError(
-                f"--kv-store-size {options.kv_store_size} says how much, not where: give {FLAG} too"
-            )
+            raise ConfigError(f"--kv-store-size requires {FLAG}: set {FLAG}, or drop --kv-store-size")
         return None
-    check_kv_leaves(FLAG, options, device, shares_beginnings)
+    check_kv_leaves(FLAG, options, device, has_prefix_cache)
     _check_url(url)
     parts, request_bytes = num_parts(options), kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     return KvStoreConfig(
@@ -62,8 +60,8 @@ def _check_url(url: str) -> None:
         )
     if "@" in urlsplit(url).netloc:
         raise ConfigError(
-            f"{FLAG} {_without_secrets(url)}: a URL is shown to whoever looks at processes and logs, and this one has somebody's"
-            " name in it: give credentials in the environment, or in the files that the storage's package reads"
+            f"{FLAG} {_without_secrets(url)}: the URL contains credentials, which process lists and logs would show: set them in"
+            " the environment, or in the configuration files of the storage's package"
         )
     if scheme == "file":
         _check_folder(url)
@@ -80,27 +78,27 @@ def _check_folder(url: str) -> None:
     if not folder.is_absolute():
         raise ConfigError(f"{FLAG} {url}: write an absolute path, file:///…")
     try:
-        there = next(path for path in (folder, *folder.parents) if path.exists())
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
     except OSError as error:
-        raise ConfigError(f"{FLAG} {url}: {error.filename} may not be entered ({error.strerror})") from None
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{FLAG} {url}: {there} must be a folder that the server may write")
-    complaint = complaint_about(folder.stat()) if there == folder else None
+        raise ConfigError(f"{FLAG} {url}: {error.filename} cannot be accessed ({error.strerror})") from None
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{FLAG} {url}: {existing} must be a writable folder")
+    complaint = complaint_about(folder.stat()) if existing == folder else None
     if complaint is not None:
         raise ConfigError(f"{FLAG} {url}: {folder} {complaint}")
 
 
 def _check_fsspec(url: str, scheme: str) -> None:
     if find_spec("fsspec") is None:
-        raise ConfigError(f"{FLAG} {url}: {scheme} is reached by fsspec: pip install 'quintet[store]'")
+        raise ConfigError(f"{FLAG} {url}: {scheme} requires fsspec: pip install 'quintet[store]'")
     from fsspec import get_filesystem_class
 
     try:
         get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise ConfigError(
-            f"{FLAG} {url}: {error}. Without a package for {scheme} there are {', '.join(known_schemes())}, and what fsspec has"
-            " of its own"
+            f"{FLAG} {url}: {error}. Available without a package for {scheme}: {', '.join(known_schemes())}, and the built-in"
+            " schemes of fsspec"
         ) from None
 
 
@@ -108,14 +106,13 @@ def _size_bytes(options: Options, url: str, request_bytes: int, max_model_len: i
     if not url.startswith("file:"):
         if options.kv_store_size is not None:
             raise ConfigError(
-                f"--kv-store-size is for file: stores; how much {url} keeps, and how long, is its owner's to say, by lifecycle"
-                " rules of the storage: drop it"
+                f"--kv-store-size is for file: stores; for {url}, drop it and use lifecycle rules of the storage"
             )
         return 0
     size_bytes = parse_size(options.kv_store_size or DEFAULT_SIZE, "--kv-store-size")
     if size_bytes < request_bytes:
         raise ConfigError(
-            f"--kv-store-size is {format_size(size_bytes)}, and one request of {max_model_len} tokens takes"
-            f" {format_size(request_bytes)}: give as much, or lower --max-model-len"
+            f"--kv-store-size is {format_size(size_bytes)}, but one request of {max_model_len} tokens needs"
+            f" {format_size(request_bytes)}: raise it, or lower --max-model-len"
         )
     return size_bytes

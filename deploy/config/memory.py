@@ -1,4 +1,4 @@
-"""How much memory there is, how much of it KV gets, and how sizes are written."""
+"""Available memory, default KV cache size, and parsing and formatting of sizes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.kv_spec import KvSpec
 
 ATTENTION_SCRATCH_BYTES = 32 << 20
-"""What attention keeps on a CPU beside KV, at most: sums of parts of long contexts that several threads share (csrc/cpu)."""
+"""Maximum scratch memory of CPU attention: partial sums of long contexts split over threads (csrc/cpu)."""
 
 LEAST_KV_SHARE, MOST_KV_SHARE = 0.125, 0.4
-"""Of the memory that a CPU has left beside weights: what KV gets of a machine that does other things as well, and at most."""
+"""Minimum and maximum default share of KV in the memory that weights leave on a CPU."""
 NUM_LONG_SEQUENCES = 4
-"""Sequences of ``--max-model-len`` that KV memory has room for where `MOST_KV_SHARE` allows it."""
+"""Number of sequences of ``--max-model-len`` in the default KV memory, within `MOST_KV_SHARE`."""
 
 _UNITS = {
     "": 1, "b": 1,
@@ -28,7 +28,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_size(value: int | str, flag: str) -> int:
-    """Read ``2GiB``, ``512M``, ``1.5 GB`` or a plain number of bytes. ``flag`` is named in the error."""
+    """Parse ``2GiB``, ``512M``, ``1.5 GB`` or a plain number of bytes. Raises `ConfigError` with ``flag``."""
     matched = _SIZE.fullmatch(str(value))
     unit = _UNITS.get(matched[2].lower()) if matched else None
     if matched is None or unit is None:
@@ -37,7 +37,7 @@ def parse_size(value: int | str, flag: str) -> int:
 
 
 def format_size(size_bytes: float) -> str:
-    """Write a size in the largest binary unit that keeps it at least 1."""
+    """Format a size in the largest binary unit in which it is at least 1."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size_bytes) < 1024:
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
@@ -46,8 +46,8 @@ def format_size(size_bytes: float) -> str:
 
 
 def available_ram_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return memory that new processes could take without swapping: the host's, or the container's if that is less."""
-    import psutil  # most of what asks for this module reads and writes sizes only
+    """Return the memory available without swapping: the host's, or the container's if less."""
+    import psutil  # most importers only parse and format sizes
 
     available = int(psutil.virtual_memory().available)
     version_1 = cgroup_root / "memory"
@@ -62,18 +62,18 @@ def available_ram_bytes(cgroup_root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def default_kv_memory(kv: KvSpec, left_bytes: int, max_model_len: int, step_tokens: int) -> int:
-    """Return the KV memory of a CPU where none is asked for: enough for a few long sequences, little of a small machine.
+    """Return the default KV memory on a CPU: `NUM_LONG_SEQUENCES` long sequences, within the two shares.
 
-    left_bytes: what weights and scratch memory leave of the free memory.
+    left_bytes: free memory after weights and scratch memory.
     """
     few_sequences = NUM_LONG_SEQUENCES * kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block
     return min(int(left_bytes * MOST_KV_SHARE), max(int(left_bytes * LEAST_KV_SHARE), few_sequences))
 
 
 def _cgroup_left(limit_file: Path, usage_file: Path, stat_file: Path, reclaimable: str) -> int | None:
-    """Return what a control group may still take, or None where there is no limit.
+    """Return the memory left in a control group, or None without a limit.
 
-    Cached file pages that the kernel would give back (such as weights read earlier) count as free.
+    Reclaimable file pages, such as weights read earlier, count as free.
     """
     try:
         limit, usage = limit_file.read_text().strip(), usage_file.read_text().strip()

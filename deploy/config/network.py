@@ -1,4 +1,4 @@
-"""What is wrong with the network's flags before anybody listens: files of certificates, lists, who may call from a browser."""
+"""Validation of network flags: TLS certificates, list values, CORS."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from quintet.deploy.config.flags import Options
 from quintet.wire.errors import ConfigError
 
 MAX_SOCKET_PATH = 107
-"""Bytes that Linux gives the name of a Unix socket."""
+"""Maximum length of a Unix socket path on Linux, in bytes."""
 
 
 def listed(words: Sequence[str], flag: str) -> list[str]:
-    """Return a repeated flag's words; one may be a JSON list of them, as vLLM's users write it. Raises `ConfigError`."""
+    """Return the values of a repeated flag; a value may be a JSON list, as in vLLM. Raises `ConfigError`."""
     names: list[str] = []
     for word in words:
         if not word.startswith("["):
@@ -26,24 +26,24 @@ def listed(words: Sequence[str], flag: str) -> list[str]:
         try:
             names += msgspec.json.decode(word, type=list[str])
         except (msgspec.DecodeError, UnicodeEncodeError):
-            raise ConfigError(f"{flag} is {word!r}; give a word, or a JSON list of strings.") from None
+            raise ConfigError(f"{flag} is {word!r}; give a name, or a JSON list of strings.") from None
     return names
 
 
 def check(options: Options) -> str | None:
-    """Reject what could not be served, with advice; return a warning about access that is wide open. Raises `ConfigError`."""
+    """Validate the flags; return a warning about unprotected access, or None. Raises `ConfigError`."""
     _check_certificates(options)
     if len(options.uds.encode()) > MAX_SOCKET_PATH:
         raise ConfigError(
-            f"--uds has {len(options.uds.encode())} bytes; the path of a socket may have {MAX_SOCKET_PATH}. Choose a "
-            "shorter one."
+            f"--uds has {len(options.uds.encode())} bytes; a socket path can have at most {MAX_SOCKET_PATH}. Choose a shorter "
+            "one."
         )
     origins = listed(options.allowed_origins, "--allowed-origins")
     warnings = [] if options.uds else [rules.advise_open_server(options.host, bool(options.api_key))]
     if options.allow_credentials and "*" in origins:
         warnings.append(
-            "--allow-credentials with --allowed-origins *: any page can act for its visitor where a proxy asks for cookies; "
-            "name the origins"
+            "--allow-credentials with --allowed-origins *: any web page can send requests with the visitor's cookies; list the "
+            "allowed origins"
         )
     return "; ".join(filter(None, warnings)) or None
 
@@ -57,24 +57,22 @@ def _check_certificates(options: Options) -> None:
     if not options.ssl_certfile:
         for flag, given in files.items():
             if given:
-                raise ConfigError(
-                    f"{flag} is given without --ssl-certfile; https needs the server's certificate."
-                )
+                raise ConfigError(f"{flag} requires --ssl-certfile; HTTPS needs the server's certificate.")
         return
     for flag, given in files.items():
         if given and not Path(given).is_file():
-            raise ConfigError(f"{flag} is {given!r}, which is no file.")
+            raise ConfigError(f"{flag} is {given!r}, which is not a file.")
     try:
         tls_context(options.ssl_certfile, options.ssl_keyfile, options.ssl_ca_certs)
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(
-            f"--ssl-certfile {options.ssl_certfile!r} and its key cannot be used: {error}. Give PEM files of one "
-            "certificate and its own key, which must not need a password."
+            f"--ssl-certfile {options.ssl_certfile!r} and its key cannot be loaded: {error}. Give PEM files of a "
+            "certificate and its key, without a password."
         ) from None
 
 
 def tls_context(certfile: str, keyfile: str, ca_certs: str) -> ssl.SSLContext:
-    """Return what the server's side of TLS needs; raises what `ssl` raises for files that do not fit."""
+    """Return the server's TLS context. Raises `ssl.SSLError` or `OSError` for invalid files."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certfile, keyfile or None, password=lambda: b"")
     if ca_certs:

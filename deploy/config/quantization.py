@@ -1,4 +1,4 @@
-"""What linear layers become: by the checkpoint and the flag, and how much memory that takes."""
+"""Choice of the weight quantization, and the memory that weights use."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import card_path
 
 _WEIGHT_BITS: Mapping[Quantization, float] = {"int8": 8.1, "w8a8": 8.1, "int4": 4.5}
-"""With their scales."""
+"""Bits per weight, scales included."""
 
 
 def choose_quantization(options: Options, device: str, facts: ModelFacts) -> Quantization:
-    """Return what linear layers become: as the checkpoint has them, if it is quantized, else as the flag says.
+    """Return the quantization of linear layers: the checkpoint's format, else the flag's.
 
-    Rejects what contradicts the checkpoint, and what only the host kernels can do where they do not compute.
+    Raises `ConfigError` if the flag contradicts the checkpoint, or for load-time quantization on a GPU.
     """
-    asked = options.quantization
-    check_agrees(asked, facts.stored, str(card_path(facts.path)))
-    if facts.stored is not None and asked in ("none", facts.stored.name):
+    requested = options.quantization
+    check_agrees(requested, facts.stored, str(card_path(facts.path)))
+    if facts.stored is not None and requested in ("none", facts.stored.name):
         return facts.stored.name
-    if device != "cpu" and asked != "none":
+    if device != "cpu" and requested != "none":
         raise ConfigError(
-            f"--quantization {options.quantization} is computed on the CPU only: add --device cpu or drop it"
+            f"--quantization {options.quantization} is supported on CPUs only: add --device cpu or drop it"
         )
-    return asked
+    return requested
 
 
 def check_activations(options: Options, device: str, quantization: Quantization) -> None:
-    """Reject rounded inputs where nothing multiplies integers."""
+    """Reject ``--activation-dtype`` without integer weights on a CPU."""
     if options.activation_dtype == "auto":
         return
     if device != "cpu":
         raise ConfigError(
-            f"--activation-dtype {options.activation_dtype} is computed on the CPU only: add --device cpu or drop it"
+            f"--activation-dtype {options.activation_dtype} is supported on CPUs only: add --device cpu or drop it"
         )
     if quantization == "none":
         raise ConfigError(
-            f"--activation-dtype {options.activation_dtype} is for weights that are integers, and this model's are not: add"
-            " --quantization int8 or int4, take a quantized checkpoint, or drop it"
+            f"--activation-dtype {options.activation_dtype} requires integer weights, but this model is not quantized: add"
+            " --quantization int8 or int4, use a quantized checkpoint, or drop it"
         )
 
 
 def check_packed_cache(options: Options, device: str) -> None:
-    """Reject a cache of what only the host kernels read where they do not compute."""
+    """Reject ``--packed-cache`` on a GPU: only CPU kernels read packed weights."""
     if device != "cpu" and options.packed_cache is not None:
-        raise ConfigError("--packed-cache is for weights packed for the CPU: add --device cpu or drop it")
+        raise ConfigError("--packed-cache is supported on CPUs only: add --device cpu or drop it")
 
 
 def weight_bytes_of(
@@ -63,9 +63,9 @@ def weight_bytes_of(
     weights: WeightFacts | None,
     num_copied: int,
 ) -> int:
-    """Return the memory that the weights of a checkpoint will take, as if all were linear layers.
+    """Return the memory of a checkpoint's weights in bytes, as if all were linear layers.
 
-    num_copied: parameters there is room for besides.
+    num_copied: additional parameters of redundant experts.
     """
     if stored is not None and weights is not None and quantization == stored.name:
         once = stored.memory_bytes(weights.contents, dtype_bytes)
@@ -75,11 +75,11 @@ def weight_bytes_of(
 
 
 def check_weights_fit(weight_bytes: int, available_bytes: int, num_engines: int, num_ranks: int) -> None:
-    """Reject a model whose weights are larger than the memory there is. Bytes: of each rank of each engine."""
+    """Reject a model whose weights exceed the available memory. Both sizes are per rank of an engine."""
     if weight_bytes > available_bytes:
         shares = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{num_engines} engines"] * (num_engines > 1)
         each = f" for each of {' of each of '.join(shares)}" if shares else ""
         raise ConfigError(
-            f"the weights take {format_size(weight_bytes)} and there are {format_size(available_bytes)} of memory{each}: take a"
-            " smaller model, or --quantization int8 or int4"
+            f"the weights need {format_size(weight_bytes)}, but {format_size(available_bytes)} of memory is available{each}: use"
+            " a smaller model, or --quantization int8 or int4"
         )

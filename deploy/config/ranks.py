@@ -1,4 +1,4 @@
-"""Whether a model can be divided over ranks (``--tensor-parallel-size``), and what one of them has."""
+"""Validation of tensor and pipeline parallelism, and the share of one rank."""
 
 from __future__ import annotations
 
@@ -37,61 +37,58 @@ from quintet.wire.model_files import card_path
 FLAG, STAGES_FLAG = "--tensor-parallel-size", "--pipeline-parallel-size"
 INVARIANT_FLAG, CONTEXT_FLAG = "--layout-invariant", "--decode-context-parallel-size"
 MOST_IN_KEY, MOST_IN_VALUE, TILE_TOKENS = 576, 512, 16
-"""What the compiled attention takes, and ranks compute with no other: ``takes`` of ``csrc/cpu/paged.hpp``."""
+"""Limits of the CPU attention kernel, the only one that ranks use: ``takes`` of ``csrc/cpu/paged.hpp``."""
+
+_UNKNOWN_LAYERS = "Quintet does not implement its layers"
 
 
 def check_flags(options: Options, device: str) -> None:
-    """Reject what ranks do not do."""
+    """Validate the parallelism flags. Raises `ConfigError`."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     eplb_config(options)
     check_first(options)
     if size == 1 and options.enable_expert_parallel:
         raise ConfigError(
-            f"--enable-expert-parallel divides experts over the ranks of {FLAG}, which is 1: raise it or drop the flag"
+            f"--enable-expert-parallel requires {FLAG} above 1: raise it, or drop --enable-expert-parallel"
         )
     context = options.decode_context_parallel_size
     if context > 1 and size % context:
-        raise ConfigError(
-            f"{CONTEXT_FLAG} {context} is of the ranks of {FLAG}, which is {size}: give a divisor of it, or drop the flag"
-        )
+        raise ConfigError(f"{CONTEXT_FLAG} is {context}; it must divide {FLAG} {size}")
     if context > 1 and device != "cpu":
-        raise ConfigError(
-            f"{CONTEXT_FLAG} {context}: ranks keep KV together in host memory so far; add --device cpu or drop it"
-        )
+        raise ConfigError(f"{CONTEXT_FLAG} {context} is supported on CPUs only; add --device cpu or drop it")
     if options.layout_invariant and (options.executor == "mock" or device != "cpu"):
         raise ConfigError(
-            f"{INVARIANT_FLAG} is of ranks, which compute real models, on the CPU so far: drop it, or add --device cpu"
+            f"{INVARIANT_FLAG} is supported on CPUs only, and not by the mock executor: drop it, or add --device cpu"
         )
     if size * stages == 1:
         return
     if size * stages > MOST_RANKS:
-        raise ConfigError(f"{_given(options)} is {size * stages} ranks; at most {MOST_RANKS} compute a model")
-    if options.executor == "mock":
         raise ConfigError(
-            f"{_given(options)}: the mock executor computes nothing that could be divided; drop one of the two"
+            f"{_given(options)} gives {size * stages} ranks; a model can have at most {MOST_RANKS}"
         )
+    if options.executor == "mock":
+        raise ConfigError(f"{_given(options)}: the mock executor does not support ranks; drop one of the two")
     if sys.platform != "linux":
         raise ConfigError(
-            f"{_given(options)}: ranks share memory as Linux has it, and this is {sys.platform}; drop it"
+            f"{_given(options)}: ranks require Linux, but this is {sys.platform}; drop the flag"
         )
     if device != "cpu":
         check_gpu_ranks(options)
 
 
 def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
-    """Return what one rank keeps of every token, and which layers; reject what cannot be divided so, with numbers that fit."""
+    """Return the facts with KV, states and layers of one rank. Raises `ConfigError` with valid sizes."""
     size, path = options.tensor_parallel_size, card_path(facts.path)
     if options.pipeline_parallel_size > 1:
-        facts = _cut(options, facts)
+        facts = _with_stages(options, facts)
     if size == 1:
         return facts
     spec, by_experts = _spec_of(facts), options.enable_expert_parallel
-    own = "only the layers of Quintet's own models are"
-    reason = own if spec is None else why_not(spec, by_experts=by_experts)
+    reason = _UNKNOWN_LAYERS if spec is None else why_not(spec, by_experts=by_experts)
     if reason is None and spec is not None and facts.stored is not None:
         reason = why_not_stored(facts.stored, spec, Share(0, size, by_experts), device)
     if spec is None or reason is not None:
-        raise ConfigError(f"{FLAG} {size}: {path} cannot be divided: {reason}; drop the flag")
+        raise ConfigError(f"{FLAG} {size}: {path} cannot be sharded: {reason}; drop the flag")
     if by_experts and not has_experts(spec):
         raise ConfigError(f"--enable-expert-parallel: {path} has no experts; drop the flag")
     share = Share(0, size, by_experts)
@@ -99,12 +96,12 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
     if odd is not None:
         fitting = ", ".join(map(str, sizes_that_fit(spec, by_experts=by_experts))) or "none but 1"
         raise ConfigError(
-            f"{FLAG} {size}: {path} has {odd}, which {size} ranks cannot share; sizes that fit: {fitting}"
+            f"{FLAG} {size}: {path} has {odd}, which cannot be sharded over {size} ranks; valid sizes: {fitting}"
         )
     if options.nnodes > 1 and options.pipeline_parallel_size == 1 and _rotates_by_length(spec):
         raise ConfigError(
-            f"{FLAG} {size} --nnodes {options.nnodes}: the rotations of {path} depend on how long a prompt is, which ranks on"
-            " other hosts are not told yet; drop --nnodes"
+            f"{FLAG} {size} --nnodes {options.nnodes}: RoPE of {path} depends on the prompt length, which is not supported on"
+            " several hosts; drop --nnodes"
         )
     _check_context(options, spec, path)
     eplb = eplb_config(options)
@@ -121,35 +118,35 @@ def of_one_rank(options: Options, facts: ModelFacts, device: str) -> ModelFacts:
 
 
 def sum_leaves(options: Options, facts: ModelFacts) -> int:
-    """Return in how many leaves sums are added so that the number of ranks does not matter; 1 where nobody asked.
+    """Return the number of leaves of the binary tree of sums for ``--layout-invariant``; 1 without the flag.
 
-    Rejects numbers of ranks that have no whole branch each, and columns of experts.
+    Raises `ConfigError` for sharded columns of experts, and for ranks that do not divide the tree into branches.
     """
     if not options.layout_invariant:
         return 1
     size, path, spec = options.tensor_parallel_size, card_path(facts.path), _spec_of(facts)
     if spec is None:
         raise ConfigError(
-            f"{INVARIANT_FLAG}: the layers of {path} are those of transformers, which no ranks divide; drop the flag"
+            f"{INVARIANT_FLAG}: {path} uses transformers, which does not support ranks; drop the flag"
         )
     divided = facts.stored is None or (facts.stored.name == "mxfp4" and has_experts(spec))
     leaves = leaves_of(spec) if divided else 1
     if size > 1 and has_experts(spec) and not options.enable_expert_parallel:
         raise ConfigError(
-            f"{INVARIANT_FLAG}: a sum over columns of experts is another one than that of one rank, a sum over whole experts is"
-            " not: add --enable-expert-parallel, or drop the flag"
+            f"{INVARIANT_FLAG}: sharding columns of experts changes the order of sums: add --enable-expert-parallel, or drop the"
+            " flag"
         )
     if leaves % size:
         fitting = ", ".join(str(each) for each in (1, 2, 4, 8) if each <= leaves)
         raise ConfigError(
-            f"{INVARIANT_FLAG} with {FLAG} {size}: sums of {path} are added as a tree of {leaves} leaves, of which each rank has"
-            f" one branch; sizes that fit: {fitting}"
+            f"{INVARIANT_FLAG} with {FLAG} {size}: sums of {path} form a tree of {leaves} leaves, one branch per rank; valid"
+            f" sizes: {fitting}"
         )
     return leaves
 
 
 def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes: int) -> None:
-    """Reject parts whose rows a GPU's kernels cannot read, 16 bytes at a time, where no others multiply."""
+    """Reject shards whose rows are not multiples of 16 bytes, where only kernels that require this are used."""
     size = options.tensor_parallel_size
     spec = _spec_of(facts) if device == "cuda" and size > 1 else None
     for layer in () if spec is None else spec.layers:
@@ -163,43 +160,43 @@ def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes
         odd = next((depth for depth in depths if depth * dtype_bytes % 16), None)
         if odd is not None:
             raise ConfigError(
-                f"{FLAG} {size}: of {card_path(facts.path)} each rank would have rows of {odd} numbers, and a GPU's kernels read"
-                f" {16 // dtype_bytes} at a time, none over: fewer ranks, or --device cpu"
+                f"{FLAG} {size}: each rank of {card_path(facts.path)} would have rows of {odd} numbers, but GPU kernels require"
+                f" multiples of {16 // dtype_bytes}: use fewer ranks, or --device cpu"
             )
 
 
 def _norms_parts_of_weights(state: StateSpec, size: int) -> bool:
-    """Whether each rank has one group, which a kernel norms by the rank's part of the weights as it lies."""
+    """Return whether each rank has one norm group, whose weights a kernel reads in place."""
     return isinstance(state, Mamba2Spec) and state.norm is not None and state.groups == size
 
 
 def check_attention(options: Options, facts: ModelFacts, device: str, block_size: int) -> None:
-    """Reject heads and blocks that only torch computes with: every rank would load its weights before it says so."""
+    """Reject block and head sizes that only torch supports, before ranks load their weights."""
     if device != "cpu":
         return
     if options.tensor_parallel_size * options.pipeline_parallel_size == 1 and not options.layout_invariant:
         return
     if block_size % TILE_TOKENS:
         raise ConfigError(
-            f"{_given(options)} with blocks of {block_size} tokens: ranks compute with blocks of a multiple of {TILE_TOKENS};"
-            " drop --block-size"
+            f"{_given(options)} requires a block size that is a multiple of {TILE_TOKENS}, but it is {block_size}; drop"
+            " --block-size"
         )
     for need in facts.kv_needs:
         if need is not None and (need.key_dim > MOST_IN_KEY or need.value_dim > MOST_IN_VALUE):
             raise ConfigError(
-                f"{_given(options)}: {card_path(facts.path)} has heads of {need.key_dim} numbers in keys and {need.value_dim} in"
-                f" values; ranks compute with up to {MOST_IN_KEY} and {MOST_IN_VALUE}: drop the flag"
+                f"{_given(options)}: {card_path(facts.path)} has heads with key width {need.key_dim} and value width"
+                f" {need.value_dim}; the maxima for ranks are {MOST_IN_KEY} and {MOST_IN_VALUE}: drop the flag"
             )
 
 
 def num_copied_parameters(options: Options, facts: ModelFacts) -> int:
-    """Return how many numbers of experts all ranks have room for besides those of the model."""
+    """Return the number of parameters of redundant experts, over all ranks."""
     eplb, spec = eplb_config(options), _spec_of(facts)
     return 0 if eplb is None or spec is None else num_copied(eplb, spec)
 
 
 def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: int) -> int:
-    """Return the bytes of this machine that all ranks of an engine share, at most, where the model was found to be divisible."""
+    """Return the maximum shared memory of an engine's ranks, in bytes."""
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
     spec = _spec_of(facts) if size * stages > 1 and device == "cpu" else None
     if spec is None:
@@ -215,17 +212,17 @@ def memory_shared(options: Options, facts: ModelFacts, device: str, item_bytes: 
     return crossing + shared_bytes(spec, share, step_tokens, options.max_num_seqs, item_bytes, of_logits)
 
 
-def _cut(options: Options, facts: ModelFacts) -> ModelFacts:
-    """Return which layers each stage has; reject a model whose layers cannot be in so many."""
+def _with_stages(options: Options, facts: ModelFacts) -> ModelFacts:
+    """Return the facts with the layers of each stage. Raises `ConfigError` for too many stages."""
     stages, path, spec = options.pipeline_parallel_size, card_path(facts.path), _spec_of(facts)
     if spec is None:
         raise ConfigError(
-            f"{STAGES_FLAG} {stages}: {path} cannot be cut: only the layers of Quintet's own models are; drop the flag"
+            f"{STAGES_FLAG} {stages}: {path} cannot be divided into stages: {_UNKNOWN_LAYERS}; drop the flag"
         )
     if len(spec.layers) < stages:
         raise ConfigError(
-            f"{STAGES_FLAG} {stages}: {path} has {len(spec.layers)} layers, and each stage has at least one; sizes that fit: 1"
-            f" to {len(spec.layers)}"
+            f"{STAGES_FLAG} {stages}: {path} has {len(spec.layers)} layers, and each stage needs one; valid sizes: 1 to"
+            f" {len(spec.layers)}"
         )
     return dataclasses.replace(facts, stages=tuple(stage_layers(spec, stages)))
 
@@ -235,24 +232,24 @@ def _rotates_by_length(spec: DecoderSpec) -> bool:
 
 
 def _check_context(options: Options, spec: DecoderSpec, path: Path) -> None:
-    """Reject a number of ranks that cannot keep KV together: their queries meet different KV heads."""
+    """Reject a context-parallel size whose ranks use different KV heads."""
     size, context = options.tensor_parallel_size, options.decode_context_parallel_size
     fitting = context_sizes_that_fit(spec, size)
     if context == 1 or context in fitting:
         return
     if any(layer.state is not None for layer in spec.layers):
         raise ConfigError(
-            f"{CONTEXT_FLAG} {context}: {path} has layers with states, of which each rank keeps its own; drop the flag"
+            f"{CONTEXT_FLAG} {context}: {path} has recurrent states, which ranks cannot share; drop the flag"
         )
     sizes = ", ".join(map(str, fitting))
-    reason = f"sizes that fit: {sizes}" if fitting else "no two ranks keep the same one: drop the flag"
+    reason = f"valid sizes: {sizes}" if fitting else "no two ranks share a KV head, so drop the flag"
     raise ConfigError(
-        f"{CONTEXT_FLAG} {context}: ranks keep KV together whose queries meet the same KV head; with {FLAG} {size} {reason}"
+        f"{CONTEXT_FLAG} {context}: only ranks with the same KV heads can share a KV cache; with {FLAG} {size}, {reason}"
     )
 
 
 def _given(options: Options) -> str:
-    """Return the flags that ask for ranks, as they were given."""
+    """Return the flags that enable ranks, with their values."""
     sizes = ((FLAG, options.tensor_parallel_size), (STAGES_FLAG, options.pipeline_parallel_size))
     given = [f"{flag} {size}" for flag, size in sizes if size > 1]
     return " ".join(given + [INVARIANT_FLAG] * options.layout_invariant)

@@ -1,4 +1,4 @@
-"""Rules between settings. Each either rejects, with the way out, or derives; none looks at more than its arguments."""
+"""Cross-field rules of settings. Each function validates or derives one value from its arguments alone."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from quintet.wire.model_files import card_path
 from quintet.wire.params import SamplingParams
 
 MAX_SOCKET_PATH = 107
-"""Longest path of a Unix socket on Linux (``sun_path`` less its NUL)."""
+"""Maximum length of a Unix socket path on Linux, in bytes (``sun_path`` without the NUL)."""
 _LONGEST_SOCKET_NAME = len("/detokenizer-1023.9999999")
 _DEFAULT_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
-"""Enough to keep the device multiplying; more would only hold up those who decode."""
+"""Tokens per step that saturate the device; more would only delay decode."""
 DEFAULT_BLOCK_SIZE = 16
 """Tokens."""
 _CPU_STEP_TARGET_MS = 300
 _WHOLE_DEFAULTS = ("top_k", "max_tokens")
-"""Sampling defaults that are whole numbers; cards write them as 50.0 too."""
+"""Integer sampling defaults; generation configs may contain 50.0."""
 _DEFAULT_SWAP_BYTES = 4 << 30
 _SCALE_BYTES = 4
-"""What an int8 cache adds to each key, and each value, of a head."""
+"""Bytes of the scale of each int8 key or value of a head."""
 _FOUR_GROUP, _FACTOR_BYTES = 32, 4
-"""What an int4 cache adds to so many numbers of a head, and to what is left of them."""
+"""Group size of an int4 KV cache, and bytes of scale and zero point per group."""
 
 
 def check_ranges(options: Options) -> None:
-    """Reject a number outside its range, naming the flag, the value and the range."""
+    """Validate ranges of numbers. Raises `ConfigError` with flag, value and range."""
     at_least: dict[str, tuple[float, float]] = {
         "max_num_seqs": (options.max_num_seqs, 1),
         "long_prefill_token_threshold": (options.long_prefill_token_threshold, 0),
@@ -87,7 +87,7 @@ def check_ranges(options: Options) -> None:
     if not options.response_store_hours > 0:
         raise ConfigError(f"--response-store-hours is {options.response_store_hours}; it must be more than 0")
     if options.port > 65535:
-        raise ConfigError(f"--port is {options.port}; ports end at 65535")
+        raise ConfigError(f"--port is {options.port}; it must be at most 65535")
     _check_counts(options)
     for key, share, most in (
         ("kv-cache-memory-share", options.kv_cache_memory_share, 0.95),
@@ -105,58 +105,60 @@ def _check_counts(options: Options) -> None:
         ("data-parallel-size", options.data_parallel_size),
     ):
         if count > 512:
-            raise ConfigError(f"--{key} is {count}; at most 512 processes of one kind can run")
+            raise ConfigError(f"--{key} is {count}; it must be at most 512")
 
 
 def check_mock_only_flags(options: Options) -> None:
-    """Reject ``--step-ms`` and ``--mock-script`` where they would silently do nothing."""
+    """Reject ``--step-ms`` and ``--mock-script`` without the mock executor, which alone uses them."""
     for flag, value in (("--step-ms", options.step_ms), ("--mock-script", options.mock_script)):
         if value and options.executor != "mock":
-            raise ConfigError(f"{flag} {value} is for the mock executor: add --executor mock or drop it")
+            raise ConfigError(f"{flag} {value} requires --executor mock: add it, or drop {flag}")
 
 
 def check_gpu_only_flags(options: Options, device: str) -> None:
-    """Reject a choice that a CPU does not have. ``--batch-invariant`` asks for what it always gives, ``--enforce-eager`` for
-    what is slower at best."""
+    """Reject ``--attention-backend`` on a CPU.
+
+    ``--batch-invariant`` and ``--enforce-eager`` are accepted there: a CPU is always batch-invariant and uses no CUDA graphs.
+    """
     if device != "cuda" and options.attention_backend != "auto":
         raise ConfigError(
-            f"--attention-backend {options.attention_backend} chooses among kernels of a GPU and the model runs on the CPU: "
-            "drop it, or give --device cuda"
+            f"--attention-backend {options.attention_backend} is for GPUs, but the model runs on the CPU: drop it, or set "
+            "--device cuda"
         )
 
 
 def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
-    """Reject prompts as embeddings where the layers that would take them are not ours."""
+    """Reject prompt embeddings for models that transformers implements."""
     if options.enable_prompt_embeds and facts.implementation == "transformers":
         raise ConfigError(
-            f"--enable-prompt-embeds is for models that Quintet computes itself, and {facts.architecture} is computed by "
-            "transformers: drop the flag"
+            f"--enable-prompt-embeds requires Quintet's model implementation, but {facts.architecture} uses transformers: drop "
+            "the flag"
         )
 
 
 def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> None:
-    """Reject experts whose rows a GPU's kernels cannot read, 16 bytes at a time."""
+    """Reject experts whose row size is not a multiple of 16 bytes, as GPU kernels require."""
     odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
     if device == "cuda" and odd:
         raise ConfigError(
-            f"{card_path(facts.path)}: experts have rows of {odd[0]} numbers, and a GPU's kernels read {16 // dtype_bytes}"
-            " at a time, none over: add --device cpu, or --model-impl transformers"
+            f"{card_path(facts.path)}: experts have rows of {odd[0]} numbers, but GPU kernels require multiples of"
+            f" {16 // dtype_bytes}: set --device cpu, or --model-impl transformers"
         )
 
 
 def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> KvSpec:
-    """Return what KV takes; reject a number format that the device does not compute with."""
+    """Return the KV layout. Raises `ConfigError` for a data type that the device does not support."""
     block_size, kind = options.block_size, kv_format(options, device, facts)
     if kind == "model":
         return _groups(facts, block_size, dtype_bytes, lambda width: width * dtype_bytes)
     if device != "cpu" and kind != "fp8":
         raise ConfigError(
-            f"--kv-cache-dtype {kind} is not computed on this device: give fp8, or --device cpu"
+            f"--kv-cache-dtype {kind} is not supported on this device: set fp8, or --device cpu"
         )
     if device == "cpu" and block_size is not None and block_size % 16:
         raise ConfigError(
-            f"keys and values in {kind} need blocks of a multiple of 16 tokens and --block-size is {block_size};"
-            " give 16 or 32, or --kv-cache-dtype model"
+            f"--block-size is {block_size}, but --kv-cache-dtype {kind} requires a multiple of 16: set 16 or 32, or"
+            " --kv-cache-dtype model"
         )
     if kind == "fp8":
         return _groups(facts, block_size, dtype_bytes, lambda width: width)
@@ -164,7 +166,7 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
         return _groups(facts, block_size, dtype_bytes, lambda width: width + _SCALE_BYTES)
     if any(need is not None and need.values_in_keys for need in facts.kv_needs):
         raise ConfigError(
-            "--kv-cache-dtype int4 stores keys and values apart, and this model's attention keeps a latent for both: give int8"
+            "--kv-cache-dtype int4 is not supported for latent attention (MLA), which this model uses: set int8"
         )
     return _groups(
         facts, block_size, dtype_bytes, lambda width: width // 2 + -(-width // _FOUR_GROUP) * _FACTOR_BYTES
@@ -172,14 +174,14 @@ def kv_spec(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) 
 
 
 def kv_format(options: Options, device: str, facts: ModelFacts) -> KvFormat:
-    """Return the number format of keys and values: as asked, else as the checkpoint says, else the model's own."""
+    """Return the KV data type: the flag's, else the checkpoint's, else the model's."""
     if options.kv_cache_dtype != "auto":
         return options.kv_cache_dtype
-    return (facts.kv_wish and facts.kv_wish.format_on(device)) or "model"
+    return (facts.stored_kv_format and facts.stored_kv_format.format_on(device)) or "model"
 
 
 def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: int) -> dict[KvFormat, KvSpec]:
-    """Return what KV takes in each number format that it could have here."""
+    """Return the KV layout for each supported data type."""
     found: dict[KvFormat, KvSpec] = {}
     for name in get_args(KvFormat):
         if facts.implementation == "transformers" and name != "model":
@@ -189,34 +191,35 @@ def kv_formats(options: Options, device: str, facts: ModelFacts, dtype_bytes: in
                 msgspec.structs.replace(options, kv_cache_dtype=name), device, facts, dtype_bytes
             )
         except ConfigError:
-            continue  # not of this device, nor of these layers
+            continue  # not supported by this device or model
     return found
 
 
 def _groups(
-    facts: ModelFacts, asked: int | None, dtype_bytes: int, head_bytes: Callable[[int], int]
+    facts: ModelFacts, block_size: int | None, dtype_bytes: int, head_bytes: Callable[[int], int]
 ) -> KvSpec:
-    """Group the layers; bytes of the model's numbers, and of a key or value of so many, padded, that is cached.
+    """Group the layers by KV kind.
 
-    A block is as large as what the layer needs that needs most: where nobody asks for a number of tokens, there are so many in
-    it that a layer's keys and values fill what a state of another layer takes.
+    dtype_bytes: size of a number of the model. head_bytes: maps the padded width of a cached key or value to its bytes.
+    All layers have the same block size in bytes. Without ``block_size``, a block has enough tokens that keys and values of an
+    attention layer fill the size of the largest recurrent state.
     """
     layers = []
     for layer, need in enumerate(facts.kv_needs):
         if need is not None:
             widths = (need.key_dim,) if need.values_in_keys else (need.key_dim, need.value_dim)
             token_bytes = need.num_kv_heads * sum(head_bytes(padded_head(width)) for width in widths)
-            layers.append(LayerKv(layer, *_sight(need, facts.max_model_len), token_bytes))
+            layers.append(LayerKv(layer, *_visible_tokens(need, facts.max_model_len), token_bytes))
     for layer, state in enumerate(facts.state_needs):
         if state is not None:
             layers.append(LayerKv(layer, "state", state_bytes=state.num_bytes(dtype_bytes)))
     most = max(layer.token_bytes for layer in layers)
     filling = max(layer.state_bytes for layer in layers) // most if most else 0
-    return group_layers(layers, asked or max(DEFAULT_BLOCK_SIZE, filling // 16 * 16), facts.stages)
+    return group_layers(layers, block_size or max(DEFAULT_BLOCK_SIZE, filling // 16 * 16), facts.stages)
 
 
-def _sight(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
-    """Return which tokens a layer sees, and of how many. A window that no sequence is longer than is none."""
+def _visible_tokens(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
+    """Return the attention kind of a layer and its window. A window of at least ``max_model_len`` is full attention."""
     if need.chunk is not None and need.chunk < max_model_len:
         return "chunked", need.chunk
     if need.window is not None and need.window < max_model_len:
@@ -225,20 +228,20 @@ def _sight(need: KvNeed, max_model_len: int) -> tuple[Kind, int]:
 
 
 def derive_max_num_seqs(settings: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """Return settings in which a ``max_num_seqs`` that nobody set is no more than the step's token budget.
+    """Limit an unset ``max_num_seqs`` to the step's token budget; return the settings and notes for the startup log.
 
-    And the notes on it for the boot story. Takes settings rather than options, which no longer tell what was set.
+    Takes settings rather than `Options`, which do not distinguish unset values from defaults.
     """
     named = {str(key).replace("-", "_"): value for key, value in settings.items()}
     budget, default = named.get("max_num_batched_tokens"), Options().max_num_seqs
     if "max_num_seqs" in named or type(budget) is not int or not 1 <= budget < default:
         return dict(settings), []
-    note = f"max_num_seqs is {budget}, not {default}: --max-num-batched-tokens is {budget}, and each request needs one a step"
+    note = f"max_num_seqs is {budget}, not {default}: each request needs one of --max-num-batched-tokens {budget} per step"
     return {**settings, "max_num_seqs": budget}, [note]
 
 
 def most_step_tokens(options: Options, device: str, max_model_len: int) -> int:
-    """Return the most tokens of a request that one step will compute."""
+    """Return the maximum number of tokens of one request in a step."""
     if options.max_num_batched_tokens is not None:
         return options.max_num_batched_tokens
     whole = 0 if options.enable_chunked_prefill else max_model_len
@@ -259,31 +262,31 @@ def derive_max_num_batched_tokens(options: Options, device: str, max_model_len: 
     if asked < options.max_num_seqs:
         raise ConfigError(
             f"--max-num-batched-tokens is {asked}, less than --max-num-seqs {options.max_num_seqs}: "
-            f"each running request needs one token a step; raise it, or lower --max-num-seqs to {asked}"
+            f"each running request needs one token per step; raise it, or lower --max-num-seqs to {asked}"
         )
     if asked < needed:
         raise ConfigError(
-            f"--max-num-batched-tokens is {asked}, but --no-enable-chunked-prefill computes a prompt of up to "
-            f"{max_model_len} tokens in one step: raise it, lower --max-model-len, or enable chunked prefill"
+            f"--max-num-batched-tokens is {asked}, but without chunked prefill a prompt of up to "
+            f"{max_model_len} tokens runs in one step: raise it, lower --max-model-len, or enable chunked prefill"
         )
     return asked
 
 
 def derive_step_target_ms(options: Options, kind: str, device: str) -> int:
-    """Return the target for a step's time: on a CPU a full step would hold up every stream for seconds."""
+    """Return the step latency target: by default only on a CPU, where a full step would stall streams for seconds."""
     if options.step_target_ms is not None:
         return options.step_target_ms
     return _CPU_STEP_TARGET_MS if kind == "torch" and device == "cpu" else 0
 
 
 def derive_max_model_len(asked: int | None, of_model: int, config_path: Path) -> int:
-    """Return the longest sequence: the model's own, or the shorter one asked for."""
+    """Return the maximum context length: the model's, or the shorter requested one."""
     if asked is None:
         return of_model
     if asked > of_model:
         raise ConfigError(
-            f"--max-model-len is {asked}, but the model was made for {of_model} tokens ({config_path}); "
-            f"give at most {of_model}, or add rope scaling to config.json"
+            f"--max-model-len is {asked}, but the model's context length is {of_model} tokens ({config_path}); "
+            f"set at most {of_model}, or add RoPE scaling to config.json"
         )
     return asked
 
@@ -296,10 +299,10 @@ def fit_max_model_len(
     asked: bool,
     memory_flag_given: bool,
 ) -> int:
-    """Return the longest sequence whose KV fits into memory.
+    """Return the maximum context length whose KV fits into memory.
 
-    A length that nobody asked for shrinks to what fits; one that was asked for is rejected with the length that
-    would fit. step_tokens: most tokens of a request that one step computes.
+    A default length is reduced to fit. A requested length that does not fit raises `ConfigError` with the largest one that
+    does. step_tokens: maximum number of tokens of one request in a step.
     """
     fitting = kv.longest(kv.num_blocks(memory_bytes), max_model_len, step_tokens)
     if fitting >= max_model_len:
@@ -311,53 +314,53 @@ def fit_max_model_len(
         )
         less = f"lower --max-model-len to {fitting}, or " if fitting >= 2 * kv.block_size else ""
         raise ConfigError(
-            f"one request of {max_model_len} tokens needs {needed} of KV memory and there are "
-            f"{format_size(memory_bytes)}: {less}give {more}"
+            f"one request of {max_model_len} tokens needs {needed} of KV cache, but {format_size(memory_bytes)} is available: "
+            f"{less}set {more}"
         )
     return fitting
 
 
 def rotates_alike(fixed_rope_len: int | None, max_model_len: int) -> bool:
-    """Whether the keys of one beginning are the same in all sequences, so that the prefix cache may share them."""
+    """Return whether keys of a prefix do not depend on sequence length, so that the prefix cache can share them."""
     return fixed_rope_len is None or max_model_len <= fixed_rope_len
 
 
 def cap_kv_memory(
     kv: KvSpec, memory_bytes: int, max_num_seqs: int, max_model_len: int, step_tokens: int
 ) -> int:
-    """Return no more memory than the longest sequences of all slots could use, plus one block. 0, not known, stays 0."""
+    """Cap KV memory at what ``max_num_seqs`` sequences of maximum length use, plus one block. 0 (unknown) stays 0."""
     blocks_per_sequence = kv.most_blocks(max_model_len, step_tokens)
     return min(memory_bytes, (max_num_seqs * blocks_per_sequence + 1) * kv.bytes_per_block)
 
 
 def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available_bytes: int) -> int:
-    """Return the host memory for KV of preempted requests. By default none on a CPU, where KV is in host memory already."""
+    """Return the swap space for KV of preempted requests; 0 by default on a CPU, where KV is already in host memory."""
     if asked_gib is None:
         return min(_DEFAULT_SWAP_BYTES, available_bytes // 4) if device == "cuda" else 0
     swap_bytes = int(asked_gib * (1 << 30))
     if swap_bytes < 0:
-        raise ConfigError(f"--swap-space is {asked_gib:g}; give 0 or more GiB")
+        raise ConfigError(f"--swap-space is {asked_gib:g}; it must be at least 0 GiB")
     if swap_bytes and kind == "mock":
         raise ConfigError(
-            f"--swap-space {asked_gib:g} is for a model's KV, and the mock executor has none: drop it"
+            f"--swap-space {asked_gib:g}: the mock executor has no KV cache to swap; drop the flag"
         )
     if swap_bytes > available_bytes:
         raise ConfigError(
-            f"--swap-space {asked_gib:g} is more than the {format_size(available_bytes)} of memory that are free: give less"
+            f"--swap-space is {asked_gib:g} GiB, but {format_size(available_bytes)} of memory is free; lower it"
         )
     return swap_bytes
 
 
 def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[str]]:
-    """Return the facts with ends of sequence that can be drawn and sampling defaults that requests may have.
+    """Remove end-of-sequence ids outside the vocabulary and invalid sampling defaults; return the facts and a note for each.
 
-    And notes on what was left out: each would make every request fail.
+    Any of them would make every request fail.
     """
     notes: list[str] = []
     known = [token_id for token_id in facts.eos_token_ids if 0 <= token_id < facts.vocab_size]
     if len(known) < len(facts.eos_token_ids):
         unknown = ", ".join(str(token_id) for token_id in facts.eos_token_ids if token_id not in known)
-        left = f"{known} end an answer" if known else "only max_tokens and stop strings end an answer"
+        left = f"{known} end a response" if known else "only max_tokens and stop strings end a response"
         notes.append(
             f"eos_token_id {unknown} of {facts.path} is ignored: the vocabulary has {facts.vocab_size} tokens; {left}"
         )
@@ -366,15 +369,15 @@ def fit_facts(facts: ModelFacts, max_model_len: int) -> tuple[ModelFacts, list[s
         try:
             defaults[name] = _usable_default(name, value, max_model_len)
         except RequestError as error:
-            notes.append(f"a default of the generation config is ignored: {error.message}")
+            notes.append(f"a sampling default of the generation config is ignored: {error.message}")
     return dataclasses.replace(facts, eos_token_ids=known, generation_defaults=defaults), notes
 
 
 def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
-    """Return a sampling default as requests may state it. Raises `RequestError` for one that none may."""
+    """Return a sampling default in the form of request parameters. Raises `RequestError` if it is invalid."""
     if name in _WHOLE_DEFAULTS:
         if value != int(value):
-            raise RequestError(ErrorCode.INVALID, f"{name} is {value:g}; it must be a whole number.", name)
+            raise RequestError(ErrorCode.INVALID, f"{name} is {value:g}; it must be an integer.", name)
         value = int(value)
     if name == "max_tokens":
         value = min(value, max_model_len - 1)
@@ -383,17 +386,17 @@ def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
 
 
 def check_run_dir_length(run_dir: Path) -> None:
-    """Reject a folder so deep that the sockets in it could not be bound."""
+    """Reject a run folder whose socket paths would exceed `MAX_SOCKET_PATH`."""
     longest = len(str(run_dir)) + _LONGEST_SOCKET_NAME
     if longest > MAX_SOCKET_PATH:
         raise ConfigError(
-            f"socket paths under {run_dir} would be {longest} bytes long and the system allows {MAX_SOCKET_PATH}: "
+            f"socket paths in {run_dir} would have {longest} bytes, but the system allows {MAX_SOCKET_PATH}: "
             "set TMPDIR to a shorter folder, e.g. TMPDIR=/tmp"
         )
 
 
 def advise_open_server(host: str, has_api_key: bool) -> str | None:
-    """Return a word of warning when the server is open to the network without a key."""
+    """Return a warning when the server is reachable from the network without authentication."""
     if has_api_key or host in ("127.0.0.1", "localhost", "::1"):
         return None
-    return f"open to everyone who can reach {host}: give --api-key to ask for one"
+    return f"no authentication: any client that can reach {host} has access; set --api-key"

@@ -1,4 +1,4 @@
-"""The sections of the configuration that follow from the flags alone, or nearly so: who listens, who plans, who computes."""
+"""Scheduler, executor, process and frontend sections of the configuration, derived from flags."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Device = Literal["cpu", "cuda"]
 def scheduler_config(
     options: Options, kind: Kind, device: Device, max_model_len: int, notes: list[str]
 ) -> SchedulerConfig:
-    """Return how requests are planned. notes: hears what is otherwise than asked."""
+    """Return the scheduler section. Appends to ``notes``."""
     stages, depth = options.pipeline_parallel_size, options.max_steps_in_flight
     if stages > 1 and depth <= stages:
         depth = stages + 1
@@ -59,7 +59,7 @@ def executor_config(
     shared_bytes: int,
     sum_leaves: int,
 ) -> ExecutorConfig:
-    """Return how steps are computed."""
+    """Return the executor section."""
     return ExecutorConfig(
         kind=kind,
         device=device,
@@ -90,20 +90,20 @@ def executor_config(
 
 
 def crowding(num_engines: int, num_ranks: int, num_cores: int) -> str | None:
-    """Return a line for whoever starts more engines, or ranks of them, than there are cores to compute on."""
+    """Return a warning if there are more engines or ranks than CPU cores, else None."""
     if num_engines * num_ranks <= num_cores:
         return None
     if num_ranks > 1:
         engines = f" of {num_engines} engines" * (num_engines > 1)
-        return f"{num_ranks} ranks{engines} on {num_cores} core{'s' * (num_cores > 1)}: they share them, and wait for each other"
+        return f"{num_ranks} ranks{engines} share {num_cores} core{'s' * (num_cores > 1)} and wait for each other"
     return (
-        f"--data-parallel-size {num_engines} on {num_cores} core{'s' * (num_cores > 1)}: engines share them, and each is slower "
-        f"than one of {num_cores} would be"
+        f"--data-parallel-size {num_engines}: the engines share {num_cores} core{'s' * (num_cores > 1)}; fewer engines are "
+        "faster"
     )
 
 
 def processes_config(options: Options, http: bool, external_frontends: int) -> ProcessesConfig:
-    """Return how many processes there are, and how long they may take."""
+    """Return the process section: counts and timeouts."""
     return ProcessesConfig(
         frontends=options.frontends if http else 0,
         external_frontends=external_frontends,
@@ -119,7 +119,7 @@ def processes_config(options: Options, http: bool, external_frontends: int) -> P
 
 
 def frontend_config(options: Options) -> FrontendConfig:
-    """Return the doors: where they are, and who may come in."""
+    """Return the frontend section."""
     return FrontendConfig(
         host=options.host,
         port=options.port,
@@ -158,7 +158,7 @@ def frontend_config(options: Options) -> FrontendConfig:
 
 
 def folder_of(path: str | None) -> str | None:
-    """Return the whole path of a folder that a flag names."""
+    """Return the absolute path of a folder given by a flag."""
     return None if path is None else str(Path(path).expanduser().absolute())
 
 
@@ -167,12 +167,12 @@ def _response_store(path: str | None) -> str:
         return ""
     file = Path(path).expanduser().absolute()
     try:
-        held = file if file.exists() else file.parent
-        is_possible = not file.is_dir() and held.exists() and os.access(held, os.W_OK)
+        existing = file if file.exists() else file.parent
+        is_possible = not file.is_dir() and existing.exists() and os.access(existing, os.W_OK)
     except OSError:
         is_possible = False
     if not is_possible:
         raise ConfigError(
-            f"--response-store {path}: must be a file, or a new one in a folder, that the server may write"
+            f"--response-store {path}: it must be a writable file, or a new file in a writable folder"
         )
     return str(file)

@@ -1,4 +1,4 @@
-"""Where a model's files come from: a local folder, the hub, a package of the package index, or this package itself."""
+"""Location of model files: a local folder, the hub, a package index, or this package."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quintet.wire.model_files import is_gguf, part_paths
 _CARD_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken"]
 _WEIGHT_FILES = ["*.safetensors"]
 _PICKLED_FILES = ["pytorch_model*.bin"]
-"""Fetched where there are no others."""
+"""Downloaded only if there are no safetensors files."""
 _CODE_FILES = ["*.py"]
 _UNWANTED_FILES = ["*/*", "consolidated*"]
-"""Subfolders, and a second copy of the weights that some repositories hold under other names."""
+"""Subfolders, and second copies of the weights in other formats."""
 _NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
-"""What is wanted of subfolders after all."""
+"""Files of subfolders that are downloaded."""
 
 
 def locate_model(
@@ -28,11 +28,11 @@ def locate_model(
     with_code: bool = False,
     revision: str | None = None,
 ) -> Path:
-    """Return the local folder of a model, or its GGUF file, fetching it from the hub when ``name`` is a hub name.
+    """Return the local folder of a model, or its GGUF file; download it if ``name`` is a hub name.
 
-    ``owner/name:file.gguf``, or ``owner/name:folder/file.gguf``, is one file of a hub name. None is the model that ships with
-    Quintet; a name of `PACKAGED_MODELS` is a file that another package carries. revision: a branch, tag or commit of a hub
-    name. ``flag`` is named in errors. ``HF_HUB_OFFLINE=1`` keeps to what was fetched before. Raises `ConfigError` of one line.
+    ``owner/name:file.gguf`` and ``owner/name:folder/file.gguf`` are single files of a hub repository. None is the toy model
+    that ships with Quintet; names in `PACKAGED_MODELS` are files of Python packages. revision: branch, tag or commit of a hub
+    repository. flag: used in errors. ``HF_HUB_OFFLINE=1`` uses the hub cache only. Raises `ConfigError`.
     """
     if name is None:
         from quintet.deploy.embedded import default_model_path
@@ -45,7 +45,7 @@ def locate_model(
         if is_gguf(folder):
             return part_paths(folder.resolve())[0]
         raise ConfigError(
-            f"{flag} {name!r} is a file; give the folder that holds config.json, or a .gguf file"
+            f"{flag} {name!r} is a file; give the folder that contains config.json, or a .gguf file"
         )
     if name in PACKAGED_MODELS:
         return locate_packaged(name, flag)
@@ -56,7 +56,7 @@ def locate_model(
             _fetch(repository, parts if with_weights else parts[:1], flag, revision, unwanted=()) / parts[0]
         )
     if name.startswith(("/", ".", "~")) or name.count("/") > 1:
-        raise ConfigError(f"{flag} {name!r}: there is no such {'file' if is_gguf(folder) else 'folder'}")
+        raise ConfigError(f"{flag} {name!r}: {'file' if is_gguf(folder) else 'folder'} not found")
     patterns = _CARD_FILES + (_WEIGHT_FILES if with_weights else []) + (_CODE_FILES if with_code else [])
     return _fetch(name, patterns, flag, revision)
 
@@ -68,7 +68,7 @@ def _fetch(
     revision: str | None = None,
     unwanted: Sequence[str] = tuple(_UNWANTED_FILES),
 ) -> Path:
-    """Download a hub repository, or find it in the cache."""
+    """Download a hub repository, or return it from the hub cache."""
     from huggingface_hub import constants, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -86,20 +86,20 @@ def _fetch(
         return folder
     except LocalEntryNotFoundError:
         reason = (
-            "HF_HUB_OFFLINE is set and it was not fetched before"
+            "HF_HUB_OFFLINE is set and it is not in the hub cache"
             if constants.HF_HUB_OFFLINE
-            else "the hub cannot be reached and it was not fetched before"
+            else "the hub cannot be reached and it is not in the hub cache"
         )
     except HFValidationError:
-        reason = "it is not a valid hub name either"
+        reason = "it is not a valid hub name"
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else "no answer"
+        status = error.response.status_code if error.response is not None else "no response"
         reason = f"the hub answered {status}" + (
-            "; does the name exist, and is HF_TOKEN allowed to read it?" if status in (401, 403, 404) else ""
+            "; check the name, and that HF_TOKEN has access" if status in (401, 403, 404) else ""
         )
     except OSError as error:
-        reason = f"fetching it from the hub failed: {error}"
-    message = f"{flag} {name!r}: there is no such folder in {os.getcwd()}, and {reason}"
+        reason = f"downloading it from the hub failed: {error}"
+    message = f"{flag} {name!r}: no such folder in {os.getcwd()}, and {reason}"
     if "/" not in name and not is_gguf(Path(name)):
-        message += f"; a name without a slash is a folder or one of: {', '.join(PACKAGED_MODELS)}"
+        message += f"; without a slash it must be a folder or one of: {', '.join(PACKAGED_MODELS)}"
     raise ConfigError(message)

@@ -1,4 +1,4 @@
-"""Whether ranks can share the layers of a checkpoint that is quantized already, as far as its configuration says."""
+"""Tensor-parallel checks of quantized checkpoints, as far as the configuration tells."""
 
 from __future__ import annotations
 
@@ -16,24 +16,21 @@ DIVIDED_FORMATS = (
     *("gptq", "awq", "compressed-tensors", "squeezellm", "fp8", "fbgemm_fp8"),
     *("modelopt", "quark", "auto-round", "torchao", "gguf"),
 )
-"""Those of whose tensors each rank reads its part (`quintet.executor.checkpoints.quant.formats.cut`)."""
+"""Formats that can be sharded (`quintet.executor.checkpoints.quant.formats.cut`)."""
 OF_MIXER, OF_FEED_FORWARD = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.down_proj"
-"""Names of layers whose inputs are divided: a configuration may speak of names. What others have the loader finds out."""
+"""Representative names of row-parallel layers, since configurations refer to names; the loader checks all others."""
 
 
 def why_not_stored(stored: Format, spec: DecoderSpec, share: Share, device: str) -> str | None:
-    """Return why ranks cannot have such shares of a model; None if nothing is known that speaks against it."""
+    """Return the reason why ranks cannot shard the checkpoint, or None."""
     if share.by_experts and stored.name == "mxfp4":
         return None
     if stored.name not in DIVIDED_FORMATS:
-        return f"weights stored as {stored.name} are not divided yet, only {', '.join(DIVIDED_FORMATS)}"
+        return f"{stored.name} weights cannot be sharded; supported formats: {', '.join(DIVIDED_FORMATS)}"
     if device != "cpu":
-        return f"weights stored as {stored.name} are divided on the CPU alone so far"
+        return f"{stored.name} weights can be sharded on CPUs only"
     if has_experts(spec) and not share.by_experts:
-        return (
-            f"columns of experts stored as {stored.name} are not divided, but whole experts are: add --enable-expert-parallel,"
-            " or"
-        )
+        return f"columns of {stored.name} experts cannot be sharded, only whole experts (add --enable-expert-parallel)"
     ranks = (replace(share, rank=rank) for rank in range(share.size))
     for name, inputs in dict.fromkeys(
         each for rank in ranks for layer in spec.layers for each in _inputs_of(layer, rank) if each[1].count
@@ -46,7 +43,7 @@ def why_not_stored(stored: Format, spec: DecoderSpec, share: Share, device: str)
 
 
 def _inputs_of(layer: LayerSpec, share: Share) -> Iterator[tuple[str, KeptRange]]:
-    """Yield which inputs a rank has of layers whose inputs are divided."""
+    """Yield a rank's input range of each row-parallel layer."""
     attention, state, mlp = layer.attention, layer.state, layer.mlp
     if isinstance(attention, AttentionSpec):
         yield OF_MIXER, share.of(attention.num_heads).times(attention.value_dim)

@@ -1,4 +1,4 @@
-"""The tokenizer's folder: one with ``tokenizer.json``, converted once from a slow tokenizer if it must be."""
+"""Location of ``tokenizer.json``; converts slow tokenizers once and caches the result."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ tokenizer.save_pretrained(sys.argv[2])
 """
 
 
-NAME_ANOTHER = "name a folder that has one with --tokenizer"
+SET_TOKENIZER = "set --tokenizer to a folder that has one"
 
 
-def tokenizer_folder(folder: Path, cache: Path | None = None, way_out: str = NAME_ANOTHER) -> Path:
-    """Return a folder with ``tokenizer.json`` for the tokenizer in ``folder``. Raises `ConfigError` that ends with ``way_out``.
+def tokenizer_folder(folder: Path, cache: Path | None = None, advice: str = SET_TOKENIZER) -> Path:
+    """Return a folder with ``tokenizer.json``. Raises `ConfigError` with ``advice`` at its end.
 
-    A folder that only has a slow tokenizer is converted by transformers, in a process of its own, into ``cache``
-    (default: ``$XDG_CACHE_HOME/quintet/tokenizers``), where the next start finds it; so is the one of a GGUF file, by us.
+    transformers, in a subprocess, converts a slow tokenizer into ``cache`` (default: ``$XDG_CACHE_HOME/quintet/tokenizers``).
+    The tokenizer of a GGUF file is converted by Quintet.
     """
-    if is_gguf(folder):  # imported only then: numpy has threads, and who forks may have none
+    if is_gguf(folder):  # imported only here: numpy starts threads, after which the supervisor must not fork
         from quintet.deploy.config.gguf.tokenizer import tokenizer_of_gguf
         from quintet.executor.checkpoints.gguf.parts import read_parts
 
@@ -41,7 +41,7 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, way_out: str = NAM
         return folder
     slow = next((name for name in _SLOW_FILES if (folder / name).is_file()), None)
     if slow is None:
-        raise ConfigError(f"{folder} has no tokenizer.json: {way_out}")
+        raise ConfigError(f"{folder} has no tokenizer.json: {advice}")
     source = folder / slow
     stat = source.stat()
     key = hashlib.sha256(f"{source}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()[:16]
@@ -59,7 +59,7 @@ def tokenizer_folder(folder: Path, cache: Path | None = None, way_out: str = NAM
         last = (converted.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise ConfigError(
             f"{folder} has only {slow}, and transformers could not convert it to tokenizer.json (sentencepiece may need"
-            f" `pip install sentencepiece`): {last}. Else {way_out}"
+            f" `pip install sentencepiece`): {last}. Otherwise {advice}"
         )
     return target
 

@@ -1,4 +1,4 @@
-"""What the weight files of a folder hold, read from their headers alone."""
+"""Sizes and tensors of weight files, read from their headers."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts:
-    """Sizes of a checkpoint as stored."""
+    """Sizes of a stored checkpoint."""
 
     num_parameters: int | None
-    """None of pickled files, which have no header."""
+    """None for pickled files, which have no header."""
     size_bytes: int
     num_files: int
     contents: Mapping[str, Entry] = field(default_factory=dict, compare=False, repr=False)
-    """What there is, by name; nothing of pickled files."""
+    """Tensor name -> header entry; empty for pickled files."""
 
 
 def read_weight_facts(folder: Path) -> WeightFacts:
-    """Sum up the tensors of a folder, or of a GGUF file, without reading them.
+    """Sum the tensor sizes of a folder, or of a GGUF file, from headers.
 
-    Raises `ConfigError` naming a shard that is listed but missing, or a file whose header makes no sense.
+    Raises `ConfigError` with the name of a missing shard, or of a file with an invalid header.
     """
-    if is_gguf(folder):  # imported only then: numpy has threads, and who forks may have none
+    if is_gguf(folder):  # imported only here: numpy starts threads, after which the supervisor must not fork
         from quintet.executor.checkpoints.gguf.parts import read_parts
 
         return _of_parts(read_parts(folder))

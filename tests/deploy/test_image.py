@@ -17,7 +17,7 @@ from quintet.frontend.http.auth import is_open
 from tests.deploy.test_deployments import options_from
 
 ROOT = Path(__file__).parents[2]
-FILE = ROOT / "deploy" / "docker" / "Dockerfile"
+FILE = ROOT / "deploy" / "integrations" / "docker" / "Dockerfile"
 IGNORED = FILE.with_name("Dockerfile.dockerignore").read_text().splitlines()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 [PYTHON] = re.findall(r"^ARG PYTHON=(\S+)$", FILE.read_text(), re.MULTILINE)

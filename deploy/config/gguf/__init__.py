@@ -1,1 +1,1 @@
-"""What a GGUF file says besides its weights: tokenizer, chat templates, where answers end, how to sample."""
+"""GGUF metadata: tokenizer, chat templates, end-of-sequence ids, sampling defaults."""

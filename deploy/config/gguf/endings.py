@@ -1,4 +1,4 @@
-"""Where answers of a GGUF file's model end, and how it is sampled where a request does not say."""
+"""End-of-sequence ids and sampling defaults of a GGUF file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ENDINGS = frozenset(
         "<｜end▁of▁sentence｜>",
     }
 )
-"""Tokens that llama.cpp ends an answer with wherever there are any: files name one ending, chat templates use others."""
+"""Tokens that llama.cpp treats as end of generation: files name one of them, chat templates may use others."""
 _SAMPLING = {
     "general.sampling.temp": "temperature",
     "general.sampling.top_p": "top_p",
@@ -42,17 +42,17 @@ _SAMPLING = {
 
 
 def generation_of_gguf(parts: Parts) -> dict[str, object]:
-    """Return what would be the folder's ``generation_config.json``. Raises `ConfigError`."""
+    """Return the equivalent of ``generation_config.json``. Raises `ConfigError`."""
     sampling = {ours: parts.metadata.get(theirs) for theirs, ours in _SAMPLING.items()}
     found = {key: value for key, value in sampling.items() if isinstance(value, int | float)}
     return {**found, "eos_token_id": _ending_ids(parts.metadata, tokens_of(parts))}
 
 
 def _ending_ids(metadata: Mapping[str, Value], tokens: Sequence[str]) -> list[int]:
-    """Return the ids that end an answer, that of the end of sequence first."""
+    """Return the ids that end a response, ``eos`` first."""
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _ENDING_KEYS]
     ids = [each for each in named if type(each) is int and 0 <= each < len(tokens)]
     found = {token: index for index, token in enumerate(tokens) if token in _ENDINGS}
     if "<|end|>" in found and "<|return|>" in found:
-        del found["<|end|>"]  # of a message in gpt-oss, whose answers have several
+        del found["<|end|>"]  # ends a message in gpt-oss, whose responses have several messages
     return list(dict.fromkeys([*ids, *sorted(found.values())]))

@@ -1,7 +1,7 @@
-"""How texts are cut into words before byte pairs are merged: by the names that GGUF files have for it.
+"""Pre-tokenizers of GGUF files, by name (``tokenizer.ggml.pre``).
 
-Each is a list of expressions that cut one after the other what the former left whole, as in the ``tokenizer.json`` of the models
-that it is named after. Which name means which: ``tokenizer.ggml.pre`` in llama-vocab.cpp of ggml-org/llama.cpp.
+Each is a list of regular expressions, applied in order to the pieces that earlier ones left unsplit, as in the
+``tokenizer.json`` of the model that it is named after. Source of the names: llama-vocab.cpp of ggml-org/llama.cpp.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _END = r"\s+(?!\S)|\s+"
 _COUNTED = (
     "|".join(rf"\s{{{count}}}(?!\S)" for count in (512, 256, 128, 64, 32, 16, 8, 4)) + r"|\s{1,2}(?!\S)|\s{1}"
 )
-"""Spaces, by powers of two."""
+"""Runs of spaces, split into powers of two."""
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|" + _END
 _MARKED = r"[\p{L}\p{M}]"
 
@@ -22,13 +22,13 @@ _MARKED = r"[\p{L}\p{M}]"
 def _words(
     digits: str, letter: str = r"\p{L}", contractions: str = _SHORT + "|", lines: str = r"\s*[\r\n]+"
 ) -> str:
-    """Return the expression of Llama 3 and its heirs, which differ in how many digits are a word."""
+    """Return the expression of Llama 3 and derived models, which differ in the number of digits per word."""
     other = r"\p{L}\p{M}" if letter == _MARKED else r"\p{L}"
     return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?{letter}+|{digits}| ?[^\s{other}\p{{N}}]+[\r\n]*|{lines}|{_END}"
 
 
 def _cased(digits: str, ending: str, letters: str = "", lines: str = r"[\r\n/]*") -> str:
-    """Return the expression of GPT-4o and Tekken: a word begins with its capitals; ``letters`` limits which are of words."""
+    """Return the expression of GPT-4o and Tekken: upper-case letters start a word; ``letters`` restricts the letters."""
     upper, lower = (
         rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]",
         rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{letters}]",
@@ -49,7 +49,7 @@ _WITH_CASE = (
     "ὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-"
     "ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
 )
-"""Letters that have capitals, or are some, as the tokenizers of the first DeepSeek models list them."""
+"""Cased letters, as listed by the tokenizers of the first DeepSeek models."""
 _DEEPSEEK = (
     r"[\r\n]",
     rf"\s?[{_WITH_CASE}]+",
@@ -68,16 +68,16 @@ _SPACED = r" ?[^(\s|.,!?…。，、।۔،)]+"
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """What a name means."""
+    """One pre-tokenizer."""
 
     cuts: tuple[str, ...]
     whole_words: bool = False
-    """Whether a word that is a token stays one, whatever its merges say."""
+    """Whether a word that is a token is used without merges (``ignore_merges``)."""
     begins: bool = False
-    """Whether a text begins with the token for that, unless the file says."""
+    """Whether BOS is added by default."""
 
 
-_BY_MEANING: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
+_NAMES_OF: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
     (
         PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
         ("default",),
@@ -169,5 +169,5 @@ _BY_MEANING: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
     ),
 )
 
-PRE_TOKENIZERS = {name: each for each, names in _BY_MEANING for name in names}
-"""By name."""
+PRE_TOKENIZERS = {name: each for each, names in _NAMES_OF for name in names}
+"""Name -> pre-tokenizer."""

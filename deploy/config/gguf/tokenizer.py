@@ -1,6 +1,6 @@
-"""From a GGUF file's vocabulary to the files of a tokenizer's folder: ``tokenizer.json`` and what stands beside it.
+"""Conversion of a GGUF file's vocabulary to a tokenizer folder: ``tokenizer.json``, its config and chat templates.
 
-Everything that reads a tokenizer reads such a folder, so it is made once and kept where converted tokenizers are.
+The folder is created once and cached, because all other modules read tokenizers from folders.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from quintet.executor.checkpoints.gguf.parts import Parts
 from quintet.wire.errors import ConfigError
 
 MAX_TOKENS = 1 << 21
-_MOST_LOOKED_AT, _MOST_MERGED, _ALWAYS_ALLOWED = 64, 8, 1 << 18
-"""Of a SentencePiece vocabulary: so many times its characters in splits that are looked at, in those that are merges, and
-characters that are allowed to any. Real ones have about two merges a token; tokens that are beginnings of each other would have
-as many as they have characters, and time and memory would go far beyond the file.
+_MAX_INSPECTED, _MAX_MERGED, _MIN_ALLOWANCE = 64, 8, 1 << 18
+"""Limits of deriving merges of a SentencePiece vocabulary: inspected characters and merged characters, both as multiples of its
+characters, and a minimum allowance. Real vocabularies have about two merges per token. Tokens that are prefixes of each other
+would have a merge per character, with time and memory far above the file size.
 """
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
-"""Kinds of tokens: ``tokenizer.ggml.token_type``."""
+"""Token types: ``tokenizer.ggml.token_type``."""
 _SPACE = "▁"
 _KEY = "tokenizer.ggml."
 _SPECIAL = ("bos", "eos", "unknown", "padding")
@@ -40,7 +40,7 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 def tokenizer_of_gguf(parts: Parts, cache: Path) -> Path:
-    """Return a folder with the tokenizer of a file, made in ``cache`` unless it is there. Raises `ConfigError`."""
+    """Return a folder in ``cache`` with the tokenizer of a file; create it if missing. Raises `ConfigError`."""
     header = parts.headers[0]
     made_by = b"".join(Path(module).read_bytes() for module in (__file__, pre_tokenizers.__file__))
     named = f"{header.path.resolve()}:{header.size}:{header.modified_ns}".encode()
@@ -57,18 +57,18 @@ def tokenizer_of_gguf(parts: Parts, cache: Path) -> Path:
         try:
             os.rename(folder, target)
         except OSError:
-            shutil.rmtree(folder)  # another start was faster
+            shutil.rmtree(folder)  # created concurrently by another start
             if not (target / "tokenizer.json").is_file():
                 raise
     except OSError as error:
         raise ConfigError(
-            f"{cache}: the tokenizer of {header.path.name} cannot be kept here: {error}"
+            f"{cache}: the tokenizer of {header.path.name} cannot be written: {error}"
         ) from None
     return target
 
 
 def tokens_of(parts: Parts) -> list[str]:
-    """Return the vocabulary as the file has it. Raises `ConfigError`."""
+    """Return the vocabulary of a file. Raises `ConfigError`."""
     return _texts(parts, "tokens")
 
 
@@ -76,12 +76,12 @@ def _texts(parts: Parts, key: str) -> list[str]:
     value = parts.metadata.get(_KEY + key)
     if not isinstance(value, Strings) or value.count > MAX_TOKENS:
         raise ConfigError(
-            f"{parts.path}: {_KEY}{key} is {_shown(value)}; it must be a list of at most {MAX_TOKENS} texts"
+            f"{parts.path}: {_KEY}{key} is {_shown(value)}; it must be a list of at most {MAX_TOKENS} strings"
         )
     try:
         return value.texts()
     except UnicodeDecodeError:
-        raise ConfigError(f"{parts.path}: {_KEY}{key} has a text that is not UTF-8") from None
+        raise ConfigError(f"{parts.path}: {_KEY}{key} contains a string that is not UTF-8") from None
 
 
 def _shown(value: object) -> str:
@@ -89,7 +89,7 @@ def _shown(value: object) -> str:
 
 
 class _Added(msgspec.Struct, gc=False):
-    """A token that is found in a text before it is cut up."""
+    """An added token, matched before pre-tokenization."""
 
     id: int
     content: str
@@ -101,27 +101,27 @@ class _Added(msgspec.Struct, gc=False):
 
 
 class _Vocabulary:
-    """One file's tokenizer."""
+    """Tokenizer of one GGUF file."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._metadata = parts, parts.metadata
         kind = self._metadata.get(f"{_KEY}model")
         if kind not in ("gpt2", "llama"):
             raise ConfigError(
-                f"{parts.path}: {_KEY}model is {_shown(kind)}; gpt2 (byte pairs) and llama (SentencePiece) are read: name a"
-                " folder with the model's tokenizer.json with --tokenizer"
+                f"{parts.path}: {_KEY}model is {_shown(kind)}; supported are gpt2 (BPE) and llama (SentencePiece): set"
+                " --tokenizer to a folder with the model's tokenizer.json"
             )
         self._is_spm = kind == "llama"
         texts = tokens_of(parts)
         self._tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(texts)]
         self._ids = {token: index for index, token in enumerate(self._tokens)}
         if len(self._ids) < len(self._tokens):
-            double = next(token for index, token in enumerate(self._tokens) if self._ids[token] != index)
-            raise ConfigError(f"{parts.path}: {_KEY}tokens has {double!r:.60} twice")
+            duplicate = next(token for index, token in enumerate(self._tokens) if self._ids[token] != index)
+            raise ConfigError(f"{parts.path}: {_KEY}tokens contains {duplicate!r:.60} twice")
         self._kinds = self._numbers("token_type", _NORMAL)
 
     def files(self) -> dict[str, bytes]:
-        """Return the folder's files by name."""
+        """Return the folder's files: name -> content."""
         config, templates = self._config(), self._templates()
         files = {
             "tokenizer.json": msgspec.json.encode(self._described()),
@@ -180,13 +180,13 @@ class _Vocabulary:
         name = self._metadata.get(f"{_KEY}pre", "default")
         if not isinstance(name, str) or name not in PRE_TOKENIZERS:
             raise ConfigError(
-                f"{self._parts.path}: {_KEY}pre is {name!r:.60}, which is not read; these are: {', '.join(PRE_TOKENIZERS)}."
-                " Name a folder with the model's tokenizer.json with --tokenizer"
+                f"{self._parts.path}: {_KEY}pre is {name!r:.60}; supported are {', '.join(PRE_TOKENIZERS)}."
+                " Set --tokenizer to a folder with the model's tokenizer.json"
             )
         return PRE_TOKENIZERS[name]
 
     def _merges(self) -> list[tuple[str, str]]:
-        """Return the file's merges, the first the most wanted, but for those whose parts or result are no tokens."""
+        """Return the file's merges by priority, except those whose parts or result are not tokens."""
         pairs, ids = [], self._ids
         for merge in _texts(self._parts, "merges"):
             between = merge.find(" ", 1)
@@ -196,31 +196,31 @@ class _Vocabulary:
         return pairs
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Return every way to make a token of two others, those of the tokens with the highest scores first."""
+        """Return every split of a token into two tokens, by descending score."""
         scores, ids, tokens = self._numbers("scores", 0.0), self._ids, self._tokens
         order = np.argsort(-np.asarray(scores, np.float64), kind="stable")
-        there = {len(token) for token in tokens}
-        lengths = sorted(there)
+        existing_lengths = {len(token) for token in tokens}
+        lengths = sorted(existing_lengths)
         num_characters = sum(map(len, tokens))
-        room = [_ALWAYS_ALLOWED + most * num_characters for most in (_MOST_LOOKED_AT, _MOST_MERGED)]
+        budgets = [_MIN_ALLOWANCE + factor * num_characters for factor in (_MAX_INSPECTED, _MAX_MERGED)]
         pairs: list[tuple[str, str]] = []
         for index in order.tolist():
             token, length = tokens[index], len(tokens[index])
             if self._kinds[index] in (_UNKNOWN, _CONTROL, _BYTE):
                 continue
             for cut in lengths[: bisect.bisect_left(lengths, length)]:
-                if length - cut not in there:
+                if length - cut not in existing_lengths:
                     continue
                 left = ids.get(token[:cut])
                 right = None if left is None else ids.get(token[cut:])
-                room[0] -= length
+                budgets[0] -= length
                 if left is not None and right is not None:
-                    room[1] -= length
+                    budgets[1] -= length
                     pairs.append((tokens[left], tokens[right]))
-                if min(room) < 0:
+                if min(budgets) < 0:
                     raise ConfigError(
-                        f"{self._parts.path}: {_KEY}tokens has tokens of up to {lengths[-1]} characters that are made of each"
-                        " other in more ways than a SentencePiece vocabulary has"
+                        f"{self._parts.path}: {_KEY}tokens has tokens of up to {lengths[-1]} characters with more merges than"
+                        " a SentencePiece vocabulary"
                     )
         return pairs
 
@@ -266,13 +266,15 @@ class _Vocabulary:
         return self._tokens[index] if type(index) is int and 0 <= index < len(self._tokens) else None
 
     def _templates(self) -> dict[str, str]:
-        """Return the chat templates by name."""
+        """Return the chat templates: name -> text."""
         found: dict[str, str] = {}
         for key, text in self._metadata.items():
             name = "default" if key == _TEMPLATE else key.removeprefix(f"{_TEMPLATE}.")
             if (name == "default" or name != key) and isinstance(text, str):
                 if not name.replace("_", "").replace("-", "").isalnum() or len(name) > 64:
-                    raise ConfigError(f"{self._parts.path}: {key!r:.90} is no name of a chat template")
+                    raise ConfigError(
+                        f"{self._parts.path}: {key!r:.90} is not a valid name of a chat template"
+                    )
                 found[name] = text
         return found
 
@@ -283,7 +285,7 @@ class _Vocabulary:
         return value
 
     def _numbers(self, key: str, default: float) -> list[Any]:
-        """Return a number for each token."""
+        """Return one number per token."""
         value, count = self._metadata.get(_KEY + key), len(self._tokens)
         if value is None:
             return [default] * count
@@ -299,7 +301,7 @@ def _split(cut: str) -> dict[str, Any]:
 
 
 def _model(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **switches: Any) -> dict[str, Any]:
-    usual: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "type": "BPE",
         "dropout": None,
         "unk_token": None,
@@ -309,4 +311,4 @@ def _model(ids: Mapping[str, int], merges: Sequence[tuple[str, str]], **switches
         "byte_fallback": False,
         "ignore_merges": False,
     }
-    return {**usual, **switches, "vocab": ids, "merges": merges}
+    return {**defaults, **switches, "vocab": ids, "merges": merges}

@@ -1,7 +1,7 @@
-"""From the files of a tokenizer's folder to what a GGUF file says of it: the other way round than `tokenizer`.
+"""Conversion of a tokenizer folder to GGUF metadata: the inverse of `tokenizer`.
 
-GGUF names how texts are cut into words rather than saying it. Which name cuts as the folder's tokenizer does is found by
-cutting: texts that all of them treat differently.
+GGUF identifies pre-tokenizers by name. The matching name is found by comparing splits of probe texts, on which all
+pre-tokenizers differ.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.json_files import read_json
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Kinds of tokens: ``tokenizer.ggml.token_type``."""
+"""Token types: ``tokenizer.ggml.token_type``."""
 _KEY = "tokenizer.ggml."
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SAMPLING = {
@@ -45,36 +45,36 @@ _PROBES = (
 
 
 def vocabulary_of(folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
-    """Return what a file says of a model's tokenizer, chat templates, ends and sampling, by its keys.
+    """Return GGUF metadata of a model's tokenizer, chat templates, special tokens and sampling defaults.
 
-    Raises `ConfigError` for a tokenizer that GGUF has no words for.
+    Raises `ConfigError` for a tokenizer that GGUF cannot express.
     """
     path = tokenizer_folder / "tokenizer.json"
     described, config = read_json(path), read_json(folder / "config.json")
     model = described.get("model")
     if not isinstance(model, dict) or model.get("type") != "BPE":
         kind = model.get("type") if isinstance(model, dict) else None
-        raise ConfigError(f"{path}: is a {kind!r:.40} tokenizer; GGUF files are written with BPE ones")
+        raise ConfigError(f"{path}: the tokenizer type is {kind!r:.40}; only BPE can be written as GGUF")
     tokenizer = Tokenizer.from_file(str(path))
     size = config.get("vocab_size")
     if type(size) is not int or tokenizer.get_vocab_size() > size:
         raise ConfigError(
-            f"{folder}: vocab_size is {size!r:.40}, and the tokenizer has {tokenizer.get_vocab_size()} tokens"
+            f"{folder}: vocab_size is {size!r:.40}, but the tokenizer has {tokenizer.get_vocab_size()} tokens"
         )
     is_spm = bool(model.get("byte_fallback"))
-    said = (
+    metadata = (
         _sentencepiece(described, model, size) if is_spm else _byte_pairs(tokenizer, described, model, path)
     )
-    its_own: Any = described.get("added_tokens") or ()
-    added = {each["id"]: each for each in its_own}
-    said |= _tokens(tokenizer, added, model.get("unk_token"), size, is_spm)
-    said |= _ends(folder, tokenizer_folder, tokenizer, config)
+    added_tokens: Any = described.get("added_tokens") or ()
+    added = {each["id"]: each for each in added_tokens}
+    metadata |= _tokens(tokenizer, added, model.get("unk_token"), size, is_spm)
+    metadata |= _ends(folder, tokenizer_folder, tokenizer, config)
     templates = read_chat_templates(folder, None)
-    said |= {
+    metadata |= {
         f"tokenizer.chat_template{'' if name == DEFAULT else f'.{name}'}": text
         for name, text in templates.items()
     }
-    return {f"{_KEY}{key}" if "." not in key else key: value for key, value in said.items()} | _sampling(
+    return {f"{_KEY}{key}" if "." not in key else key: value for key, value in metadata.items()} | _sampling(
         folder
     )
 
@@ -82,7 +82,7 @@ def vocabulary_of(folder: Path, tokenizer_folder: Path) -> dict[str, Any]:
 def _tokens(
     tokenizer: Tokenizer, added: Mapping[int, Mapping[str, Any]], unknown: str | None, size: int, is_spm: bool
 ) -> dict[str, Any]:
-    """Return all tokens and their kinds; ids that the tokenizer lacks are unused."""
+    """Return all tokens and their types; ids without a token are unused."""
     by_id = {index: token for token, index in tokenizer.get_vocab(with_added_tokens=True).items()}
 
     def kind(index: int) -> int:
@@ -106,20 +106,18 @@ def _byte_pairs(
 ) -> dict[str, Any]:
     normalizer = described.get("normalizer") or {}
     for each in normalizer.get("normalizers", [normalizer]):
-        if each.get("type", "NFC") != "NFC":  # that is left out by all who write such files
-            raise ConfigError(
-                f"{path}: normalises texts by {each['type']!r:.40}, which a GGUF file cannot say"
-            )
+        if each.get("type", "NFC") != "NFC":  # GGUF writers omit NFC
+            raise ConfigError(f"{path}: the normalizer {each['type']!r:.40} cannot be written as GGUF")
     merges = [each if isinstance(each, str) else " ".join(each) for each in model.get("merges") or ()]
     return {
         "model": "gpt2",
         "pre": _pre_name(tokenizer.pre_tokenizer, bool(model.get("ignore_merges")), path),
-        "merges": merges or ["t o"],  # llama.cpp asks for one at least
+        "merges": merges or ["t o"],  # llama.cpp requires at least one
     }
 
 
 def _pre_name(cutter: PreTokenizer | None, whole_words: bool, path: Path) -> str:
-    """Return the name that cuts as the tokenizer does, of several that which agrees on tokens that are whole words."""
+    """Return the name of the equivalent pre-tokenizer, preferably with the same ``ignore_merges``."""
     wanted = None if cutter is None else [_words(cutter, text) for text in _PROBES]
     level = ByteLevel(add_prefix_space=False, use_regex=False)
     found: list[tuple[bool, int, str]] = []
@@ -129,8 +127,7 @@ def _pre_name(cutter: PreTokenizer | None, whole_words: bool, path: Path) -> str
             found.append((each.whole_words != whole_words, len(found), name))
     if wanted is None or not found:
         raise ConfigError(
-            f"{path}: cuts texts into words in a way that no name of GGUF stands for; formats of compressed-tensors keep the"
-            " tokenizer as it is"
+            f"{path}: GGUF has no equivalent pre-tokenizer; choose a compressed-tensors format, which keeps the tokenizer"
         )
     return min(found)[2]
 
@@ -140,7 +137,7 @@ def _words(cutter: PreTokenizer, text: str) -> list[str]:
 
 
 def _sentencepiece(described: Mapping[str, Any], model: Mapping[str, Any], size: int) -> dict[str, Any]:
-    """Return scores such that the merges that come first score highest, as SentencePiece writes them."""
+    """Return scores that decrease with merge order, as in SentencePiece."""
     vocab: Mapping[str, int] = model["vocab"]
     scores = [0.0] * size
     for rank, merge in enumerate(model.get("merges") or ()):
@@ -157,7 +154,7 @@ def _sentencepiece(described: Mapping[str, Any], model: Mapping[str, Any], size:
 def _ends(
     folder: Path, tokenizer_folder: Path, tokenizer: Tokenizer, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the ids of special tokens, and which of them stand around every text."""
+    """Return the ids of special tokens, and whether BOS and EOS are added."""
     named = _read(tokenizer_folder / "tokenizer_config.json")
     ids: dict[str, Any] = {}
     for key, name in _SPECIAL.items():
@@ -175,9 +172,9 @@ def _ends(
     if other is not None:
         ids["eot_token_id"] = other
     plain, whole = (tokenizer.encode("a", add_special_tokens=each).ids for each in (False, True))
-    begun = len(whole) > len(plain) and whole[0] == ids.get("bos_token_id")
-    ended = len(whole) > len(plain) and whole[-1] == ids.get("eos_token_id")
-    return ids | {"add_bos_token": begun, "add_eos_token": ended}
+    adds_bos = len(whole) > len(plain) and whole[0] == ids.get("bos_token_id")
+    adds_eos = len(whole) > len(plain) and whole[-1] == ids.get("eos_token_id")
+    return ids | {"add_bos_token": adds_bos, "add_eos_token": adds_eos}
 
 
 def _all(value: object) -> list[int]:
@@ -190,7 +187,7 @@ def _first(value: object) -> int | None:
 
 
 def _sampling(folder: Path) -> dict[str, Any]:
-    """Return how the model is sampled where a request does not say."""
+    """Return the sampling defaults."""
     found = _read(folder / "generation_config.json")
     values = {theirs: found.get(ours) for ours, theirs in _SAMPLING.items()}
     return {

@@ -25,7 +25,7 @@ def window_of(max_model_len: int) -> int:
 
 def tokenizer_of(model: Path) -> Path:
     """Return a folder with the ``tokenizer.json`` of a model that will be quantized: what is written has it, too."""
-    return tokenizer_folder(model, way_out="put the tokenizer.json of its model there first")
+    return tokenizer_folder(model, advice="put the tokenizer.json of its model there first")
 
 
 def windows_of_text(facts: ModelFacts, text: str) -> list[list[int]]:
