@@ -1,1 +1,1 @@
-"""One file per command of ``quintet``; each has ``add_parser(subparsers)`` and ``run(args) -> int``."""
+"""Commands of ``quintet``: one module each, with ``add_parser(subparsers)`` and ``run(args) -> int``."""

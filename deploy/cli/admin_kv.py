@@ -1,6 +1,6 @@
-"""``quintet admin kv``: what a running server has in KV memory, and what is to stay or to go.
+"""``quintet admin kv``: lists, pins, evicts, exports and imports cached prefixes of a running server.
 
-Speaks to the server's own ``/kv`` over HTTP, with the key that follows from its run folder: what is asked for is decided there.
+Sends requests to the server's ``/kv`` endpoints, with the operator key derived from its run folder.
 """
 
 from __future__ import annotations
@@ -26,50 +26,50 @@ from quintet.wire.errors import ConfigError
 from quintet.wire.kv_disk import EXCHANGE
 
 WAIT_S = 620.0
-"""For an answer."""
+"""Response timeout."""
 VERBS = ("pin", "unpin", "evict")
 
 DESCRIPTION = """\
-  kv list                prefixes in KV memory, used last first: their names, how long they are, where their blocks are
-  kv pin PREFIX          keep a prefix: neither memory nor disk gives it away, whoever else comes
-  kv unpin PREFIX        keep it no longer
-  kv evict PREFIX        forget a prefix and all that begins with it
-  kv export PREFIX FILE  write what the disk has of a prefix into a file (with --kv-disk)
-  kv import FILE         have what is in it at this server, which computes the same bits: same model, formats, version, processor
-                         PREFIX: a name from the list, eight digits of it or more; or --prompt TEXT, or --prompt-file FILE
+  kv list                cached prefixes, most recently used first: id, length, location of blocks
+  kv pin PREFIX          pin a prefix: it is not evicted from memory or disk
+  kv unpin PREFIX        unpin a prefix
+  kv evict PREFIX        evict a prefix and all its continuations
+  kv export PREFIX FILE  write the disk blocks of a prefix to a file (requires --kv-disk)
+  kv import FILE         import an exported file; model, data types, version and processor must be the same
+                         PREFIX: an id of the list, at least eight digits; or --prompt TEXT, or --prompt-file FILE
 """
 EXAMPLES = """\
   quintet admin kv list --limit 20
-  quintet admin kv list --text                           with the prompts, as far as they are known: they are private
-  quintet admin kv pin --prompt-file system-prompt.txt   before anybody sent it, too
+  quintet admin kv list --text                           also show known prompts (private data)
+  quintet admin kv pin --prompt-file system-prompt.txt   also before the first request
   quintet admin kv unpin 5f0c31a7
   quintet admin kv evict 5f0c31a7
-  quintet admin kv export 5f0c31a7 system-prompt.kv      then, at another server: quintet admin kv import system-prompt.kv
+  quintet admin kv export 5f0c31a7 system-prompt.kv      then on another server: quintet admin kv import system-prompt.kv
 """
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Declare what only these commands take."""
-    group = parser.add_argument_group("of kv")
-    group.add_argument("--limit", type=int, default=20, help="prefixes to list at most (default: 20)")
-    group.add_argument("--text", action="store_true", help="list the prompts too")
-    given = group.add_mutually_exclusive_group()
-    given.add_argument(
-        "--prompt", metavar="TEXT", help="the text that the prefix is, as completions are sent it"
+    """Declare the flags of ``kv`` commands."""
+    group = parser.add_argument_group("kv")
+    group.add_argument(
+        "--limit", type=int, default=20, help="maximum number of listed prefixes (default: 20)"
     )
-    given.add_argument("--prompt-file", type=Path, metavar="FILE", help="a file with it")
-    group.add_argument("--cache-salt", default="", metavar="SALT", help="of the requests that begin so")
+    group.add_argument("--text", action="store_true", help="also list prompts")
+    given = group.add_mutually_exclusive_group()
+    given.add_argument("--prompt", metavar="TEXT", help="prefix as text, as in a completion request")
+    given.add_argument("--prompt-file", type=Path, metavar="FILE", help="file with the prefix as text")
+    group.add_argument("--cache-salt", default="", metavar="SALT", help="cache_salt of the requests")
 
 
 def run(words: list[str], arguments: argparse.Namespace, run_dir: Path) -> int:
-    """Do what the words say at the server with this run folder, print what it answers, and return the exit status.
+    """Run a ``kv`` command on the server of a run folder, print the response, and return the exit status.
 
-    Raises `ConfigError` for words that make no sense.
+    Raises `ConfigError` for an invalid command.
     """
     config = EngineConfig.read(run_dir / CONFIG_FILE)
     if not config.processes.frontends:
         raise ConfigError(
-            "this server has no frontends of its own: a Python program is its frontend, and there is no /kv"
+            "this server has no HTTP frontends, and so no /kv endpoints: a Python program is its frontend"
         )
     try:
         _run(words, arguments, config)
@@ -86,40 +86,38 @@ def _run(words: list[str], arguments: argparse.Namespace, config: EngineConfig) 
             answer = _ask(config, "GET", f"/kv?limit={arguments.limit}{text}")
             _print_listing(answer)
         case [verb] if verb in VERBS:
-            _print_changed(verb, _ask(config, "POST", f"/kv/{verb}", _given(arguments)))
+            _print_changed(verb, _ask(config, "POST", f"/kv/{verb}", _prompt_of(arguments)))
         case [verb, name] if verb in VERBS:
             _print_changed(verb, _ask(config, "POST", f"/kv/{verb}", {"id": name}))
         case ["export", *name, file] if len(name) <= 1:
-            _export(config, {"id": name[0]} if name else _given(arguments), Path(file))
+            _export(config, {"id": name[0]} if name else _prompt_of(arguments), Path(file))
         case ["import", file]:
             _import(config, Path(file))
         case _:
             raise ConfigError(
-                f"'kv {' '.join(words)}' is not a command; there are `kv list`, `kv pin|unpin|evict PREFIX`,"
+                f"'kv {' '.join(words)}' is not a command; use `kv list`, `kv pin|unpin|evict PREFIX`,"
                 " `kv export PREFIX FILE` and `kv import FILE`"
             )
 
 
 def _exchange(config: EngineConfig) -> Path:
     if config.cache.disk is None:
-        raise Refused(
-            "prefixes go into files and come from there by way of --kv-disk: start the server with it"
-        )
+        raise Refused("export and import require --kv-disk: start the server with it")
     return Path(config.cache.disk.folder) / EXCHANGE
 
 
 def _export(config: EngineConfig, prefix: dict[str, object], file: Path) -> None:
-    """Have the server write the file in its own folder, and take it from there."""
+    """Let the server write the file to its exchange folder, and move it."""
     _exchange(config)
     if file.exists():
-        raise Refused(f"{file} is there already: remove it, or give another name")
+        raise Refused(f"{file} already exists: remove it, or choose another name")
     name = f"admin-{secrets.token_hex(8)}"
     answer = _ask(config, "POST", "/kv/export", {**prefix, "file": name})
     try:
         shutil.move(answer["file"], file)
     except OSError as error:
         raise Refused(
-            f"{answer['file']} was written, and cannot be moved to {file}: {error.strerror}"
+            f"{answer['file']} was written, but cannot be moved to {file}: {error.strerror}"
         ) from None
     for each in answer["data"]:
         print(f"exported: {_line(each)}")
@@ -127,26 +125,26 @@ def _export(config: EngineConfig, prefix: dict[str, object], file: Path) -> None
 
 
 def _import(config: EngineConfig, file: Path) -> None:
-    """Lay the file, or a copy, into the server's own folder while it is read."""
-    laid = _exchange(config) / f"admin-{secrets.token_hex(8)}"
+    """Copy the file to the server's exchange folder while the server reads it."""
+    copy = _exchange(config) / f"admin-{secrets.token_hex(8)}"
     try:
-        laid.parent.mkdir(mode=0o700, exist_ok=True)
+        copy.parent.mkdir(mode=0o700, exist_ok=True)
         try:
-            shutil.copyfile(file, laid)
+            shutil.copyfile(file, copy)
         except OSError as error:
-            raise Refused(f"{file} cannot be read, or laid into {laid.parent}: {error.strerror}") from None
-        answer = _ask(config, "POST", "/kv/import", {"file": laid.name})
+            raise Refused(f"{file} cannot be copied to {copy.parent}: {error.strerror}") from None
+        answer = _ask(config, "POST", "/kv/import", {"file": copy.name})
     finally:
-        laid.unlink(missing_ok=True)
+        copy.unlink(missing_ok=True)
     for engine in answer["data"]:
         print(
-            f"engine {engine['engine']}: {engine['imported']} blocks imported, {engine['known']} were there,"
-            f" {engine['damaged']} were damaged"
+            f"engine {engine['engine']}: {engine['imported']} blocks imported, {engine['known']} already present,"
+            f" {engine['damaged']} damaged"
         )
     _print_errors(answer)
 
 
-def _given(arguments: argparse.Namespace) -> dict[str, object]:
+def _prompt_of(arguments: argparse.Namespace) -> dict[str, object]:
     text = arguments.prompt
     if arguments.prompt_file is not None:
         try:
@@ -154,12 +152,12 @@ def _given(arguments: argparse.Namespace) -> dict[str, object]:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--prompt-file {arguments.prompt_file}: {error}") from None
     if text is None:
-        raise ConfigError("which prefix? Give its name from `quintet admin kv list`, or --prompt TEXT")
+        raise ConfigError("no prefix given: give an id from `quintet admin kv list`, or --prompt TEXT")
     return {"prompt": text, "cache_salt": arguments.cache_salt}
 
 
 class Refused(Exception):
-    """The server does not do what was asked; the message says why."""
+    """The server rejected the request; the message contains the reason."""
 
 
 class _Unix(http.client.HTTPConnection):
@@ -178,20 +176,22 @@ class _Unix(http.client.HTTPConnection):
 def _connect(config: FrontendConfig) -> http.client.HTTPConnection:
     if config.ssl_ca_certs:
         raise ConfigError(
-            "this server asks clients for certificates: ask its /kv with yours, and the key of --admin-key"
+            "this server requires client certificates: use its /kv endpoints with a certificate and the --admin-key"
         )
     if config.uds:
         return _Unix(config.uds, WAIT_S)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
     if config.ssl_certfile:
-        context = ssl.create_default_context(cafile=config.ssl_certfile)  # that one, whatever its name is
+        context = ssl.create_default_context(
+            cafile=config.ssl_certfile
+        )  # trusts this certificate, without host name check
         context.check_hostname = False
         return http.client.HTTPSConnection(host, config.port, timeout=WAIT_S, context=context)
     return http.client.HTTPConnection(host, config.port, timeout=WAIT_S)
 
 
 def _ask(config: EngineConfig, method: str, path: str, body: object = None) -> dict[str, Any]:
-    """Return the server's answer. Raises `Refused` with its words, or `ConfigError` where there is no answer."""
+    """Return the server's response. Raises `Refused` with its error message, or `ConfigError` without a response."""
     connection = _connect(config.frontend)
     headers = {"Authorization": f"Bearer {operator_keys(config)[0]}", "Content-Type": "application/json"}
     try:
@@ -199,7 +199,7 @@ def _ask(config: EngineConfig, method: str, path: str, body: object = None) -> d
         response = connection.getresponse()
         answer: dict[str, Any] = msgspec.json.decode(response.read())
     except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
-        raise ConfigError(f"the server does not answer at {path}: {error}") from None
+        raise ConfigError(f"no response from the server at {path}: {error}") from None
     finally:
         connection.close()
     if response.status != http.client.OK:
@@ -235,7 +235,7 @@ def _line(prefix: dict[str, Any]) -> str:
 
 
 def _print_changed(verb: str, answer: dict[str, Any]) -> None:
-    done = {"pin": "pinned", "unpin": "not pinned any more", "evict": "evicted"}[verb]
+    done = {"pin": "pinned", "unpin": "unpinned", "evict": "evicted"}[verb]
     for prefix in answer["data"]:
         print(f"{done}: {_line(prefix)}")
     _print_errors(answer)

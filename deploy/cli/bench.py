@@ -1,4 +1,4 @@
-"""``quintet bench``: measure a server over HTTP, or the engine without one."""
+"""``quintet bench``: benchmarks a server over HTTP, or the engine through the Python API."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from tqdm import tqdm
 
+from quintet.deploy.config.deprecated_flags import RENAMED, add_deprecated_flags
 from quintet.deploy.config.flag_table import add_flags, flag_table
 from quintet.deploy.config.flags import GROUP_TITLES, NETWORK
 from quintet.deploy.tools.load_client.connection import BadUrl, Target
@@ -36,21 +37,21 @@ if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
 _SERVE_HELP = """\
-Measure any OpenAI-compatible server: Quintet or another.
+Benchmark any OpenAI-compatible server.
 
 examples:
   quintet bench serve --num-prompts 500 --concurrency 64
       500 prompts of about 128 tokens, 128 output tokens each, 64 at a time, against 127.0.0.1:8000
   quintet bench serve --rate 10 --num-prompts 600 --json out.json
-      one minute of Poisson arrivals, ten a second
+      one minute of Poisson arrivals at 10 requests per second
   quintet bench serve --prompt-ids --vocab-size 32000 --input-len 1024 --shared-prefix-len 512 --ignore-eos
-      exact lengths: random token ids, half of each prompt shared (prefix cache), outputs never cut short
+      exact lengths: random token ids, half of each prompt shared (prefix cache), EOS ignored
   quintet bench serve --base-url http://other:9000 --model their-model --endpoint /v1/chat/completions
-      a rival, through its chat endpoint
+      another server, through its chat endpoint
 """
 
 _OFFLINE_HELP = """\
-Measure the engine through the Python API: no HTTP, all prompts at once.
+Benchmark the engine through the Python API: no HTTP, all prompts at once.
 
 examples:
   quintet bench offline --num-prompts 500
@@ -63,8 +64,8 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add ``bench serve`` and ``bench offline``."""
     parser = subparsers.add_parser(
         "bench",
-        help="measure a server over HTTP, or the engine without one",
-        description="Measure a server over HTTP (`bench serve`), or the engine without one (`bench offline`).",
+        help="benchmark a server, or the engine without HTTP",
+        description="Benchmark a server over HTTP (`bench serve`), or the engine without HTTP (`bench offline`).",
     )
     kinds = parser.add_subparsers(dest="bench_kind", required=True, metavar="serve|offline")
     _add_serve(kinds)
@@ -72,7 +73,7 @@ def add_parser(subparsers: _SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the benchmark that was asked for; return the exit status."""
+    """Run the selected benchmark; return the exit status."""
     try:
         return _run_serve(args) if args.bench_kind == "serve" else _run_offline(args)
     except (BadUrl, BadWorkload) as error:
@@ -86,76 +87,99 @@ def run(args: argparse.Namespace) -> int:
 def _add_serve(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = kinds.add_parser(
         "serve",
-        help="measure a running server",
+        help="benchmark a running server",
         description=_SERVE_HELP,
         formatter_class=RawDescriptionHelpFormatter,
     )
-    where = parser.add_argument_group("where")
-    where.add_argument(
+    server = parser.add_argument_group("server")
+    server.add_argument(
         "--base-url",
         "--url",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="the server (default: %(default)s)",
+        help="server URL (default: %(default)s)",
     )
-    where.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="(default: %(default)s)")
-    where.add_argument("--model", help="model name to ask for (default: the first the server lists)")
-    where.add_argument("--api-key", help="sent as a bearer token")
-    where.add_argument(
-        "--header", action="append", default=[], metavar="NAME: VALUE", help="a header to send; repeatable"
+    server.add_argument("--endpoint", choices=ENDPOINTS, default=ENDPOINTS[0], help="(default: %(default)s)")
+    server.add_argument("--model", help="model name (default: the first one that the server lists)")
+    server.add_argument("--api-key", help="API key, sent as bearer token")
+    server.add_argument(
+        "--header",
+        action="append",
+        default=[],
+        metavar="NAME: VALUE",
+        help="additional request header; repeat for more",
     )
-    when = parser.add_argument_group("when")
-    when.add_argument(
-        "--concurrency", type=_positive, help="requests in flight at most (default: 16 without --rate)"
+    traffic = parser.add_argument_group("traffic")
+    traffic.add_argument(
+        "--concurrency",
+        type=_positive,
+        help="maximum number of requests in flight (default: 16 without --rate)",
     )
-    when.add_argument(
-        "--rate", type=_positive_float, help="arrivals per second, Poisson, instead of fixed concurrency"
+    traffic.add_argument(
+        "--rate",
+        type=_positive_float,
+        help="requests per second with Poisson arrivals, instead of fixed concurrency",
     )
-    when.add_argument(
-        "--warmup", type=int, default=0, metavar="N", help="requests sent first and not counted"
+    traffic.add_argument(
+        "--warmup", type=int, default=0, metavar="N", help="number of warm-up requests, not measured"
     )
-    when.add_argument(
-        "--timeout-s", type=_positive_float, default=600.0, help="per request (default: %(default)s)"
+    traffic.add_argument(
+        "--timeout-s", type=_positive_float, default=600.0, help="timeout per request (default: %(default)s)"
     )
-    what = _add_workload(parser)
-    what.add_argument(
+    workload = _add_workload(parser)
+    workload.add_argument(
         "--prompts", type=Path, metavar="FILE", help='JSON lines of {"prompt": …} or {"messages": …}'
     )
-    what.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default: %(default)s)")
-    what.add_argument("--prompt-ids", action="store_true", help="send random token ids; needs --vocab-size")
-    what.add_argument("--vocab-size", type=_positive, help="ids are below this")
-    what.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
-    what.add_argument("--extra-body", default="{}", metavar="JSON", help="fields added to every request body")
+    workload.add_argument(
+        "--seed", type=int, default=0, help="random seed of prompts and arrivals (default: %(default)s)"
+    )
+    workload.add_argument(
+        "--prompt-ids", action="store_true", help="send random token ids; requires --vocab-size"
+    )
+    workload.add_argument("--vocab-size", type=_positive, help="upper bound of random token ids")
+    workload.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
+    workload.add_argument(
+        "--extra-body", default="{}", metavar="JSON", help="fields added to every request body"
+    )
     result = parser.add_argument_group("result")
-    result.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    result.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
 
 
 def _add_workload(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Declare what both benchmarks share of their workload; return the group for what one has more."""
-    what = parser.add_argument_group("workload")
-    what.add_argument("--num-prompts", type=_positive, help="(default: 200; all lines with --prompts)")
-    what.add_argument(
-        "--input-len", type=_positive, default=128, help="tokens per prompt (default: %(default)s)"
+    """Declare the workload flags of both benchmarks; return the group for additional ones."""
+    workload = parser.add_argument_group("workload")
+    workload.add_argument(
+        "--num-prompts", type=_positive, help="number of prompts (default: 200; all lines with --prompts)"
     )
-    what.add_argument(
-        "--output-len", type=_positive, default=128, help="tokens to ask for (default: %(default)s)"
+    workload.add_argument(
+        "--input-len", type=_positive, default=128, help="prompt length in tokens (default: %(default)s)"
     )
-    what.add_argument("--shared-prefix-len", type=int, default=0, help="tokens that all prompts begin with")
-    what.add_argument("--ignore-eos", action="store_true", help="go on to --output-len whatever is generated")
-    return what
+    workload.add_argument(
+        "--output-len", type=_positive, default=128, help="output length in tokens (default: %(default)s)"
+    )
+    workload.add_argument(
+        "--shared-prefix-len",
+        type=int,
+        default=0,
+        help="length in tokens of the prefix that all prompts share",
+    )
+    workload.add_argument(
+        "--ignore-eos", action="store_true", help="ignore EOS, and generate --output-len tokens"
+    )
+    return workload
 
 
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text}; it must be at least 1")
     return value
 
 
 def _positive_float(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not greater than 0")
+        raise argparse.ArgumentTypeError(f"{text}; it must be greater than 0")
     return value
 
 
@@ -169,7 +193,7 @@ def _run_serve(args: argparse.Namespace) -> int:
         items = _serve_items(args, target, model)
     except (OSError, TimeoutError) as error:
         print(
-            f"quintet bench: cannot reach {args.base_url}: {error}\nIs a server running? Start one with `quintet serve`.",
+            f"quintet bench: cannot reach {args.base_url}: {error}\nStart a server with `quintet serve`, or set --base-url.",
             file=sys.stderr,
         )
         return 1
@@ -200,7 +224,7 @@ def _run_serve(args: argparse.Namespace) -> int:
 
 
 def measured(load: Load, progress: bool = True) -> Summary:
-    """Run a load with a progress bar on a terminal, and return its figures."""
+    """Run a load with a progress bar on a terminal, and return its metrics."""
     with tqdm(total=len(load.bodies), unit="req", disable=None if progress else True, mininterval=0.5) as bar:
 
         def on_outcome(_: Outcome) -> None:
@@ -216,7 +240,7 @@ def _plain(value: object) -> bool:
 def _header(line: str) -> tuple[str, str]:
     name, colon, value = line.partition(":")
     if not colon or not name.strip():
-        raise BadWorkload(f"--header is {line!r}; it must look like 'Name: value'")
+        raise BadWorkload(f"--header is {line!r}; it must have the form 'Name: value'")
     return name.strip(), value.strip()
 
 
@@ -228,7 +252,7 @@ def _extra_body(text: str) -> dict[str, msgspec.Raw]:
 
 
 class _TokenCount(msgspec.Struct):
-    """The part of a ``/tokenize`` answer that is needed."""
+    """The used field of a ``/tokenize`` response."""
 
     count: int
 
@@ -237,9 +261,9 @@ def _serve_items(args: argparse.Namespace, target: Target, model: str) -> list[I
     if args.prompts is not None:
         return read_prompts(args.prompts, args.num_prompts)
     if args.prompt_ids and args.vocab_size is None:
-        raise BadWorkload("--prompt-ids needs --vocab-size, the number of ids to draw from")
+        raise BadWorkload("--prompt-ids requires --vocab-size, the number of token ids")
     if args.prompt_ids and args.endpoint != "/v1/completions":
-        raise BadWorkload("--prompt-ids needs --endpoint /v1/completions: chat takes text")
+        raise BadWorkload("--prompt-ids requires --endpoint /v1/completions: chat accepts text only")
     vocab_size = args.vocab_size if args.prompt_ids else None
     per_token = 1.0 if vocab_size is not None else words_per_token(target, model)
     return random_prompts(
@@ -255,7 +279,7 @@ def _serve_items(args: argparse.Namespace, target: Target, model: str) -> list[I
 
 
 def words_per_token(target: Target, model: str) -> float:
-    """Ask the server's ``/tokenize`` what a word costs; 1 where it has none. The usage tells the true prompt lengths."""
+    """Return the words per token, from the server's ``/tokenize``; 1 without it. Usage reports exact prompt lengths."""
     body = msgspec.json.encode({"model": model, "prompt": " ".join(WORDS), "add_special_tokens": False})
     answer = ask(target, "POST", "/tokenize", body)
     if answer.status != 200:
@@ -271,7 +295,7 @@ def words_per_token(target: Target, model: str) -> float:
 
 
 class OfflineSummary(msgspec.Struct):
-    """The figures of one offline run."""
+    """Results of an offline benchmark."""
 
     num_requests: int
     boot_s: float
@@ -287,7 +311,7 @@ class OfflineSummary(msgspec.Struct):
 def _add_offline(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = kinds.add_parser(
         "offline",
-        help="measure the engine through the Python API",
+        help="benchmark the engine through the Python API",
         description=_OFFLINE_HELP,
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -295,11 +319,12 @@ def _add_offline(kinds: _SubParsersAction[argparse.ArgumentParser]) -> None:
         "model",
         nargs="?",
         metavar="MODEL",
-        help="local folder or hub name (default: the one that ships with Quintet)",
+        help="local folder or hub name (default: the toy model that ships with Quintet)",
     )
     _add_workload(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to this file")
     add_flags(parser, tuple(group for group in GROUP_TITLES if group != NETWORK))
+    add_deprecated_flags(parser)
 
 
 def _run_offline(args: argparse.Namespace) -> int:
@@ -315,7 +340,8 @@ def _run_offline(args: argparse.Namespace) -> int:
 def _measure_offline(args: argparse.Namespace) -> int:
     from quintet.deploy.python_api.offline import LLM, SamplingParams
 
-    flags = {spec.key: getattr(args, spec.key) for spec in flag_table() if hasattr(args, spec.key)}
+    keys = {spec.key for spec in flag_table()} | set(RENAMED)
+    flags = {key: value for key, value in vars(args).items() if key in keys}
     num_prompts, seed = args.num_prompts or 200, getattr(args, "seed", 0)
     started_s = time.perf_counter()
     with LLM(**flags) as llm:

@@ -1,4 +1,4 @@
-"""``quintet chat``: a conversation with a running server, in the terminal."""
+"""``quintet chat``: terminal chat with a running server."""
 
 from __future__ import annotations
 
@@ -14,64 +14,62 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  quintet serve &                                     first a server, then
-  quintet chat                                        talk to it
+  quintet serve &                                     start a server, then
+  quintet chat                                        chat with it
   quintet chat --url http://gpu-box:8000 --system "Answer in one sentence."
-  git diff | quintet chat --system "Review this."     one message from a pipe, one answer, done
+  git diff | quintet chat --system "Review this."     one message from a pipe, one response
 
 while chatting:
-  /system TEXT   change the instructions and start over     /reset   forget the conversation
-  /quit          leave (Ctrl-D too)                         Ctrl-C   stop the answer, keep what was said
+  /system TEXT   change the system prompt and start over    /reset   clear the conversation
+  /quit          exit (or Ctrl-D)                           Ctrl-C   stop the response, keep its text
 """
 
 SAMPLING = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
-"""Of a conversation where the model's generation configuration does not say."""
+"""Sampling parameters that the model's generation config does not set."""
 MAX_ANSWER_TOKENS = 1024
 
-_HELP = "/system TEXT  /reset  /quit; Ctrl-C stops an answer"
+_HELP = "/system TEXT  /reset  /quit; Ctrl-C stops a response"
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "chat",
-        help="talk to a running server in the terminal",
-        description="Talk to a running server (of any make that speaks OpenAI's API), token by token.",
+        help="chat with a running server in the terminal",
+        description="Chat with a running server with an OpenAI-compatible API.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_client_arguments(parser)
-    parser.add_argument("--system", metavar="TEXT", help="instructions that open the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="system prompt")
     parser.add_argument(
-        "--top-p", type=float, metavar="P", help="nucleus sampling (default: the model's own, else 0.95)"
+        "--top-p", type=float, metavar="P", help="top-p sampling (default: the model's, else 0.95)"
     )
 
 
 def add_client_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the terminal clients share."""
+    """Declare the arguments shared by terminal clients."""
     parser.add_argument(
         "--url",
         "--base-url",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="the server (default: %(default)s)",
+        help="server URL (default: %(default)s)",
     )
-    parser.add_argument("--model", help="model name (default: the first the server lists)")
-    parser.add_argument("--api-key", metavar="KEY", help="key, if the server wants one")
+    parser.add_argument("--model", help="model name (default: the first one that the server lists)")
+    parser.add_argument("--api-key", metavar="KEY", help="API key, if the server requires one")
     parser.add_argument(
         "--temperature",
         type=float,
         metavar="T",
-        help="0 is deterministic (default: the model's own; else 0.7 in chat)",
+        help="sampling temperature; 0 is greedy (default: the model's, else 0.7 in chat)",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer, in tokens")
-    parser.add_argument(
-        "--stop", action="append", metavar="TEXT", help="end where this text begins; repeatable"
-    )
+    parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of output tokens")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="stop string; repeat for more")
 
 
 def sampling_of(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the body fields that the shared arguments set."""
+    """Return the request fields set by the shared arguments."""
     fields = {
         "temperature": arguments.temperature,
         "max_tokens": arguments.max_tokens,
@@ -81,7 +79,7 @@ def sampling_of(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Chat until the user leaves; return the exit status."""
+    """Chat until the user exits; return the exit status."""
     try:
         client = Client.of(arguments.url, arguments.api_key)
         model = client.listed_model(arguments.model)
@@ -90,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
             fields["top_p"] = arguments.top_p
         chat = Chat(client, {"model": model.id, **fields}, arguments.system)
         if not sys.stdin.isatty():
-            chat.say(sys.stdin.read())
+            chat.send(sys.stdin.read())
             return 0
         print(f"{model.id} at {arguments.url}. {_HELP}")
         return _converse(chat)
@@ -100,22 +98,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def chat_defaults(model: ListedModel) -> dict[str, object]:
-    """Return the sampling parameters of a conversation where neither the user nor the model sets them.
+    """Return sampling parameters that neither the user nor the model sets.
 
-    The API's defaults (temperature 1, no limit) make small models ramble. ``min_p`` is sent to servers that list generation
-    defaults only: others may refuse it.
+    With the API's defaults (temperature 1, no limit), small models ramble. ``min_p`` is sent only to servers that list
+    generation defaults, because others may reject it.
     """
-    own = model.generation_defaults
+    model_defaults = model.generation_defaults
     fields: dict[str, object] = {"max_tokens": MAX_ANSWER_TOKENS}
     for name, value in SAMPLING.items():
-        if name not in (own or {}) and (own is not None or name != "min_p"):
+        if name not in (model_defaults or {}) and (model_defaults is not None or name != "min_p"):
             fields[name] = value
     return fields
 
 
 def _converse(chat: Chat) -> int:
-    with contextlib.suppress(ImportError):  # absent from some builds of Python; then without history
-        import readline  # noqa: F401 - importing it gives `input` its editing keys
+    with contextlib.suppress(ImportError):  # some Python builds lack it
+        import readline  # noqa: F401 - enables line editing in `input`
     while True:
         try:
             line = input("> ").strip()
@@ -123,30 +121,30 @@ def _converse(chat: Chat) -> int:
             print()
             return 0
         except KeyboardInterrupt:
-            print("\n(/quit or Ctrl-D leaves)")
+            print("\n(/quit or Ctrl-D exits)")
             continue
         command, _, rest = line.partition(" ")
         if command in {"/quit", "/exit"}:
             return 0
         if command == "/reset":
             chat.reset()
-            print("(forgotten)")
+            print("(conversation cleared)")
         elif command == "/system":
             chat.reset(rest.strip())
             print(
-                "(new instructions, new conversation)"
+                "(new system prompt, new conversation)"
                 if rest.strip()
-                else "(no instructions, new conversation)"
+                else "(no system prompt, new conversation)"
             )
         elif command.startswith("/"):
             print(_HELP)
         elif line:
-            _say_aloud(chat, line)
+            _send(chat, line)
 
 
-def _say_aloud(chat: Chat, line: str) -> None:
+def _send(chat: Chat, line: str) -> None:
     try:
-        speed = chat.say(line).text()
+        speed = chat.send(line).text()
         print(f"({speed})" if speed else "(no text)")
     except ServerError as error:
         print(f"\n{error}", file=sys.stderr)
@@ -155,7 +153,7 @@ def _say_aloud(chat: Chat, line: str) -> None:
 
 
 class Chat:
-    """A conversation so far."""
+    """State of a conversation."""
 
     def __init__(self, client: Client, fields: dict[str, object], system: str | None) -> None:
         self._client = client
@@ -165,24 +163,24 @@ class Chat:
         self.reset(system)
 
     def reset(self, system: str | None = None) -> None:
-        """Start over, with other instructions if given (empty text for none)."""
+        """Start over, with another system prompt if given (empty text for none)."""
         if system is not None:
             self._system = system
         self._messages = [{"role": "system", "content": self._system}] if self._system else []
 
-    def say(self, text: str) -> Speed:
-        """Send a message and print the answer as it comes; return how fast it came.
+    def send(self, text: str) -> Speed:
+        """Send a message, print the streamed response, and return its speed.
 
-        An answer that is broken off stays in the conversation as far as it came; a message that was refused does not.
+        The conversation keeps a partial response, and drops a rejected message.
         """
         self._messages.append({"role": "user", "content": text})
         pieces: list[str] = []
         speed = Speed()
         body = {**self._fields, "messages": self._messages, "stream_options": {"include_usage": True}}
-        answer = self._client.stream("/v1/chat/completions", body, speed)
+        response = self._client.stream("/v1/chat/completions", body, speed)
         try:
-            with contextlib.closing(answer):
-                for piece in answer:
+            with contextlib.closing(response):
+                for piece in response:
                     pieces.append(piece)
                     print(piece, end="", flush=True)
             print()

@@ -1,4 +1,4 @@
-"""``quintet collect-env``: what a bug report should say about the machine and the installation."""
+"""``quintet collect-env``: describes the machine and the installation for bug reports."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "collect-env",
         help="describe this machine and installation, for bug reports",
-        description="Describe this machine and installation. Paste the output into a bug report; it holds no secrets.",
+        description="Describe this machine and installation. Paste the output into a bug report; it contains no secrets.",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the description."""
-    found = describe()
+    description = describe()
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(description, indent=2))
     else:
-        width = max(map(len, found))
-        print("\n".join(f"{name:<{width}}  {value}" for name, value in found.items()))
+        width = max(map(len, description))
+        print("\n".join(f"{name:<{width}}  {value}" for name, value in description.items()))
     return 0
 
 
 def describe() -> dict[str, str]:
-    """Return the description, name by name."""
+    """Return the description: name -> value."""
     return {
         "python": f"{platform.python_version()} ({sys.executable})",
         "system": platform.platform(),
         "cpu": f"{_cpu_name()}, {psutil.cpu_count(logical=False)} cores, {psutil.cpu_count()} threads",
         "cpus usable": str(len(os.sched_getaffinity(0))),
-        "cpu flags": " ".join(_cpu_flags()) or "none of interest",
+        "cpu flags": " ".join(_cpu_flags()) or "none of the relevant ones",
         "cpu kernels": _kernels(),
         "memory": f"{format_size(psutil.virtual_memory().total)}, {format_size(available_ram_bytes())} available",
         "gpu": _gpus(),
@@ -108,7 +108,7 @@ def _cpu_flags() -> list[str]:
 
 
 def _kernels() -> str:
-    """Return the instruction set of the compiled kernels on this processor, and why a better one is not used."""
+    """Return the instruction set of the compiled kernels on this CPU, and the reason if a better one is unused."""
     from quintet.executor.backends.cpu.ops.host_library import (
         instruction_set,
         instruction_set_refusal,
@@ -120,7 +120,7 @@ def _kernels() -> str:
     except ConfigError as error:
         return str(error)
     if library is None:
-        return "not built; computes with torch"
+        return "not built; torch operators are used"
     refusal = instruction_set_refusal(library)
     return instruction_set(library) + (f" ({refusal})" if refusal else "")
 

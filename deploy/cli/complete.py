@@ -1,4 +1,4 @@
-"""``quintet complete``: let a running server continue a text."""
+"""``quintet complete``: completes a text with a running server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EXAMPLES = """\
 examples:
   quintet complete "def fibonacci(n):"
   quintet complete --echo --temperature 0 --max-tokens 40 "import os"
-  head -20 draft.py | quintet complete > rest.py      the text from a pipe; only the continuation is written
+  head -20 draft.py | quintet complete > rest.py      text from a pipe; prints only the completion
   quintet complete --stop "\\n\\n" "class Stack:"       (in bash: --stop $'\\n\\n')
 """
 
@@ -27,20 +27,20 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "complete",
-        help="let a running server continue a text",
-        description="Let a running server (of any make that speaks OpenAI's API) continue a text, token by token.",
+        help="complete a text with a running server",
+        description="Stream a completion from a running server with an OpenAI-compatible API.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("text", nargs="?", help="the text to continue (default: standard input)")
+    parser.add_argument("text", nargs="?", help="text to complete (default: standard input)")
     add_client_arguments(parser)
-    parser.add_argument("--echo", action="store_true", help="print the text before its continuation")
+    parser.add_argument("--echo", action="store_true", help="print the text before its completion")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the continuation; return the exit status."""
+    """Print the completion; return the exit status."""
     if arguments.text is None and sys.stdin.isatty():
-        print('quintet complete: give a text, e.g. quintet complete "def add(a, b):"', file=sys.stderr)
+        print('quintet complete: no text given; use e.g. quintet complete "def add(a, b):"', file=sys.stderr)
         return 2
     text = sys.stdin.read() if arguments.text is None else arguments.text
     try:

@@ -1,4 +1,4 @@
-"""``quintet convert``: a model's pickled weights, or a GGUF file, as safetensors."""
+"""``quintet convert``: converts pickled weights or a GGUF file to safetensors."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
-MODEL with pytorch_model*.bin: write safetensors beside them. These are checked before anything is read, mapped rather than
-unpickled, and preferred from then on. The pickled files are read by torch's weights-only reader and stay as they are.
+MODEL with pytorch_model*.bin: write safetensors into the same folder. Quintet prefers them: their headers are validated, and
+the weights are memory-mapped instead of unpickled. The pickled files are read with torch's weights-only reader and are kept.
 
-MODEL.gguf OUT: write a folder with config.json, tokenizer, chat template and the file's numbers as safetensors. What is quantized
-becomes bf16, rounded once; the rest stays as it is. Quintet serves the folder; other programs read it where the family's tensors
-have the same names in their own checkpoints.
+MODEL.gguf OUT: write a folder with config.json, tokenizer, chat template and the weights as safetensors. Quantized weights are
+dequantized to bf16; other weights are unchanged. Quintet can serve the folder. Other programs can read it if they use the same
+tensor names for the model family.
 """
 
 
@@ -40,33 +40,33 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "convert",
-        help="write a model's pytorch_model.bin, or a GGUF file, as safetensors",
+        help="convert pytorch_model.bin or a GGUF file to safetensors",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="quintet convert MODEL | quintet convert MODEL.gguf OUT [--overwrite]",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="a local folder, a GGUF file, or a name on the hub")
+    parser.add_argument("model", metavar="MODEL", help="local folder, GGUF file, or hub name")
     parser.add_argument(
-        "out", metavar="OUT", type=Path, nargs="?", help="of a GGUF file: the folder to write"
+        "out", metavar="OUT", type=Path, nargs="?", help="output folder, for a GGUF file only"
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Convert, a line for each file."""
-    from quintet.executor.checkpoints.weights.convert import convert  # brings torch
+    """Convert, and print a line for each file."""
+    from quintet.executor.checkpoints.weights.convert import convert  # imports torch
 
     out: Path | None = arguments.out and arguments.out.expanduser()
     if out is not None and out.suffix == GGUF:
         raise ConfigError(
-            f"OUT {str(out)!r} must be a folder, not end in {GGUF}: `quintet quantize` writes such files"
+            f"OUT is {str(out)!r}; it must be a folder, not a {GGUF} file: use `quintet quantize` to write GGUF files"
         )
     if out is not None:
         check_target(out, arguments.overwrite)
     elif arguments.overwrite:
         raise ConfigError(
-            "--overwrite is for OUT, the folder made of a GGUF file: name one, or drop the flag"
+            "--overwrite requires OUT, the output folder for a GGUF file: give OUT, or drop the flag"
         )
     source = locate_model(arguments.model, with_weights=True)
     if out is None:
@@ -76,14 +76,14 @@ def run(arguments: argparse.Namespace) -> int:
         _convert_gguf(source, out)
     else:
         raise ConfigError(
-            f"OUT {str(out)!r} is for GGUF files; safetensors of {str(source)!r} are written beside its weights"
+            f"OUT {str(out)!r} is for GGUF files only; safetensors of {str(source)!r} are written into the same folder: drop OUT"
         )
     return 0
 
 
 def _convert_gguf(file: Path, out: Path) -> None:
-    """Write a file's model as a folder, with a bar on a terminal and a line at the end."""
-    from quintet.executor.checkpoints.gguf.convert import Folder  # brings torch
+    """Write a GGUF file's model as a folder; show a progress bar on a terminal."""
+    from quintet.executor.checkpoints.gguf.convert import Folder  # imports torch
     from quintet.executor.checkpoints.quant.blocks import read_blocks
 
     options = Options(
@@ -102,5 +102,5 @@ def _convert_gguf(file: Path, out: Path) -> None:
 
 
 def _write_generation_config(model: ModelConfig, out: Path) -> None:
-    said = generation_of_gguf(read_parts(Path(model.path))) | {"eos_token_id": model.eos_token_ids}
-    (out / "generation_config.json").write_text(json.dumps(said, indent=2) + "\n")
+    generation = generation_of_gguf(read_parts(Path(model.path))) | {"eos_token_id": model.eos_token_ids}
+    (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

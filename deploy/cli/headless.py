@@ -1,7 +1,7 @@
-"""``quintet serve --headless``: keeps a host's place in a model on several, for as long as it takes.
+"""``quintet serve --headless``: runs a worker host of a multi-host model.
 
-The first host says what is computed. Whatever ends the connection (a rank that died anywhere, the first host's executor, the
-network) this host joins again, for the executor's next epoch; it ends by itself only where asking again changes nothing.
+Host 0 sends the configuration. After any connection loss (failed rank, restarted executor of host 0, network), this host rejoins
+for the executor's next epoch. It exits by itself only on a configuration error.
 """
 
 from __future__ import annotations
@@ -37,51 +37,51 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 MODULE = "quintet.executor.distributed.hosts.member"
 TICK_S = 0.2
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
-"""Between two members, where the first of them did not live long."""
-LIVED_S = 5.0
-"""Whoever has lived so long is followed at once."""
+MIN_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+"""Backoff between restarts of a member that failed early."""
+STABLE_S = 5.0
+"""A member that ran at least this long is restarted without backoff."""
 
 log = logging.getLogger("quintet")
 
 
-class Leave:
-    """Whether it is time to: there was a signal, or whoever started this host has ended."""
+class StopRequest:
+    """Stop condition: a signal, or the end of the parent process."""
 
     def __init__(self, parent_fd: int | None) -> None:
-        """Listen to signals. Belongs to the main thread."""
+        """Install signal handlers. Must run in the main thread."""
         self._parent_fd = parent_fd
-        self._is_told = False
+        self._is_set = False
         for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(each, self._take)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self._is_told = True
+        self._is_set = True
 
-    def is_due(self) -> bool:
-        """Look, without waiting."""
+    def is_set(self) -> bool:
+        """Check without blocking."""
         if (
-            not self._is_told
+            not self._is_set
             and self._parent_fd is not None
             and select.select([self._parent_fd], [], [], 0)[0]
         ):
-            self._is_told = os.read(self._parent_fd, 4096) == b""
-        return self._is_told
+            self._is_set = os.read(self._parent_fd, 4096) == b""
+        return self._is_set
 
 
 def serve_headless(options: Options, parent_fd: int | None = None) -> int:
-    """Be a host that is not the first until told to stop; return the exit status. Raises `ConfigError`.
+    """Run a worker host until it is stopped; return the exit status. Raises `ConfigError`.
 
-    The end of file at ``parent_fd`` tells it too.
+    End of file at ``parent_fd`` also stops it.
     """
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
     check_ranges(options)
     hosts = hosts_config(options)
-    assert hosts is not None, "a host without others"
+    assert hosts is not None, "--headless without other hosts"
     model = locate_model(
         options.model, options.load_format == "auto", with_code=options.trust_remote_code
-    )  # before anybody waits for it
+    )  # downloads before joining
     run_dirs.sweep_stale()
     run_dir = make_run_dir()
     claim = run_dirs.claim(run_dir)
@@ -95,11 +95,11 @@ def serve_headless(options: Options, parent_fd: int | None = None) -> int:
         log_level=options.log_level,
         available_bytes=available_ram_bytes(),
     )
-    leave = Leave(parent_fd)
+    stop = StopRequest(parent_fd)
     manager = ServiceManager(os.environ)
     manager.ready(f"{hosts.address} as host {own.host}")
     try:
-        _keep_place(own, run_dir, leave, manager)
+        _run_members(own, run_dir, stop, manager)
     finally:
         manager.close()
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -107,50 +107,50 @@ def serve_headless(options: Options, parent_fd: int | None = None) -> int:
     return 0
 
 
-def _keep_place(own: OwnPlace, run_dir: Path, leave: Leave, manager: ServiceManager) -> None:
-    """Have one member after another until it is time to leave. Raises `ConfigError` where the last one could not be another."""
-    pause_s, said = 0.0, ""
-    while not leave.is_due():
-        begun = time.monotonic()
-        status = _be_member(own, leave, manager)
-        words = _last_words(run_dir) or f"host {own.host} {ending(status)}"
-        if leave.is_due():
+def _run_members(own: OwnPlace, run_dir: Path, stop: StopRequest, manager: ServiceManager) -> None:
+    """Restart the member process until stopped. Raises `ConfigError` if a restart cannot help."""
+    pause_s, last_logged = 0.0, ""
+    while not stop.is_set():
+        started_s = time.monotonic()
+        status = _run_member(own, stop, manager)
+        reason = _first_error(run_dir) or f"host {own.host} {ending(status)}"
+        if stop.is_set():
             return
         if status == EXIT_CONFIG:
-            raise ConfigError(words)
-        has_lived = time.monotonic() - begun > LIVED_S
-        if words != said or has_lived:
-            log.warning("%s; asking again", words)
-        pause_s = 0.0 if has_lived else min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * pause_s))
-        said, until = words, time.monotonic() + pause_s
-        while not leave.is_due() and time.monotonic() < until:
+            raise ConfigError(reason)
+        was_stable = time.monotonic() - started_s > STABLE_S
+        if reason != last_logged or was_stable:
+            log.warning("%s; rejoining", reason)
+        pause_s = 0.0 if was_stable else min(MAX_PAUSE_S, max(MIN_PAUSE_S, 2 * pause_s))
+        last_logged, until = reason, time.monotonic() + pause_s
+        while not stop.is_set() and time.monotonic() < until:
             time.sleep(min(TICK_S, pause_s))
 
 
-def _be_member(own: OwnPlace, leave: Leave, manager: ServiceManager) -> int:
-    """Start one and return its exit status; end it when it is time to leave."""
+def _run_member(own: OwnPlace, stop: StopRequest, manager: ServiceManager) -> int:
+    """Run one member process and return its exit status; kill it when stopped."""
     with tempfile.TemporaryFile() as written:
         written.write(msgspec.json.encode(own))
         written.seek(0)
         command = [sys.executable, "-P", "-m", MODULE, "--parent", str(os.getpid())]
         process = subprocess.Popen(command, stdin=written, process_group=0)
     try:
-        while not leave.is_due():
+        while not stop.is_set():
             manager.alive(time.monotonic())
             try:
                 return process.wait(TICK_S)
             except subprocess.TimeoutExpired:
                 continue
     finally:
-        process.kill()  # its ranks are killed with it
+        process.kill()  # also kills its ranks
         status = process.wait()
     return status
 
 
-def _last_words(run_dir: Path) -> str:
-    """Return what the member, or one of its ranks, has left, the first of them; nothing where there is none."""
+def _first_error(run_dir: Path) -> str:
+    """Return the first error file of the member or its ranks, or an empty text; remove all of them."""
     files = sorted(run_dir.glob("*.error"), key=lambda file: file.stat().st_mtime)
-    words = files[0].read_text() if files else ""
+    message = files[0].read_text() if files else ""
     for file in files:
         file.unlink()
-    return words
+    return message

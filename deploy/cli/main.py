@@ -1,4 +1,4 @@
-"""``quintet``: picks the command and loads only that command's module."""
+"""Entry point of ``quintet``: selects a command and imports only its module."""
 
 from __future__ import annotations
 
@@ -12,59 +12,64 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("quintet.deploy.cli.serve", "answer HTTP requests with a model"),
-    "chat": ("quintet.deploy.cli.chat", "talk to a running server in the terminal"),
-    "complete": ("quintet.deploy.cli.complete", "let a running server continue a text"),
-    "plan": ("quintet.deploy.cli.plan", "show what `serve` would use, without starting anything"),
+    "chat": ("quintet.deploy.cli.chat", "chat with a running server in the terminal"),
+    "complete": ("quintet.deploy.cli.complete", "complete a text with a running server"),
+    "plan": (
+        "quintet.deploy.cli.plan",
+        "show the resolved configuration and memory of `serve`, without starting it",
+    ),
     "convert": (
         "quintet.deploy.cli.convert",
-        "write a model's pytorch_model.bin, or a GGUF file, as safetensors",
+        "convert pytorch_model.bin or a GGUF file to safetensors",
     ),
     "quantize": (
         "quintet.deploy.cli.quantize",
-        "write a model in fewer bits, as GGUF or compressed-tensors",
+        "quantize a model to GGUF or compressed-tensors",
     ),
-    "bench": ("quintet.deploy.cli.bench", "measure a server, or the engine alone"),
-    "trace": ("quintet.deploy.cli.trace", "show where the time of a step went, in every process"),
-    "route": ("quintet.deploy.cli.route", "one door to servers on other machines"),
-    "admin": ("quintet.deploy.cli.admin", "see and change the processes of a running server"),
-    "replay": ("quintet.deploy.cli.replay", "play a recording to one process alone"),
+    "bench": ("quintet.deploy.cli.bench", "benchmark a server, or the engine without HTTP"),
+    "trace": ("quintet.deploy.cli.trace", "analyze a trace: time per step in every process"),
+    "route": ("quintet.deploy.cli.route", "load balancer for several servers"),
+    "admin": ("quintet.deploy.cli.admin", "show and change the processes of a running server"),
+    "replay": ("quintet.deploy.cli.replay", "replay a recording on one process"),
     "collect-env": (
         "quintet.deploy.cli.collect_env",
         "describe this machine and installation, for bug reports",
     ),
 }
-"""Command -> module, one-line help."""
+"""Command -> module and one-line help."""
 
 _EXAMPLES = """\
 first steps:
   quintet serve smollm2                serve SmolLM2-135M-Instruct on http://127.0.0.1:8000 (93 MB, downloaded once)
-  quintet chat                         talk to it
+  quintet chat                         chat with it
   quintet serve ./my-model --port 80   serve a local folder
   quintet serve Qwen/Qwen3-0.6B        serve a model of the hub
-  quintet plan Qwen/Qwen3-0.6B         what would that take?
+  quintet plan Qwen/Qwen3-0.6B         show its memory needs
 
 `quintet COMMAND --help` explains each command.
 """
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A command's parser, which answers an unknown flag with the nearest it knows."""
+    """Parser of a command; suggests the nearest flag for an unknown one."""
 
-    def parse_known_args(  # type: ignore[override]  # the overloads are argparse's; a command has no unknown words
+    def parse_known_args(  # type: ignore[override]  # argparse's overloads; a command accepts no unknown arguments
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse, and end with a hint at the first word that is not understood."""
+        """Parse; exit with a suggestion at the first unknown argument."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             close = difflib.get_close_matches(
                 unknown[0].split("=")[0], self._option_string_actions, n=1, cutoff=0.7
             )
-            self.error(f"{unknown[0]!r} is not understood" + (f"; did you mean {close[0]}?" if close else ""))
+            self.error(
+                f"unrecognized argument: {unknown[0]}" + (f"; did you mean {close[0]}?" if close else "")
+            )
         return known, unknown
 
 
 class _ShowVersion(argparse.Action):
-    """Looks the version up when asked for it, which takes a tenth of the time of a whole command line."""
+    """Prints the version; looks it up lazily, which saves a tenth of the startup time."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version
@@ -90,14 +95,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has left; nobody to tell
+        sys.stderr.close()  # the reader closed the pipe
         return 141
     assert isinstance(exit_status, int), f"{arguments.command} returned {exit_status!r}"
     return exit_status
 
 
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    """Declare every command by name, and the flags of the chosen one only."""
+    """Declare all commands by name, and the flags of the chosen one."""
     parser = argparse.ArgumentParser(
         prog="quintet",
         description="Serve large language models: five kinds of process, one command.",

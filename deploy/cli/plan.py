@@ -1,4 +1,4 @@
-"""``quintet plan``: what `quintet serve` would use, without starting anything."""
+"""``quintet plan``: shows the configuration that `quintet serve` would use, without starting it."""
 
 from __future__ import annotations
 
@@ -27,63 +27,63 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  quintet plan                                        the small model that ships with Quintet
-  quintet plan ./my-model --kv-cache-memory 4GiB      how many long requests fit into 4 GiB?
-  quintet plan Qwen/Qwen3-0.6B --json                 for scripts
+  quintet plan                                        the toy model that ships with Quintet
+  quintet plan ./my-model --kv-cache-memory 4GiB      number of full-length requests that fit into 4 GiB
+  quintet plan Qwen/Qwen3-0.6B --json                 JSON for scripts
 """
 
 
 class GroupPlan(msgspec.Struct, frozen=True):
-    """Groups of layers that need the same: `quintet.wire.kv_spec.KvGroup`."""
+    """KV groups of the same kind and window: `quintet.wire.kv_spec.KvGroup`."""
 
     kind: str
     window: int
     num_groups: int
     num_layers: int
     blocks_per_request: int
-    """The most that a request of full length holds at once, in all these groups."""
+    """Maximum number of blocks of a full-length request, over these groups."""
 
 
 class KvFormatPlan(msgspec.Struct, frozen=True):
-    """What a number format of keys and values would cost."""
+    """Memory needs of a KV data type."""
 
     name: str
-    """As ``--kv-cache-dtype`` has it."""
+    """Value of ``--kv-cache-dtype``."""
     dtype: str
     bytes_per_token: int
     num_tokens: int
-    """Of long requests, that would fit into `Plan.kv_memory_bytes`; 0 where that is not known yet."""
+    """Number of tokens that fit into `Plan.kv_memory_bytes`; 0 if that is unknown."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What the server would use. Sizes in bytes; lengths in tokens."""
+    """Resolved configuration of a server. Sizes in bytes; lengths in tokens."""
 
     model: str
     path: str
     architecture: str
     implementation: str
-    """Whose layers compute: ``quintet`` or ``transformers``."""
+    """``quintet`` or ``transformers``."""
     layers: str | None
-    """What those of Quintet's own are made of."""
+    """Description of Quintet's layers."""
     num_ranks: int
     kv_ranks: int
-    """Ranks that keep one KV memory together; what is said of KV memory is of all of them."""
+    """Ranks that share one KV memory; sizes of KV memory are totals of such a group."""
     num_stages: int
     stages: str | None
-    """Processes that compute a model together; what is said of KV and its memory is of each."""
+    """Layer ranges of pipeline stages."""
     num_hosts: int
-    """Machines that these are on, each with as many."""
+    """Number of hosts, with equal numbers of ranks."""
     share: str | None
-    """What one of them has; null where there is one."""
+    """Share of one rank; null for one rank."""
     dtype: str
     quantization: str
     activation_dtype: str
     checkpoint_format: str | None
-    """How the checkpoint is quantized, in words; null where it is not."""
+    """Quantization of the checkpoint, in words; null if it is not quantized."""
     device: str
     executor: str
     num_parameters: int | None
-    """As the weights have them, else as the card says; None where only the executor knows."""
+    """From the weight headers, else from ``config.json``; None if only the executor knows it."""
     weight_bytes: int | None
     max_model_len: int
     kv_bytes_per_token: int
@@ -93,22 +93,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int
     num_blocks: int
     max_full_length_requests: int
-    """How many requests of `max_model_len` fit into KV memory at once."""
+    """Number of requests of `max_model_len` tokens that fit into KV memory."""
     max_num_seqs: int
     max_num_batched_tokens: int
     processes: dict[str, int]
     address: str
     available_memory_bytes: int
     attention_scratch_bytes: int
-    """What attention takes beside KV, at most, on a CPU: of all processes of an engine, each as much."""
+    """Maximum scratch memory of CPU attention, over all processes of an engine."""
     shared_bytes: int
-    """What the ranks of an engine share, at most; 0 where there is one."""
+    """Maximum shared memory of an engine's ranks; 0 for one rank."""
     kv_disk: KvDiskPlan | None
-    """What is kept on disk; null where nothing is."""
+    """Disk KV cache; null without one."""
     kv_store: KvStoreConfig | None
-    """What servers share; null where they share nothing."""
+    """Shared KV store; null without one."""
     kv_peers: KvPeersConfig | None
-    """What goes from server to server; null where nothing does."""
+    """KV transfer between servers; null without it."""
     notes: list[str]
 
 
@@ -116,8 +116,8 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "plan",
-        help="show what `serve` would use, without starting anything",
-        description="Show what `quintet serve` with the same flags would use. Weights are not read, only their headers.",
+        help="show the resolved configuration and memory of `serve`, without starting it",
+        description="Show the configuration and memory of `quintet serve` with the same flags. Reads only headers of weights.",
         usage="quintet plan [MODEL] [--json] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,
         allow_abbrev=False,
@@ -145,7 +145,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def make_plan(resolution: Resolution) -> Plan:
-    """Read the plan off a resolved configuration."""
+    """Create the plan of a resolved configuration."""
     config, weights = resolution.config, resolution.weights
     kv, processes = config.model.kv, config.processes
     num_blocks = kv.num_blocks(config.cache.memory_bytes)
@@ -215,10 +215,10 @@ def _kv_formats(resolution: Resolution) -> list[KvFormatPlan]:
 
 
 def _groups(kv: KvSpec, max_model_len: int, step_tokens: int) -> list[GroupPlan]:
-    """Count alike groups together."""
-    alike: dict[tuple[str, int], list[KvGroup]] = {}
+    """Merge groups of the same kind and window."""
+    by_kind: dict[tuple[str, int], list[KvGroup]] = {}
     for group in kv.groups:
-        alike.setdefault((group.kind, group.window), []).append(group)
+        by_kind.setdefault((group.kind, group.window), []).append(group)
     return [
         GroupPlan(
             kind,
@@ -227,34 +227,34 @@ def _groups(kv: KvSpec, max_model_len: int, step_tokens: int) -> list[GroupPlan]
             sum(len(group.layers) for group in groups),
             sum(group.most_blocks(max_model_len, kv.block_size, step_tokens) for group in groups),
         )
-        for (kind, window), groups in alike.items()
+        for (kind, window), groups in by_kind.items()
     ]
 
 
 def _in_words(group: GroupPlan) -> str:
-    what = {
-        "full": "everything is seen",
-        "sliding": f"the last {group.window:,} tokens are seen",
-        "chunked": f"a chunk of {group.window:,} tokens is seen",
-        "state": "a state is kept",
+    kind = {
+        "full": "full attention",
+        "sliding": f"sliding window of {group.window:,} tokens",
+        "chunked": f"chunked attention of {group.window:,} tokens",
+        "state": "recurrent state",
     }[group.kind]
     layers = f"{group.num_layers} layer{'' if group.num_layers == 1 else 's'}"
     groups = "" if group.num_groups == 1 else f" in {group.num_groups} groups"
-    return f"{what} by {layers}{groups}: at most {group.blocks_per_request:,} blocks of a request"
+    return f"{kind}, {layers}{groups}: at most {group.blocks_per_request:,} blocks per request"
 
 
 def _format_rows(formats: list[KvFormatPlan]) -> list[tuple[str, str]]:
-    """Return a line for each, if there is a choice."""
+    """Return a row for each format, if there are several."""
 
-    def words(kv: KvFormatPlan) -> str:
+    def described(kv: KvFormatPlan) -> str:
         fit = f"{kv.num_tokens:>12,} tokens fit" if kv.num_tokens else ""
-        return f"{format_size(kv.bytes_per_token):>9} a token {fit}  --kv-cache-dtype {kv.name}"
+        return f"{format_size(kv.bytes_per_token):>9} per token {fit}  --kv-cache-dtype {kv.name}"
 
-    return [(f"KV as {each.dtype}", words(each)) for each in formats] if len(formats) > 1 else []
+    return [(f"KV as {each.dtype}", described(each)) for each in formats] if len(formats) > 1 else []
 
 
 def _layers(model: ModelConfig) -> str | None:
-    """Say what a model of the registry is made of."""
+    """Describe the layers of a model, or return None."""
     spec = _spec_of(model)
     if spec is None:
         return None
@@ -262,18 +262,18 @@ def _layers(model: ModelConfig) -> str | None:
 
 
 def _share(config: EngineConfig) -> str | None:
-    """Say what a rank has of a model that is divided."""
+    """Describe the share of one rank, or return None."""
     spec, share = _spec_of(config.model), share_of(config.executor, 0)
     return None if spec is None or share.is_all else "; ".join(share_in_words(spec, share))
 
 
 def _stages(config: EngineConfig) -> str | None:
-    """Say which layers each stage has."""
+    """Describe the layer ranges of stages, or return None."""
     spec, stages = _spec_of(config.model), config.executor.pipeline_parallel_size
     if spec is None or stages == 1:
         return None
-    said = [f"{begin} to {end - 1}" for begin, end in stage_layers(spec, stages)]
-    return f"layers {', '.join(said)}"
+    ranges = [f"{begin} to {end - 1}" for begin, end in stage_layers(spec, stages)]
+    return f"layers {', '.join(ranges)}"
 
 
 def _spec_of(model: ModelConfig) -> DecoderSpec | None:
@@ -284,52 +284,51 @@ def _spec_of(model: ModelConfig) -> DecoderSpec | None:
     return spec if isinstance(spec, DecoderSpec) else None
 
 
-def _beside_kv(plan: Plan) -> list[tuple[str, str]]:
-    """Return a line for what else computing takes."""
+def _other_memory(plan: Plan) -> list[tuple[str, str]]:
+    """Return rows of memory in addition to weights and KV."""
     processes = plan.num_ranks * plan.num_stages
     each = format_size(plan.attention_scratch_bytes // processes)
     divided = f": {each} in each of {processes} processes" if processes > 1 else ""
-    whose = ", for each engine" if plan.processes["executor"] > 1 else ""
+    per_engine = ", per engine" if plan.processes["executor"] > 1 else ""
     rows = (
         ("attention scratch", plan.attention_scratch_bytes, f"for all layers{divided}"),
-        ("shared by ranks", plan.shared_bytes, "for what they tell each other"),
+        ("shared by ranks", plan.shared_bytes, "for messages between ranks"),
     )
-    return [(name, f"{format_size(size)} at most, {purpose}{whose}") for name, size, purpose in rows if size]
+    return [
+        (name, f"at most {format_size(size)}, {purpose}{per_engine}") for name, size, purpose in rows if size
+    ]
 
 
 def _processes(plan: Plan) -> str:
-    """Say how many there are of which role."""
+    """List the number of processes per role."""
     stages = f" of {plan.num_stages} stages" * (plan.num_stages > 1)
     ranks = f" of {plan.num_ranks} ranks" * (plan.num_ranks > 1)
     hosts = f" on {plan.num_hosts} hosts" * (plan.num_hosts > 1)
     of_ranks = {"executor": stages + ranks + hosts}
-    said = (f"{role} ×{count}{of_ranks.get(role, '')}" for role, count in plan.processes.items())
-    return ", ".join(("supervisor", *said))
+    counts = (f"{role} ×{count}{of_ranks.get(role, '')}" for role, count in plan.processes.items())
+    return ", ".join(("supervisor", *counts))
 
 
 def plan_lines(plan: Plan) -> list[str]:
-    """Return the plan for human eyes."""
+    """Format the plan as text lines."""
     weights = ", ".join(
         [f"{plan.num_parameters:,} parameters"] * (plan.num_parameters is not None)
         + [f"{format_size(plan.weight_bytes)} on disk" if plan.weight_bytes is not None else "not read"]
     )
-    whose = ", for each engine" if plan.processes["core"] > 1 else ""
+    owner = ", per engine" if plan.processes["core"] > 1 else ""
     if plan.num_ranks > 1:
-        each = f"each {plan.kv_ranks}" if plan.kv_ranks > 1 else "each"
-        together = " together" * (plan.kv_ranks > 1)
-        whose = f", for {each} of {plan.num_ranks} ranks{together}" + (" of an engine" if whose else "")
+        group = f"group of {plan.kv_ranks}" if plan.kv_ranks > 1 else "each"
+        owner = f", for {group} of {plan.num_ranks} ranks" + (" of an engine" if owner else "")
     rows = [
         ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),
         (
-            "computed by",
-            "Quintet's own layers"
-            if plan.implementation == "quintet"
-            else "transformers' layers over Quintet's KV memory",
+            "implementation",
+            "quintet" if plan.implementation == "quintet" else "transformers, with Quintet's paged KV cache",
         ),
         *([("layers", plan.layers)] if plan.layers is not None else []),
-        *([("each rank has", plan.share)] if plan.share is not None else []),
-        *([("stages have", plan.stages)] if plan.stages is not None else []),
+        *([("per rank", plan.share)] if plan.share is not None else []),
+        *([("stages", plan.stages)] if plan.stages is not None else []),
         ("quantization", plan.quantization),
         *([("activations", plan.activation_dtype)] if plan.activation_dtype != "auto" else []),
         *([("checkpoint", plan.checkpoint_format)] if plan.checkpoint_format is not None else []),
@@ -342,24 +341,24 @@ def plan_lines(plan: Plan) -> list[str]:
             "KV memory",
             f"{format_size(plan.kv_memory_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size} tokens"
             + (
-                f", {plan.num_blocks * plan.block_size:,} tokens in all"
+                f", {plan.num_blocks * plan.block_size:,} tokens in total"
                 if [(group.kind, group.num_groups) for group in plan.kv_groups] == [("full", 1)]
                 else ""
             )
-            + whose
+            + owner
             if plan.kv_memory_bytes
-            else "what the GPU has left when the model is loaded",
+            else "GPU memory left after loading the model",
         ),
         *rows_of(plan.kv_disk, plan.kv_store, plan.kv_peers, plan.block_size),
-        *_beside_kv(plan),
+        *_other_memory(plan),
         (
             "requests",
             (
-                f"{plan.max_full_length_requests:,} of full length ({plan.max_model_len:,} tokens) at once; "
+                f"{plan.max_full_length_requests:,} of full length ({plan.max_model_len:,} tokens) fit; "
                 if plan.kv_memory_bytes
                 else ""
             )
-            + f"at most {plan.max_num_seqs} together, {plan.max_num_batched_tokens:,} tokens a step",
+            + f"at most {plan.max_num_seqs} running, {plan.max_num_batched_tokens:,} tokens per step",
         ),
         ("processes", _processes(plan)),
         ("address", f"http://{plan.address}"),

@@ -1,4 +1,4 @@
-"""``quintet quantize``: a model's weights in fewer bits, as a GGUF file or a folder of safetensors."""
+"""``quintet quantize``: quantizes a model to a GGUF file or a folder of safetensors."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _SPARE_BYTES = 64 << 20
-"""For what a file says besides its tensors: vocabularies are the largest of it."""
+"""Allowance for metadata, mostly the vocabulary."""
 
 
 def _help() -> str:
     gguf = "\n".join(f"  {name:9} {mix.words}" for name, mix in MIXES.items())
     folders = "\n".join(f"  {name:9} {each.words}" for name, each in TARGETS.items())
     return f"""\
-Write a model in fewer bits. MODEL is a folder or a hub name in bf16, fp16 or fp32; the result is served like any model.
+Quantize a model. MODEL is a folder or a hub name with bf16, fp16 or fp32 weights.
 
-formats of GGUF, one file with tokenizer and chat template (OUT ends in .gguf), the largest first:
+GGUF formats, one file with tokenizer and chat template (OUT ends in .gguf), largest first:
 {gguf}
 
-formats of folders, which vLLM, SGLang and transformers read too, of any family of our own whose matrices lie [outputs, inputs]
-(GPT-2's do not); gptq and awq are for models without experts and states:
+folder formats, also read by vLLM, SGLang and transformers, for Quintet's model families with matrices [outputs, inputs]
+(not GPT-2); gptq and awq do not support experts and recurrent states:
 {folders}
 
 examples:
   quintet quantize Qwen/Qwen3-0.6B qwen3.gguf --format q4_k_m
   quintet quantize ./my-model my-model.gguf --format q8_0 --text held-out.txt
-      also say what it loses: nats a token of that text, before and after, and the share of the same greedy choices
-  quintet quantize ./my-model ./my-model-int4 --format gptq --calibration texts-like-those-it-will-read.txt
+      also measure the loss: nats per token of that text before and after, and the share of equal greedy tokens
+  quintet quantize ./my-model ./my-model-int4 --format gptq --calibration representative-texts.txt
   quintet serve qwen3.gguf
 
-A quarter of the bytes is four times as many tokens for a single stream: it is bound by reading the weights. docs/quantization.md
-has the losses of all formats on one model. No file is there under its name before it is whole.
+Single-stream decode is bound by reading weights: a quarter of the bytes gives up to four times the tokens per second.
+docs/quantization.md lists the loss of each format. OUT is created only when it is complete.
 """
 
 
@@ -60,52 +60,54 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "quantize",
-        help="write a model in fewer bits, as GGUF or compressed-tensors",
+        help="quantize a model to GGUF or compressed-tensors",
         description=_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="quintet quantize MODEL OUT --format FORMAT [--calibration FILE] [--text FILE] [--overwrite]",
         allow_abbrev=False,
     )
-    parser.add_argument("model", metavar="MODEL", help="a local folder, or a name on the hub")
-    parser.add_argument("out", metavar="OUT", type=Path, help="the file or folder to write")
+    parser.add_argument("model", metavar="MODEL", help="local folder, or hub name")
+    parser.add_argument("out", metavar="OUT", type=Path, help="output file or folder")
     parser.add_argument(
-        "--format", required=True, choices=(*MIXES, *TARGETS), metavar="FORMAT", help="one of those above"
+        "--format",
+        required=True,
+        choices=(*MIXES, *TARGETS),
+        metavar="FORMAT",
+        help="one of the formats above",
     )
     parser.add_argument(
         "--calibration",
         type=Path,
         metavar="FILE",
-        help=f"a text for gptq and awq to learn from which errors matter; its first {MAX_CALIBRATION_TOKENS} tokens are read",
+        help=f"calibration text for gptq and awq; the first {MAX_CALIBRATION_TOKENS} tokens are used",
     )
     parser.add_argument(
         "--text",
         type=Path,
         metavar="FILE",
-        help="a text to measure the loss on: one the model was not made with",
+        help="held-out text to measure the loss on",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Quantize, with a bar on a terminal and a line at the end; then measure, if there is a text."""
+    """Quantize, and measure the loss if a text is given."""
     out: Path = arguments.out.expanduser()
     _check_flags(out, arguments)
     text = _read_text(arguments.text, "--text")
-    known = _read_text(arguments.calibration, "--calibration")
+    calibration = _read_text(arguments.calibration, "--calibration")
     source = locate_model(arguments.model, with_weights=True)
     facts = _check_model(source, out)
     prompts = None if text is None else _windows(facts, text)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
-    )  # what is half written is taken away
-    begun = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # removes partial output
+    started_s = time.monotonic()
     if arguments.format in MIXES:
         _write_gguf(facts, out, arguments.format)
     else:
-        _write_folder(facts, out, arguments.format, known)
-    size, former = _size(out), _size(source)
+        _write_folder(facts, out, arguments.format, calibration)
+    size, original_size = _size(out), _size(source)
     print(
-        f"{out}: {format_size(size)}, of {format_size(former)} before, in {time.monotonic() - begun:.0f} s",
+        f"{out}: {format_size(size)}, was {format_size(original_size)}, in {time.monotonic() - started_s:.0f} s",
         flush=True,
     )
     if prompts is not None:
@@ -114,34 +116,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check_flags(out: Path, arguments: argparse.Namespace) -> None:
-    """Reject what cannot be of any model, before one is fetched."""
+    """Validate the flags, before the model is downloaded. Raises `ConfigError`."""
     is_file = arguments.format in MIXES
     if (out.suffix == GGUF) != is_file:
-        what = f"must end in {GGUF}" if is_file else f"must be a folder, not end in {GGUF},"
-        raise ConfigError(f"OUT {str(out)!r} {what} with --format {arguments.format}")
+        allowed = f"end in {GGUF}" if is_file else f"be a folder, not end in {GGUF}"
+        raise ConfigError(f"OUT is {str(out)!r}; with --format {arguments.format} it must {allowed}")
     is_calibrated = arguments.format in TARGETS and TARGETS[arguments.format].is_calibrated
     if (arguments.calibration is not None) != is_calibrated:
         raise ConfigError(
-            f"--calibration FILE is needed by --format {arguments.format}: a text like those that the model will read and write"
+            f"--format {arguments.format} requires --calibration FILE, a text representative of prompts and outputs"
             if arguments.calibration is None
-            else f"--calibration is of no use to --format {arguments.format}: drop it, or take gptq or awq"
+            else f"--calibration is for gptq and awq, but --format is {arguments.format}: drop it, or change the format"
         )
     check_target(out, arguments.overwrite)
 
 
 def _check_model(source: Path, out: Path) -> ModelFacts:
-    """Return what the folder says of a model. Rejects one that cannot be quantized before its weights are read."""
+    """Return the model facts. Raises `ConfigError` for a model that cannot be quantized."""
     if is_gguf(source):
-        raise ConfigError(f"MODEL {str(source)!r} is a GGUF file: name the folder of the original checkpoint")
+        raise ConfigError(f"MODEL {str(source)!r} is a GGUF file: give the folder of the original checkpoint")
     check_apart(out, source)
     facts = read_facts(source, with_weights=True)
     if facts.stored is not None:
         raise ConfigError(
-            f"MODEL {str(source)!r} is quantized already ({facts.stored.words}): take the checkpoint that it was made from"
+            f"MODEL {str(source)!r} is already quantized ({facts.stored.words}): give the original checkpoint"
         )
     if facts.implementation != "quintet":
         raise ConfigError(
-            f"MODEL {str(source)!r}: {facts.architecture} is computed by transformers alone, so its linear layers are not known"
+            f"MODEL {str(source)!r}: Quintet does not implement {facts.architecture}, so its linear layers are unknown"
         )
     return facts
 
@@ -161,7 +163,7 @@ def _read_text(path: Path | None, flag: str) -> str | None:
 def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
     from quintet.deploy.config.gguf.vocabulary import vocabulary_of
     from quintet.deploy.tools.quantize.windows import tokenizer_of
-    from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf  # brings torch
+    from quintet.executor.checkpoints.gguf.writing.model import plan_of, write_gguf  # imports torch
 
     source = facts.path
     plan = plan_of(source, MIXES[mix], json.loads(facts.card))
@@ -175,7 +177,7 @@ def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
 
 
 def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | None) -> None:
-    from quintet.executor.checkpoints.quantize_tool.compressed import (  # brings torch
+    from quintet.executor.checkpoints.quantize_tool.compressed import (  # imports torch
         plan_of,
         write_compressed,
     )
@@ -193,8 +195,8 @@ def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | No
         write_compressed(plan, made, bar.update)
 
 
-def _bar(total: int, words: str) -> tqdm[NoReturn]:
-    return tqdm(total=total, unit="weight", unit_scale=True, desc=words, file=sys.stderr, disable=None)
+def _bar(total: int, label: str) -> tqdm[NoReturn]:
+    return tqdm(total=total, unit="weight", unit_scale=True, desc=label, file=sys.stderr, disable=None)
 
 
 def _size(path: Path) -> int:
@@ -206,14 +208,14 @@ def _size(path: Path) -> int:
 
 
 def _windows(facts: ModelFacts, text: str) -> list[list[int]]:
-    """Return a text as the model's tokens. Raises `ConfigError` where it has none, or the text is too short."""
+    """Tokenize a text into windows. Raises `ConfigError` without a tokenizer, or if the text is too short."""
     from quintet.deploy.tools.quantize.windows import windows_of_text
 
     return windows_of_text(facts, text)
 
 
 def _measure(variants: dict[str, Path], facts: ModelFacts, prompts: list[list[int]]) -> None:
-    """Print what the model loses on a text."""
+    """Print the quantization loss on a text."""
     from quintet.deploy.tools.quantize.loss import Score, measure, table
     from quintet.deploy.tools.quantize.windows import tokenizer_of
 
@@ -223,4 +225,4 @@ def _measure(variants: dict[str, Path], facts: ModelFacts, prompts: list[list[in
         for name, path in variants.items()
     }
     scores: Sequence[Score] = list(measure(options, prompts, progress=sys.stderr.isatty()))
-    print(f"\n{table(scores, 'weights')}\n\n{scores[0].num_tokens} tokens, in windows of {longest} at most")
+    print(f"\n{table(scores, 'weights')}\n\n{scores[0].num_tokens} tokens, in windows of at most {longest}")

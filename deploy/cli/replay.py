@@ -1,4 +1,4 @@
-"""``quintet replay``: what `quintet serve --record` kept of one process, played to that process alone."""
+"""``quintet replay``: replays a recording of `quintet serve --record` on one process."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "replay",
-        help="play a recording to one process alone, and compare what it does",
-        description="Give one process what it was sent while `quintet serve --record FOLDER` ran, in the same batches at "
-        "the same times of its clock, and compare what it sends with what it sent then. Exit status: 0 when all is "
-        "equal, 1 at a difference, 2 when there is nothing to play.",
+        help="replay a recording on one process, and compare its output",
+        description="Replay the messages that one process received under `quintet serve --record FOLDER`, in the same "
+        "batches and with the same clock values, and compare its output with the recording. Exit status: 0 if all "
+        "output is equal, 1 at a difference, 2 if there is no recording.",
     )
-    parser.add_argument("folder", type=Path, help="as given to --record")
-    parser.add_argument(
-        "worker", metavar="WORKER", help="which process: its role, index and epoch, e.g. core-0.1"
-    )
+    parser.add_argument("folder", type=Path, help="folder given to --record")
+    parser.add_argument("worker", metavar="WORKER", help="process: role, index and epoch, e.g. core-0.1")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Play, and print the account."""
+    """Replay, and print the comparison."""
     configure_logging("replay", "WARNING")
-    began = time.monotonic()
+    started_s = time.monotonic()
     try:
         recording = open_recording(arguments.folder, arguments.worker)
         account = replay(recording)
@@ -43,11 +41,11 @@ def run(arguments: argparse.Namespace) -> int:
         return 2
     print(
         f"{arguments.worker}: {account.num_turns} turns, {account.num_received} frames in, "
-        f"{account.num_sent} frames out as they were, in {time.monotonic() - began:.1f} s"
+        f"{account.num_sent} frames out, equal to the recording, in {time.monotonic() - started_s:.1f} s"
     )
     if not recording.is_whole:
         print(
-            f"  the first {recording.header.segment - 1} segments are gone; played from the first idle moment after"
+            f"  the first {recording.header.segment - 1} segments were overwritten; started at the first idle moment after"
         )
     if account.difference is None:
         print("  all equal")

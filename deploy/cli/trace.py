@@ -1,4 +1,4 @@
-"""``quintet trace``: what the processes of a server that ran with ``--trace`` did when."""
+"""``quintet trace``: merges and analyzes the traces of ``quintet serve --trace``."""
 
 from __future__ import annotations
 
@@ -19,24 +19,22 @@ def add_parser(subparsers: Subparsers) -> None:
     """Declare the command."""
     parser = subparsers.add_parser(
         "trace",
-        help="show where the time of a step went, in every process",
-        description="Read what `quintet serve --trace FOLDER` left: merge it into one file that "
-        "https://ui.perfetto.dev and chrome://tracing show, and print the median step, span by span.",
+        help="analyze a trace: time per step in every process",
+        description="Merge the traces of `quintet serve --trace FOLDER` into one file for https://ui.perfetto.dev or "
+        "chrome://tracing, and print the spans of the median step.",
     )
-    parser.add_argument("folder", type=Path, help="as given to --trace")
+    parser.add_argument("folder", type=Path, help="folder given to --trace")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="the merged trace (default: FOLDER/merged.json)"
-    )
-    parser.add_argument(
-        "--first-step", type=int, default=0, metavar="N", help="leave out the steps before (default: 0)"
+        "--out", type=Path, metavar="FILE", help="file of the merged trace (default: FOLDER/merged.json)"
     )
     parser.add_argument(
-        "--last-step", type=int, metavar="N", help="leave out the steps after (default: none)"
+        "--first-step", type=int, default=0, metavar="N", help="ignore earlier steps (default: 0)"
     )
+    parser.add_argument("--last-step", type=int, metavar="N", help="ignore later steps (default: none)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge, and print the account."""
+    """Merge the traces, and print the step analysis."""
     folder: Path = arguments.folder
     merged = merge(read_folder(folder))
     out: Path = arguments.out or folder / "merged.json"

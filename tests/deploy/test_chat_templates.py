@@ -153,5 +153,5 @@ def test_named_templates_are_fetched_from_the_hub_and_other_folders_are_not(
 @pytest.mark.parametrize("odd", [5, ["x"], [{"name": "a"}], [{"name": "a", "template": "b"}, 1], {"a": 1}])
 def test_templates_of_another_shape_are_named(tmp_path: Path, odd: Any) -> None:
     folder = write_folder(tmp_path, odd)
-    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template is neither"):
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: chat_template must be a template"):
         read_chat_templates(folder, None)

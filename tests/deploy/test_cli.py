@@ -119,7 +119,7 @@ def test_plan_says_what_a_request_takes_of_each_group(
     ]
     assert plan["max_full_length_requests"] == plan["num_blocks"] // 74
     assert main(words) == 0
-    assert "the last 64 tokens are seen by 2 layers in 2 groups: at most 42 blocks" in capsys.readouterr().out
+    assert "sliding window of 64 tokens, 2 layers in 2 groups: at most 42 blocks" in capsys.readouterr().out
 
 
 def test_requests_at_once_follow_a_small_step_budget_unless_set(

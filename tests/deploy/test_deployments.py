@@ -21,7 +21,7 @@ from quintet.frontend.app import ROUTES
 from quintet.frontend.http.auth import is_open
 from tests.deploy.queries import DASHBOARD
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = Path(__file__).parents[2] / "deploy" / "integrations"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("quintet*.yaml"))
 
 GRACE_S = 30

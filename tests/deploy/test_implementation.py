@@ -35,17 +35,19 @@ def test_a_known_architecture_is_computed_by_us(tmp_path: Path) -> None:
     resolution = resolved(write_model(tmp_path))
     assert resolution.config.model.implementation == "quintet"
     assert not any("transformers" in note for note in resolution.notes)
-    assert "computed by       Quintet's own layers" in plan_lines(make_plan(resolution))
+    assert "implementation    quintet" in plan_lines(make_plan(resolution))
 
 
 def test_an_unknown_one_is_computed_by_transformers_and_one_line_says_so(tmp_path: Path) -> None:
     resolution = resolved(write_model(tmp_path, **STRANGER))
     assert resolution.config.model.implementation == "transformers"
     (note,) = (note for note in resolution.notes if "transformers" in note)
-    assert note.startswith("LlamoForCausalLM is none of Quintet's own models (the nearest that is: Llam")
+    assert note.startswith(
+        "Quintet does not implement LlamoForCausalLM (nearest supported architecture: Llam"
+    )
     plan = make_plan(resolution)
     assert plan.implementation == "transformers"
-    assert any(line.startswith("computed by       transformers' layers") for line in plan_lines(plan))
+    assert any(line.startswith("implementation    transformers") for line in plan_lines(plan))
 
 
 def test_the_flag_decides_against_the_rule(tmp_path: Path) -> None:
@@ -59,10 +61,10 @@ def test_the_flag_decides_against_the_rule(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"quantization": "int8"}, "--quantization int8 is for Quintet's own models"),
-        ({"activation_dtype": "int8"}, "--activation-dtype int8 is for Quintet's own models"),
-        ({"packed_cache": "packed"}, "--packed-cache packed is for Quintet's own models"),
-        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 is for Quintet's own models"),
+        ({"quantization": "int8"}, "--quantization int8 requires Quintet's implementation"),
+        ({"activation_dtype": "int8"}, "--activation-dtype int8 requires Quintet's implementation"),
+        ({"packed_cache": "packed"}, "--packed-cache packed requires Quintet's implementation"),
+        ({"kv_cache_dtype": "int8"}, "--kv-cache-dtype int8 requires Quintet's implementation"),
     ],
 )
 def test_what_only_our_layers_can_do(options: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -71,15 +73,18 @@ def test_what_only_our_layers_can_do(options: dict[str, Any], words: str, tmp_pa
 
 def test_cards_of_models_without_keys_and_values(tmp_path: Path) -> None:
     said = complaint(write_model(tmp_path / "a", **STRANGER, is_encoder_decoder=True))
-    assert "cannot run through transformers: it is an encoder and a decoder" in said
+    assert "transformers cannot run it here: encoder-decoder" in said
     said = complaint(write_model(tmp_path / "b", **STRANGER, num_attention_heads=None))
     assert "has no num_attention_heads, n_head, n_heads" in said
-    assert "LlamoForCausalLM is none of Quintet's own models (the nearest that is: Llam" in said
+    assert "Quintet does not implement LlamoForCausalLM (nearest supported architecture: Llam" in said
     said = complaint(write_model(tmp_path / "d", **STRANGER, max_position_embeddings=None))
-    assert "(the nearest that is: Llam" in said and "its card has none of max_position_embeddings" in said
+    assert (
+        "(nearest supported architecture: Llam" in said
+        and "config.json has none of max_position_embeddings" in said
+    )
     known = write_model(tmp_path / "c", is_encoder_decoder=True)
     said = complaint(known, model_impl="transformers")
-    assert "LlamaForCausalLM is one of Quintet's own models, and cannot run through transformers" in said
+    assert "Quintet implements LlamaForCausalLM, and transformers cannot run it here" in said
 
 
 def test_kv_memory_is_counted_by_the_usual_spellings(tmp_path: Path) -> None:

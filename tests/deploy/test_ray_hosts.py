@@ -36,14 +36,14 @@ def options_of(**changed: object) -> Options:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"nnodes": 1}, "starts the other hosts of a model on several: give --nnodes"),
+        ({"nnodes": 1}, "requires several hosts: set --nnodes"),
         ({"headless": True}, "--headless with --distributed-executor-backend ray: .*; drop --headless"),
         ({"node_rank": 1}, "--node-rank with --distributed-executor-backend ray: .*; drop --node-rank"),
         ({"group_key": "key"}, "--group-key with --distributed-executor-backend ray: .*; drop --group-key"),
-        ({"executor": "mock"}, "the mock executor computes nothing that could be divided"),
-        ({"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "device": "cuda"}, "of ranks on the CPU so far"),
-        ({"data_parallel_size": 2}, "start a group of hosts for each, behind quintet route"),
-        ({"master_addr": "0.0.0.0"}, "none of a machine's"),
+        ({"executor": "mock"}, "the mock executor does not support ranks"),
+        ({"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "device": "cuda"}, "supported on CPUs only"),
+        ({"data_parallel_size": 2}, "start one group of hosts per engine"),
+        ({"master_addr": "0.0.0.0"}, "wildcard address"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_before_ray_is_asked(
@@ -54,7 +54,7 @@ def test_what_cannot_be_is_refused_before_ray_is_asked(
 
 
 def test_who_resolves_without_serving_places_nobody(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is of quintet serve"):
+    with pytest.raises(ConfigError, match="is supported by quintet serve only"):
         resolve(options_of(), tmp_path)
 
 

@@ -92,7 +92,7 @@ def test_generation_defaults_can_be_switched_off_without_losing_the_end_of_seque
     ("given", "kept", "words"),
     [
         ([2, 100], [2], "eos_token_id 100 of"),
-        ([-1, 5000], [], "only max_tokens and stop strings end an answer"),
+        ([-1, 5000], [], "only max_tokens and stop strings end a response"),
         ([2, 99], [2, 99], None),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_default_that_no_request_may_have_is_cut_or_ignored_with_a_note(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"max_model_len": 513}, ["--max-model-len is 513", "512", "give at most 512"]),
+        ({"max_model_len": 513}, ["--max-model-len is 513", "512", "set at most 512"]),
         ({"max_num_batched_tokens": 8}, ["--max-num-batched-tokens is 8", "--max-num-seqs 256", "to 8"]),
         (
             {"max_num_batched_tokens": 300, "enable_chunked_prefill": False},
@@ -199,7 +199,7 @@ def test_only_a_model_on_a_cpu_has_a_target_for_its_steps(tmp_path: Path) -> Non
 def test_a_context_nobody_asked_for_shrinks_to_the_memory(tmp_path: Path) -> None:
     resolution = resolved(write_model(tmp_path), kv_cache_memory="64KiB")
     assert resolution.config.model.max_model_len == 256
-    assert resolution.notes == ["max_model_len is 256, not the model's 512: KV memory is 64.0 KiB"]
+    assert resolution.notes == ["max_model_len is 256, not the model's 512: the KV cache has 64.0 KiB"]
 
 
 def test_kv_memory_is_no_more_than_all_slots_could_use(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_more_engines_than_cores_are_told(tmp_path: Path, monkeypatch: pytest.Mo
         for count in (2, 3)
     }
     assert not any("engines share" in note for note in notes[2])
-    assert any("--data-parallel-size 3 on 2 cores: engines share them" in note for note in notes[3])
+    assert any("--data-parallel-size 3: the engines share 2 cores" in note for note in notes[3])
 
 
 def test_swap_space_is_for_gpus_unless_asked_for() -> None:
@@ -238,7 +238,11 @@ def test_swap_space_is_for_gpus_unless_asked_for() -> None:
     assert rules.derive_swap_bytes(None, "cuda", "torch", 64 * gib) == 4 * gib
     assert rules.derive_swap_bytes(None, "cuda", "torch", 8 * gib) == 2 * gib
     assert rules.derive_swap_bytes(0.5, "cpu", "torch", 64 * gib) == gib // 2
-    for asked, kind, words in ((-1, "torch", "0 or more"), (65, "torch", "64.0 GiB"), (1, "mock", "drop it")):
+    for asked, kind, words in (
+        (-1, "torch", "at least 0"),
+        (65, "torch", "64.0 GiB"),
+        (1, "mock", "drop it"),
+    ):
         with pytest.raises(ConfigError, match=f"--swap-space.*{words}"):
             rules.derive_swap_bytes(asked, "cuda", kind, 64 * gib)
 
@@ -377,7 +381,7 @@ def test_keys_rotated_by_length_are_not_shared(tmp_path: Path, kind: str) -> Non
     folder = write_model(tmp_path / "stretched", rope_scaling=rope)
     long = resolved(folder)
     assert not long.config.cache.enable_prefix_caching
-    assert any("prefix caching is off" in note and "128" in note for note in long.notes)
+    assert any("prefix caching is disabled" in note and "128" in note for note in long.notes)
     short = resolved(folder, max_model_len=128)
     assert short.config.cache.enable_prefix_caching
     assert not any("prefix caching" in note for note in short.notes)
@@ -394,7 +398,7 @@ def test_absent_numbers_follow_from_the_others(tmp_path: Path) -> None:
     [
         ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
-        ({"architectures": []}, "names neither `architectures` nor `model_type`"),
+        ({"architectures": []}, "has neither `architectures` nor `model_type`"),
         ({"partial_rotary_factor": 8}, "partial_rotary_factor is 8; it must be a number from 0 to 1"),
         ({"partial_rotary_factor": -1}, "partial_rotary_factor is -1; it must be a number from 0 to 1"),
         (
@@ -502,7 +506,7 @@ def test_what_a_card_leaves_out_is_what_the_family_says(
 def test_weights_larger_than_memory_are_refused_before_anything_is_started(tmp_path: Path) -> None:
     folder = write_model(tmp_path, hidden_size=1 << 20, intermediate_size=1 << 20, head_dim=16)
     said = complaint(folder, executor="torch", device="cpu", load_format="dummy")
-    assert "the weights take 12.0 TiB and there are" in said
+    assert "the weights need 12.0 TiB, but" in said
 
 
 @pytest.mark.parametrize(
@@ -555,7 +559,7 @@ def test_weights_of_another_kind_are_recognised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c"])
 def test_a_missing_folder_is_one_line(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"MODEL '{name}': there is no such folder$"):
+    with pytest.raises(ConfigError, match=f"MODEL '{name}': folder not found$"):
         locate_model(name, with_weights=True)
 
 

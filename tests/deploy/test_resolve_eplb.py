@@ -36,28 +36,28 @@ def test_what_is_asked_for_is_resolved_and_its_memory_is_counted(tmp_path: Path)
 @pytest.mark.parametrize(
     ("eplb", "flags", "words"),
     [
-        ('{"num_redundant_experts": 2}', {"enable_eplb": False}, "--enable-eplb is not given: add it"),
+        ('{"num_redundant_experts": 2}', {"enable_eplb": False}, "--eplb-config requires --enable-eplb"),
         (
             '{"num_redundant_experts": 2}',
             {"enable_expert_parallel": False},
-            "with --enable-expert-parallel: add it",
+            "requires --enable-expert-parallel: add it",
         ),
         (
             None,
             {},
-            "num_redundant_experts is 0; .* on each of 2 ranks: give a multiple of 2, such as --eplb-config '{",
+            "num_redundant_experts is 0; .* multiple of the 2 ranks, such as --eplb-config '{",
         ),
-        ('{"num_redundant_experts": 3}', {}, "num_redundant_experts is 3; .* give a multiple of 2"),
-        ('{"num_redundant_experts": 8}', {}, "is 8; 2 ranks of 6 experts have a use for 6 at most"),
+        ('{"num_redundant_experts": 3}', {}, "num_redundant_experts is 3; .* multiple of the 2 ranks"),
+        ('{"num_redundant_experts": 8}', {}, "is 8; with 2 ranks and 6 experts it must be at most 6"),
         (
             '{"num_redundant_experts": 2, "window_size": 0}',
             {},
-            "window_size is 0; give a positive number of steps",
+            "window_size is 0; it must be a positive number of steps",
         ),
         (
             '{"num_redundant_experts": 2, "step_interval": -1}',
             {},
-            "step_interval is -1; give a positive number",
+            "step_interval is -1; it must be a positive number",
         ),
         ('{"redundant": 2}', {}, "unknown field `redundant`; write JSON such as"),
         ("8", {}, "write JSON such as"),

@@ -46,7 +46,7 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([*words, "--tensor-parallel-size", "4"]) == 0
     printed = capsys.readouterr().out
     has = "1 of 4 heads with 1 of 2 KV heads; 32 of 128 columns of feed-forwards; 25 of 100 logits"
-    assert f"each rank has     {has}\n" in printed
+    assert f"per rank          {has}\n" in printed
     assert "for each of 4 ranks" in printed
     assert "executor ×1 of 4 ranks" in printed
     assert main([*words, "--json"]) == 0
@@ -102,10 +102,10 @@ def test_ranks_that_keep_kv_together_have_more_of_it(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("size", "context", "words"),
     [
-        (1, 2, "2 is of the ranks of --tensor-parallel-size, which is 1: give a divisor"),
-        (4, 3, "3 is of the ranks of --tensor-parallel-size, which is 4: give a divisor"),
-        (2, 2, "with --tensor-parallel-size 2 no two ranks keep the same one: drop the flag"),
-        (4, 4, "with --tensor-parallel-size 4 sizes that fit: 2$"),
+        (1, 2, "is 2; it must divide --tensor-parallel-size 1"),
+        (4, 3, "is 3; it must divide --tensor-parallel-size 4"),
+        (2, 2, "with --tensor-parallel-size 2, no two ranks share a KV head, so drop the flag"),
+        (4, 4, "with --tensor-parallel-size 4, valid sizes: 2$"),
         (4, 0, "--decode-context-parallel-size is 0; it must be at least 1"),
     ],
 )
@@ -156,11 +156,13 @@ def test_engines_of_several_ranks_share_processors_and_memory(
     config = resolution.config
     assert (config.processes.engines, config.executor.tensor_parallel_size) == (2, 2)
     assert 0 < config.cache.memory_bytes < (100 << 20) - config.executor.shared_bytes // 2
-    assert any("2 ranks of 2 engines on 3 cores" in note for note in resolution.notes)
+    assert any("2 ranks of 2 engines share 3 cores" in note for note in resolution.notes)
 
 
 def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
-    with pytest.raises(ConfigError, match=r"2\.0 GiB and there are 1\.0 GiB of memory for each of 4 ranks: "):
+    with pytest.raises(
+        ConfigError, match=r"2\.0 GiB, but 1\.0 GiB of memory is available for each of 4 ranks: "
+    ):
         check_weights_fit(2 << 30, 1 << 30, num_engines=1, num_ranks=4)
     with pytest.raises(ConfigError, match="for each of 4 ranks of each of 2 engines: "):
         check_weights_fit(2 << 30, 1 << 30, num_engines=2, num_ranks=4)
@@ -169,16 +171,16 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
 @pytest.mark.parametrize(
     ("size", "changes", "words"),
     [
-        (3, {}, "has 4 heads, which 3 ranks cannot share; sizes that fit: 2, 4"),
-        (2, {"head_dim": 1024}, "has heads of 1024 numbers in keys and 1024 in values; .* 576 and 512"),
-        (2, {"intermediate_size": 129}, "has feed-forwards 129 wide, .*; sizes that fit: none but 1"),
+        (3, {}, "has 4 heads, which cannot be sharded over 3 ranks; valid sizes: 2, 4"),
+        (2, {"head_dim": 1024}, "key width 1024 and value width 1024; .* 576 and 512"),
+        (2, {"intermediate_size": 129}, "has feed-forwards 129 wide, .*; valid sizes: none but 1"),
         (3, {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, "2 KV heads, .*: 2"),
         (2, {"architectures": ["MixtralForCausalLM"], "intermediate_size": 129}, "has experts 129 wide"),
         (2, {"architectures": ["GptOssForCausalLM"]}, "whole experts are: add --enable-expert-parallel"),
         (
             3,
             {"architectures": ["MambaForCausalLM"]},
-            "128 channels of states, .*; sizes that fit: 2, 4, 8, 16, 32, 64",
+            "128 channels of states, .*; valid sizes: 2, 4, 8, 16, 32, 64",
         ),
         (
             2,
@@ -188,7 +190,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
         (
             2,
             {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-            "stored as bitsandbytes are not divided yet, only gptq, awq, compressed-tensors",
+            "bitsandbytes weights cannot be sharded; supported formats: gptq, awq, compressed-tensors",
         ),
         (
             2,
@@ -196,7 +198,7 @@ def test_weights_that_do_not_fit_are_said_to_be_those_of_a_rank() -> None:
                 "architectures": ["MixtralForCausalLM"],
                 "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32},
             },
-            "columns of experts stored as gptq are not divided, but whole experts are: add --enable-expert-parallel",
+            "columns of gptq experts cannot be sharded, only whole experts .add --enable-expert-parallel",
         ),
     ],
 )
@@ -211,12 +213,12 @@ def test_what_cannot_be_divided_is_refused(
 @pytest.mark.parametrize(
     ("size", "changes", "words"),
     [
-        (1, {}, "over the ranks of --tensor-parallel-size, which is 1"),
+        (1, {}, "requires --tensor-parallel-size above 1"),
         (2, {}, "has no experts; drop the flag"),
         (
             4,
             {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2},
-            "has 3 experts, .*; sizes that fit: 2$",
+            "has 3 experts, .*; valid sizes: 2$",
         ),
     ],
 )
@@ -250,9 +252,9 @@ def test_leaves_follow_from_the_model(tmp_path: Path, changes: dict[str, Any], l
     ("size", "flags", "changes", "words"),
     [
         (3, {}, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 96},
-         r"--tensor-parallel-size 3: .* 1 leaves, .* one branch; sizes that fit: 1$"),
-        (2, {}, {"architectures": ["MixtralForCausalLM"]}, "over whole experts .* add --enable-expert-parallel"),
-        (1, {"executor": "mock"}, {}, "is of ranks, which compute real models"),
+         r"--tensor-parallel-size 3: .* 1 leaves, .* one branch per rank; valid sizes: 1$"),
+        (2, {}, {"architectures": ["MixtralForCausalLM"]}, "columns of experts .* add --enable-expert-parallel"),
+        (1, {"executor": "mock"}, {}, "is supported on CPUs only, and not by the mock"),
     ],
 )  # fmt: skip
 def test_layouts_whose_bits_would_differ_are_refused(
@@ -287,7 +289,7 @@ def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
     ]
     assert main(words) == 0
     printed = capsys.readouterr().out
-    assert "stages have       layers 0 to 1, 2 to 3, 4 to 4\n" in printed
+    assert "stages            layers 0 to 1, 2 to 3, 4 to 4\n" in printed
     assert "executor ×1 of 3 stages" in printed
     one, three = (
         config_of(tmp_path, 1, pipeline_parallel_size=stages, kv_cache_memory="1MiB") for stages in (1, 3)
@@ -314,7 +316,7 @@ def test_stages_have_layers_of_the_model_and_what_is_handed_on_is_counted(
 
 def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, num_hidden_layers=2)
-    words = "has 2 layers, and each stage has at least one; sizes that fit: 1 to 2"
+    words = "has 2 layers, and each stage needs one; valid sizes: 1 to 2"
     with pytest.raises(ConfigError, match=f"--pipeline-parallel-size 3: .*{words}"):
         config_of(tmp_path, 1, pipeline_parallel_size=3)
 
@@ -325,7 +327,7 @@ def test_rotations_that_ranks_on_other_hosts_are_not_told_are_refused(tmp_path: 
     write_model(tmp_path, rope_scaling={"rope_type": "dynamic", "factor": 2.0})
     assert config_of(tmp_path, 2).executor.num_ranks == 2
     with pytest.raises(
-        ConfigError, match=r"--tensor-parallel-size 2 --nnodes 2: the rotations of .* depend on how long"
+        ConfigError, match=r"--tensor-parallel-size 2 --nnodes 2: RoPE of .* depends on the prompt length"
     ):
         config_of(tmp_path, 2, nnodes=2, group_key=str(key))
 
@@ -333,9 +335,9 @@ def test_rotations_that_ranks_on_other_hosts_are_not_told_are_refused(tmp_path: 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"block_size": 8}, "blocks of 8 tokens: ranks compute with blocks of a multiple of 16"),
-        ({"executor": "mock"}, "the mock executor computes nothing"),
-        ({"device": "cuda", "decode_context_parallel_size": 2}, "keep KV together in host memory so far"),
+        ({"block_size": 8}, "requires a block size that is a multiple of 16, but it is 8"),
+        ({"executor": "mock"}, "the mock executor does not support ranks"),
+        ({"device": "cuda", "decode_context_parallel_size": 2}, "supported on CPUs only"),
     ],
 )
 def test_what_ranks_do_not_do_is_refused(tmp_path: Path, flags: dict[str, Any], words: str) -> None:

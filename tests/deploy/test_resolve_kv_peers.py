@@ -64,23 +64,29 @@ def test_what_a_role_does_and_needs(tmp_path: Path, own_key: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"role": "none", "kv_peer_memory": "1GiB"}, "--kv-peer-memory says how, not what for"),
-        ({"role": "decode", "kv_peer_listen": "127.0.0.1:7"}, "--role decode offers none"),
-        ({"role": "prefill", "kv_peers": ["10.0.0.7"]}, "--role prefill fetches nothing"),
-        ({"executor": "mock"}, "mock executor has none"),
-        ({"enable_prefix_caching": False}, "prefix caching is off"),
-        ({"kv_peer_memory": "1MiB"}, "one request of 2048 tokens takes 4.0 MiB"),
+        (
+            {"role": "none", "kv_peer_memory": "1GiB"},
+            "--kv-peer-memory requires --role prefill, decode or both",
+        ),
+        ({"role": "decode", "kv_peer_listen": "127.0.0.1:7"}, "--role is decode"),
+        ({"role": "prefill", "kv_peers": ["10.0.0.7"]}, "--role is prefill"),
+        ({"executor": "mock"}, "mock executor has no KV cache"),
+        ({"enable_prefix_caching": False}, "requires prefix caching, which is disabled"),
+        ({"kv_peer_memory": "1MiB"}, "one request of 2048 tokens needs 4.0 MiB"),
         ({"kv_peer_listen": "5600"}, "write HOST:PORT"),
-        ({"kv_peer_listen": "127.0.0.1:65535", "data_parallel_size": 2}, "a port from 1 to 65535 for every"),
-        ({"kv_peer_listen": "*:5600"}, "* is no address"),
-        ({"kv_peer_listen": "0.0.0.0:5600"}, "0.0.0.0 is none of a machine's"),
-        ({"kv_peer_listen": "10.0.0.5:5600"}, "give --kv-peer-key FILE too"),
-        ({"kv_peers": ["10.0.0.7:5600"]}, "ports come with requests"),
-        ({"kv_peers": ["127.0.0.1", "10.0.0.7"]}, "--kv-peers 10.0.0.7/32: whoever answers there"),
-        ({"role": "decode", "kv_peers": ["prefill-0"]}, "give --kv-peer-key FILE too"),
-        ({"kv_peers": ["0.0.0.0/0"]}, "give --kv-peer-key FILE too"),
+        (
+            {"kv_peer_listen": "127.0.0.1:65535", "data_parallel_size": 2},
+            "the port of every engine must be from 1",
+        ),
+        ({"kv_peer_listen": "*:5600"}, "* is not an IP address"),
+        ({"kv_peer_listen": "0.0.0.0:5600"}, "0.0.0.0 is a wildcard address"),
+        ({"kv_peer_listen": "10.0.0.5:5600"}, "set --kv-peer-key FILE too"),
+        ({"kv_peers": ["10.0.0.7:5600"]}, "without port"),
+        ({"kv_peers": ["127.0.0.1", "10.0.0.7"]}, "--kv-peers 10.0.0.7/32 is not this machine"),
+        ({"role": "decode", "kv_peers": ["prefill-0"]}, "set --kv-peer-key FILE too"),
+        ({"kv_peers": ["0.0.0.0/0"]}, "set --kv-peer-key FILE too"),
         ({"kv_peer_key": "/nowhere/key"}, "--kv-peer-key /nowhere/key: No such file"),
-        ({"kv_peer_key": "/dev/null"}, "32 bytes or more that nobody can guess"),
+        ({"kv_peer_key": "/dev/null"}, "at least 32 random bytes"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
@@ -102,14 +108,14 @@ def test_servers_of_a_user_have_a_key_of_their_own(tmp_path: Path, own_key: Path
     assert [path.name for path in own_key.parent.iterdir()] == ["kv-peer.key"]
 
     own_key.chmod(0o644)
-    with pytest.raises(ConfigError, match="nobody else's to read"):
+    with pytest.raises(ConfigError, match="mode 600"):
         key_file()
     given = config_of(tmp_path, kv_peer_key=key_in(tmp_path)).cache.peers
     assert given is not None and given.key_file == str(tmp_path / "key")
     own_key.unlink()
     own_key.parent.rmdir()
     own_key.parent.touch()
-    with pytest.raises(ConfigError, match="give --kv-peer-key FILE"):
+    with pytest.raises(ConfigError, match="set --kv-peer-key FILE"):
         key_file()
 
 

@@ -47,15 +47,15 @@ def test_what_fsspec_reaches_is_bounded_by_its_owner(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_store": None, "kv_store_size": "1GiB"}, "--kv-store-size 1GiB says how much, not where"),
-        ({"executor": "mock"}, "mock executor has none"),
-        ({"enable_prefix_caching": False}, "prefix caching is off"),
+        ({"kv_store": None, "kv_store_size": "1GiB"}, "--kv-store-size requires --kv-store"),
+        ({"executor": "mock"}, "mock executor has no KV cache"),
+        ({"enable_prefix_caching": False}, "requires prefix caching, which is disabled"),
         ({"kv_store": "/dev/shm/kv"}, "write a URL such as file:///dev/shm/quintet"),
         ({"kv_store": "file://kv"}, "write an absolute path"),
-        ({"kv_store": "file:///dev/null"}, "/dev/null must be a folder that the server may write"),
-        ({"kv_store_size": "1MiB"}, "one request of 2048 tokens takes 4.0 MiB"),
+        ({"kv_store": "file:///dev/null"}, "/dev/null must be a writable folder"),
+        ({"kv_store_size": "1MiB"}, "one request of 2048 tokens needs 4.0 MiB"),
         ({"kv_store": "memory://kv", "kv_store_size": "1GiB"}, "lifecycle rules of the storage"),
-        ({"kv_store": "nobody://kv"}, "Without a package for nobody there are file, lm, nixl+s3"),
+        ({"kv_store": "nobody://kv"}, "Available without a package for nobody: file, lm, nixl+s3"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
@@ -65,7 +65,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, options: dict[str, object], w
 
 
 def test_a_url_with_somebodys_secret_is_refused_without_telling_it(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="credentials in the environment") as refused:
+    with pytest.raises(ConfigError, match="set them in the environment") as refused:
         config_of(tmp_path, kv_store="s3://me:hunter2@bucket/prefix")
     assert "hunter2" not in str(refused.value)
 

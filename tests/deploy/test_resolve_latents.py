@@ -18,7 +18,9 @@ LATENTS = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512, "qk_
 
 def test_a_latent_has_no_four_bits(tmp_path: Path) -> None:
     facts = read_facts(write_model(tmp_path, **LATENTS))
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype int4 stores keys and values apart.*give int8"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-cache-dtype int4 is not supported for latent attention.*set int8"
+    ):
         kv_spec(Options(model=str(tmp_path), kv_cache_dtype="int4"), "cpu", facts, 2)
 
 

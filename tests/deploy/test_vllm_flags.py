@@ -124,7 +124,7 @@ def test_files_and_calls_may_have_them_too(tmp_path: Path) -> None:
     ("words", "complaint"),
     [
         (["--max-model-len", "many"], "--max-model-len is 'many'"),
-        (["--max-model-len", "1.5"], "give a whole number"),
+        (["--max-model-len", "1.5"], "give an integer"),
         (["--hf-overrides", "{"], "--hf-overrides is '{', which is not JSON"),
         (["--hf-overrides", "[1]"], "give a JSON object"),
         (["--rope-theta", "big"], "--rope-theta is 'big'"),

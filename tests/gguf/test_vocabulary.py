@@ -74,12 +74,12 @@ WRONG = {
     ),
     "a token that is not UTF-8": (
         vocabulary("llama", [b"a", b"\xff"]),
-        "tokens has a text that is not UTF-8",
+        "tokens contains a string that is not UTF-8",
     ),
-    "a token twice": (vocabulary("llama", ["a", "b", "a"]), "tokens has 'a' twice"),
+    "a token twice": (vocabulary("llama", ["a", "b", "a"]), "tokens contains 'a' twice"),
     "a model that is a number": (
         written({f"{PREFIX}model": (4, bytes(4)), f"{PREFIX}tokens": (ARRAY, texts("a"))}),
-        "model is 0; gpt2",
+        "model is 0; supported are gpt2",
     ),
     "fewer scores than tokens": (
         vocabulary("llama", ["a", "b"], scores=(ARRAY, array(6, 1, bytes(4)))),
@@ -97,7 +97,7 @@ WRONG = {
     "no merges": (vocabulary("gpt2", _ONE), "merges is missing"),
     "merges that are not UTF-8": (
         vocabulary("gpt2", _ONE, merges=(ARRAY, texts(b"\xff a"))),
-        "merges has a text that is not UTF-8",
+        "merges contains a string that is not UTF-8",
     ),
     "cuts that nobody knows": (
         vocabulary("gpt2", _ONE, merges=(ARRAY, texts("a a")), pre=(STRING, text("\n" * 1000))),
