@@ -1,4 +1,4 @@
-"""Everything around the five processes: the command line, the resolved configuration and the supervisor.
+"""Command line, configuration, supervisor, router, Python API and integrations.
 
-This is the one folder that may import any other; the process folders never import it.
+This folder may import all other folders; the process folders never import it.
 """

@@ -317,8 +317,8 @@ def plan_lines(plan: Plan) -> list[str]:
     )
     owner = ", per engine" if plan.processes["core"] > 1 else ""
     if plan.num_ranks > 1:
-        group = f"group of {plan.kv_ranks}" if plan.kv_ranks > 1 else "each"
-        owner = f", for {group} of {plan.num_ranks} ranks" + (" of an engine" if owner else "")
+        group = f"group of {plan.kv_ranks}" if plan.kv_ranks > 1 else "rank"
+        owner = f", per {group} ({plan.num_ranks} ranks)" + (" of an engine" if owner else "")
     rows = [
         ("model", plan.model if plan.model == plan.path else f"{plan.model} ({plan.path})"),
         ("architecture", f"{plan.architecture}, {plan.dtype}, {plan.executor} executor on {plan.device}"),

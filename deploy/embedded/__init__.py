@@ -1,13 +1,13 @@
-"""The models that ship with the package: a toy that completes Python, and its draft, both trained by `make model`."""
+"""Models shipped with the package: a toy that completes Python, and its draft model, both trained by `make model`."""
 
 from pathlib import Path
 
 NAME = "quintet-toy"
-"""What clients call the default model."""
+"""Name of the default model in requests."""
 
 
 def default_model_path() -> Path:
-    """Return the folder of the model that is served when none is named."""
+    """Return the folder of the default model."""
     return Path(__file__).resolve().parent / "default"
 
 

@@ -1,4 +1,4 @@
-"""The pieces of the Python API: engine processes of one's own, what goes in, what comes out.
+"""Python API: local engine processes, inputs and outputs.
 
-`quintet.deploy.python_api.offline` puts them together as ``LLM`` and ``AsyncLLM``.
+Entry points are in `quintet.deploy.python_api.offline`: ``LLM``, ``AsyncLLM`` and ``LLMEngine``.
 """

@@ -1,4 +1,4 @@
-"""``AsyncLLM``: the engine inside an asyncio program, on the program's own event loop."""
+"""``AsyncLLM``: asyncio API, on the program's event loop."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from quintet.wire.params import OutputKind, SamplingParams
 
 
 class AsyncLLM:
-    """A model to call from asyncio. The constructor blocks while the processes start.
+    """Engine for asyncio programs. The constructor blocks while the processes start.
 
-    Takes the arguments of `LLM`. Belongs to one event loop at a time: the one that first calls it, until that one is
-    closed. Close it with `shutdown`, or use it as ``async with AsyncLLM(...) as llm``.
+    Takes the arguments of `LLM`. Bound to the event loop that first calls it, until that loop is closed. Close it with
+    `shutdown`, or use ``async with AsyncLLM(...) as llm``.
     """
 
     def __init__(self, model: str | None = None, **flags: object) -> None:
@@ -51,10 +51,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Complete one prompt, yielding outputs as tokens arrive, in the form that ``output_kind`` asks for.
+        """Complete one prompt; yield outputs as tokens arrive, in the form of ``output_kind``.
 
-        `abort` with the same ``request_id`` ends it with ``finish_reason`` "abort"; so does leaving the loop early.
-        Raises `RequestError` when it cannot be served.
+        `abort` with the same ``request_id``, or closing the iterator early, ends the request with ``finish_reason`` "abort".
+        Raises `RequestError`.
         """
         read = read_prompt(prompt, self._engine.config.model.vocab_size)
         async for output in self._serve(read, sampling_params, request_id, priority):
@@ -69,12 +69,12 @@ class AsyncLLM:
         options: ChatOptions = ChatOptions(),  # noqa: B008 - frozen
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answer one conversation; otherwise like `generate`."""
+        """Complete one conversation; otherwise like `generate`."""
         async for output in self._serve(options.read(messages), sampling_params, request_id, priority):
             yield output
 
     async def abort(self, request_id: str) -> None:
-        """End a running request; its iterator gives what it has, with ``finish_reason`` "abort". Unknown ids are ignored."""
+        """Abort a request; its iterator yields the partial output with ``finish_reason`` "abort". Ignores unknown ids."""
         stream = self._streams.get(request_id)
         if stream is not None:
             stream.cancel()
@@ -96,17 +96,17 @@ class AsyncLLM:
         self._attach()
         missing = self._engine.missing()
         if missing:
-            raise EngineError(f"no {missing[0]} process is ready; the supervisor is starting it again")
+            raise EngineError(f"no {missing[0]} process is ready; the supervisor is restarting it")
 
     def shutdown(self) -> None:
-        """End the processes; the second call does nothing."""
+        """Stop the processes. Idempotent."""
         try:
             if self._loop is not None and not self._loop.is_closed():
-                self._leave()
+                self._detach()
         finally:
             self._shutdown()
 
-    def _leave(self) -> None:
+    def _detach(self) -> None:
         try:
             self._engine.abandon("The engine was shut down.")
         finally:
@@ -122,12 +122,12 @@ class AsyncLLM:
         self.shutdown()
 
     def _attach(self) -> None:
-        """Receive on the running loop."""
+        """Bind to the running loop."""
         self._engine.check()
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop is not loop and not self._loop.is_closed():
             raise RuntimeError(
-                "this AsyncLLM belongs to another event loop that is still open; make one per loop"
+                "this AsyncLLM is bound to another event loop that is still open; create one AsyncLLM per loop"
             )
         self._loop = loop
         self._engine.attach(loop)
@@ -138,7 +138,7 @@ class AsyncLLM:
         self._attach()
         name = request_id if request_id is not None else f"async-{next(self._request_ids)}"
         if name in self._streams:
-            raise ValueError(f"request id {name!r} is in use by a request that has not ended")
+            raise ValueError(f"request id {name!r} is in use by an unfinished request")
         chosen = (
             params if params is not None else default_params(self._engine.config.model.generation_defaults)
         )

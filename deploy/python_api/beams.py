@@ -1,4 +1,4 @@
-"""``LLM.beam_search``: what is asked for and what comes back, with vLLM's names; the search is the frontend's."""
+"""``LLM.beam_search``: parameters and outputs with vLLM's names; the frontend implements the search."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ from quintet.wire.params import SamplingParams
 
 @dataclass(slots=True, kw_only=True)
 class BeamSearchParams:
-    """How to search."""
+    """Parameters of beam search."""
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0
-    """Must be 0: beams are not drawn."""
+    """Must be 0: beam search does not sample."""
     length_penalty: float = 1.0
-    """Scores are log-probabilities over lengths to the power of this."""
+    """Score = log-probability / length ** length_penalty."""
     early_stopping: EarlyStopping = False
     """As in `quintet.frontend.beam_search.BeamOptions`, and in transformers."""
 
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One answer that was found."""
+    """One result sequence."""
 
     tokens: list[int]
-    """The prompt's, then the answer's."""
+    """Tokens of the prompt and the output."""
     logprobs: list[Position]
-    """One per token of the answer: its own, and the likeliest others, twice as many as there are beams."""
+    """One per output token: the token itself, and the ``2 * beam_width`` most likely ones."""
     cum_logprob: float
     score: float
-    """What answers are ranked by."""
+    """Ranking score."""
     text: str
-    """Of all ``tokens``."""
+    """Text of all ``tokens``."""
     finish_reason: str
     stop_reason: str | int | None = None
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What was found behind one prompt: as many sequences as beams, the best first."""
+    """Results of one prompt: ``beam_width`` sequences, best first."""
 
     sequences: list[BeamSearchSequence] = field(default_factory=list)
 
@@ -61,12 +61,12 @@ class BeamSearchOutput:
 async def beam_search(
     server: LocalServer, prompts: Sequence[ReadPrompt], params: BeamSearchParams
 ) -> list[BeamSearchOutput]:
-    """Search behind each prompt, all together. Raises `RequestError`. Call from the engine's loop."""
+    """Run beam search for all prompts concurrently. Raises `RequestError`. Call from the engine's loop."""
     model = server.config.model
     if params.temperature != 0:
         raise RequestError(
             ErrorCode.INVALID,
-            f"temperature is {params.temperature}; it must be 0: beams are not drawn.",
+            f"temperature is {params.temperature}; it must be 0: beam search does not sample.",
             "temperature",
         )
     ends = frozenset(() if params.ignore_eos else model.eos_token_ids)
@@ -77,11 +77,11 @@ async def beam_search(
     ids = [await _ids_of(server, each.prompt) for each in prompts]
     for each in ids:
         fitting(len(each), params.max_tokens, model.max_model_len, "prompt")
-    room = asyncio.Semaphore(max(1, server.config.scheduler.max_num_seqs // width))
+    slots = asyncio.Semaphore(max(1, server.config.scheduler.max_num_seqs // width))
 
     async def answer(own: list[int], salt: str) -> BeamSearchOutput:
-        async with room:
-            (beams,) = await search([own], [options], _Asker(server, salt).ask)
+        async with slots:
+            (beams,) = await search([own], [options], _NextTokens(server, salt).request)
             return BeamSearchOutput([await _sequence(server, own, beam, ends) for beam in beams])
 
     tasks = [
@@ -94,19 +94,19 @@ async def beam_search(
             task.cancel()
 
 
-class _Asker:
-    """Has the engine draw a token behind each of some prompts."""
+class _NextTokens:
+    """Requests the next-token log-probabilities of several prompts."""
 
     def __init__(self, server: LocalServer, cache_salt: str) -> None:
         self._server = server
         self._cache_salt = cache_salt
 
-    async def ask(self, behind: Sequence[TokenPrompt], params: SamplingParams) -> list[PositionLogprobs]:
+    async def request(self, prompts: Sequence[TokenPrompt], params: SamplingParams) -> list[PositionLogprobs]:
         mailbox = Mailbox()
         streams: list[Stream] = []
         found: dict[int, PositionLogprobs] = {}
         try:
-            for prompt in behind:
+            for prompt in prompts:
                 streams.append(
                     self._server.sessions.submit(
                         prompt,
@@ -134,7 +134,7 @@ async def _ids_of(server: LocalServer, prompt: Prompt) -> list[int]:
     if isinstance(prompt, EmbedsPrompt):
         raise RequestError(
             ErrorCode.INVALID,
-            "prompt is prompt_embeds; beam search goes on behind tokens: pass text or ids.",
+            "prompt is prompt_embeds; beam search requires tokens: pass text or token ids.",
             "prompt",
         )
     if isinstance(prompt, TokenPrompt):

@@ -1,10 +1,10 @@
-"""Server processes of one's own, and this process's slot among them: frontend 0, without HTTP.
+"""Local server processes for the Python API; the calling process acts as frontend 0, without HTTP.
 
     this process ──── pipe ────▶ supervisor ──▶ tokenizer, core, executor, detokenizer
-         └──────── ZeroMQ, as any frontend ────────┘
+         └──────── ZeroMQ, like any frontend ────────┘
 
-The supervisor holds the read end of a pipe whose write end is here: however this process ends, the pipe closes and
-everything stops.
+The supervisor holds the read end of a pipe from this process. When this process ends, also by a crash, the pipe closes and the
+supervisor stops all processes.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ _POLL_S = 1.0
 
 
 class EngineError(RuntimeError):
-    """The engine's processes could not be started, or are gone; the message has their own words."""
+    """The engine processes could not be started, or have stopped; the message contains their error."""
 
 
 def options_of_call(model: str | None, flags: Mapping[str, object], source: str) -> Options:
-    """Return the options of a constructor call; its processes log warnings only, unless told otherwise."""
+    """Return the options of a constructor call; the default log level is WARNING."""
     settings, _ = derive_max_num_seqs({"log_level": "WARNING", **flags, "model": model})
     return make_options(settings, source)
 
 
 class SupervisorProcess:
-    """The supervisor that this process started, and through it everybody else."""
+    """The supervisor process, a child of this process and parent of all others."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Start it; `wait_until_ready` follows."""
+        """Start it; call `wait_until_ready` next."""
         config.write(Path(config.run_dir) / CONFIG_FILE)
         self._boot_timeout_s = config.processes.boot_timeout_s + _REPORT_SLACK_S
         parent_read, parent_write = os.pipe()
@@ -80,27 +80,29 @@ class SupervisorProcess:
             os.close(parent_read)
             os.close(report_write)
         self.exit_fd = os.pidfd_open(self.process.pid)
-        """Becomes readable when it ends."""
+        """Becomes readable when the supervisor ends."""
 
     def wait_until_ready(self) -> None:
-        """Wait for the supervisor's report. Raises `ConfigError` or `EngineError` with the words of the child that failed."""
+        """Wait for the supervisor's report. Raises `ConfigError` or `EngineError` with the error of the failed process."""
         with os.fdopen(self._report_read, "rb") as report:
             poll = select.poll()
             poll.register(report, select.POLLIN)
             readable = poll.poll(1000 * self._boot_timeout_s)
             line = report.readline() if readable else b""
         if not readable:
-            raise EngineError(f"the engine did not report within {self._boot_timeout_s:g} s")
+            raise EngineError(
+                f"the engine was not ready within {self._boot_timeout_s:g} s; raise boot_timeout"
+            )
         if not line:
-            raise EngineError(f"the supervisor ended without a word (exit status {self.process.wait()})")
-        words: dict[str, object] = json.loads(line)
-        if words.get("ready") is not True:
+            raise EngineError(f"the supervisor exited without a report (exit status {self.process.wait()})")
+        report_fields: dict[str, object] = json.loads(line)
+        if report_fields.get("ready") is not True:
             self.process.wait()
-            kind = ConfigError if words.get("exit_code") == EXIT_CONFIG else EngineError
-            raise kind(str(words.get("error")))
+            kind = ConfigError if report_fields.get("exit_code") == EXIT_CONFIG else EngineError
+            raise kind(str(report_fields.get("error")))
 
     def stop(self) -> None:
-        """End everything and wait for it."""
+        """Stop all processes, and wait for the supervisor to end."""
         if self._parent_write is None:
             return
         os.close(self._parent_write)
@@ -114,10 +116,10 @@ class SupervisorProcess:
 
 
 class LocalServer:
-    """Sessions and queries of this process's slot. Belongs to one event loop at a time, once `attach`ed."""
+    """Sessions and queries of this process as a frontend. Bound to one event loop at a time by `attach`."""
 
     def __init__(self, options: Options) -> None:
-        """Start the processes and wait until they can answer. Raises `ConfigError` or `EngineError`."""
+        """Start the processes and wait until they are ready. Raises `ConfigError` or `EngineError`."""
         run_dirs.sweep_stale()
         run_dir = make_run_dir()
         try:
@@ -161,28 +163,26 @@ class LocalServer:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this is the process that started the engine, not one forked off it."""
+        """Whether this process started the engine, rather than being forked from it."""
         return os.getpid() == self._owner
 
     def check(self) -> None:
-        """Raise `EngineError` when the processes are gone."""
+        """Raise `EngineError` if the processes have stopped."""
         if not self.is_ours:
-            raise EngineError(
-                "this engine belongs to the process this one was forked off; make one of your own"
-            )
+            raise EngineError("this engine belongs to the parent process; create another one after fork")
         if self._is_stopped:
             raise EngineError("this engine was shut down")
         if self._failure is None and self._supervisor.process.poll() is not None:
-            self._failure = f"its supervisor ended with exit status {self._supervisor.process.returncode}"
+            self._failure = f"the supervisor exited with status {self._supervisor.process.returncode}"
         if self._failure is not None:
-            raise EngineError(f"the engine's processes are gone: {self._failure}; the log above says more")
+            raise EngineError(f"the engine processes have stopped: {self._failure}; see the log above")
 
     def missing(self) -> list[Role]:
-        """Return the roles of which no process is ready just now."""
+        """Return the roles without a ready process."""
         return self.sessions.slots.missing()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Receive on this loop from now on. Call from it; an earlier loop must be closed or idle."""
+        """Receive messages on this loop. Call from it; an earlier loop must be closed or idle."""
         if self._loop is loop:
             return
         self.detach()
@@ -192,7 +192,7 @@ class LocalServer:
         self._poll()
 
     def detach(self) -> None:
-        """Receive nothing more. Call from the attached loop, or once it is closed."""
+        """Stop receiving messages. Call from the attached loop, or after it is closed."""
         loop, self._loop = self._loop, None
         if self._timer is not None:
             self._timer.cancel()
@@ -201,21 +201,21 @@ class LocalServer:
             loop.remove_reader(self._supervisor.exit_fd)
 
     def stop(self) -> None:
-        """End the processes. Requests that are still live get nothing more. Call after `detach`.
+        """Stop the processes; running requests get no further outputs. Call after `detach`.
 
-        Does nothing in a process forked off the engine's: sockets and processes are its parent's.
+        Does nothing in a forked process, because sockets and processes belong to its parent.
         """
         if not self._is_stopped and self.is_ours:
             self._is_stopped = True
             self._supervisor.stop()
             self._close()
 
-    def abandon(self, why: str) -> None:
-        """End every live request with an error. Call from the attached loop."""
-        self.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, why))
+    def abandon(self, reason: str) -> None:
+        """Fail all running requests. Call from the attached loop."""
+        self.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, reason))
 
     def _poll(self) -> None:
-        """Look at the inbox now and then, for a frame that raced the descriptor's edge; and give account."""
+        """Poll the inbox, in case a frame raced the edge-triggered descriptor; report running requests."""
         assert self._loop is not None
         self._timer = self._loop.call_later(_POLL_S, self._poll)
         self._receive()
@@ -229,7 +229,7 @@ class LocalServer:
                 case Stop():
                     self.abandon("The engine is stopping.")
                 case Drain():
-                    pass  # the program decides what it still sends
+                    pass  # the program decides whether to send more requests
                 case Topology():
                     self._peers.follow(message.slots)
                     self._dispatch.handle(message)
@@ -239,8 +239,8 @@ class LocalServer:
     def _supervisor_ended(self) -> None:
         assert self._loop is not None
         self._loop.remove_reader(self._supervisor.exit_fd)
-        self._failure = f"its supervisor ended with exit status {self._supervisor.process.wait()}"
-        self.abandon(f"The engine's processes are gone: {self._failure}.")
+        self._failure = f"the supervisor exited with status {self._supervisor.process.wait()}"
+        self.abandon(f"The engine processes have stopped: {self._failure}.")
 
     def _close(self) -> None:
         self._inbox.close()

@@ -1,10 +1,10 @@
-"""Keeps a window of prompts in flight for a caller that is not asynchronous, and gives the outputs back in order.
+"""Keeps a window of prompts in flight for a synchronous caller, and returns the outputs in order.
 
     caller's thread                              engine's loop
     next prompt ──── call_soon_threadsafe ─────▶ submit
     wait, yield in order ◀──── SimpleQueue ───── collect (one mailbox for the whole call)
 
-The caller's iterator is advanced in the caller's thread and only as far as the window reaches.
+The caller's thread advances the iterator, only as far as the window.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import SamplingParams
 
 LOOK_S = 1.0
-"""How often a waiting thread looks whether the loop it waits for still runs."""
+"""Interval at which a waiting thread checks that the loop is running."""
 
 Ending = RequestOutput | Exception
-"""What became of a request; an exception is a mistake of ours, to be raised where the caller sees it."""
+"""Result of a request; an exception is an internal error, raised in the caller's thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedPrompt:
-    """One prompt to serve. ``params`` have been checked."""
+    """One prompt with validated ``params``."""
 
     request_id: str
     prompt: ReadPrompt
     params: SamplingParams
     priority: int = 0
     limit_gives_way: bool = False
-    """As in `quintet.wire.messages.Submit`."""
+    """See `quintet.wire.messages.Submit`."""
 
 
 def refused(request_id: str, error: RequestError) -> RequestOutput:
-    """Return the output of a prompt that was not even submitted."""
+    """Return the output of a prompt rejected before submission."""
     metrics = RequestMetrics(time.monotonic(), None, None)
     return RequestOutput(request_id, None, [], None, [], True, metrics, error=error)
 
 
 class Gather:
-    """One call's requests. Construct it in the caller's thread and iterate it there; close it when done."""
+    """Requests of one call. Create and iterate it in the caller's thread; close it when done."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Gather:
         jobs: Iterator[CheckedPrompt | RequestOutput],
         window: int,
     ) -> None:
-        """``jobs`` may contain outputs that are there already: refused prompts. They keep their place."""
+        """``jobs`` may contain outputs of rejected prompts, which keep their position."""
         self._engine = engine
         self._loop = loop
         self._jobs = jobs
@@ -74,9 +74,9 @@ class Gather:
         self._is_closed = False
 
     def outputs(self) -> Generator[RequestOutput, None, None]:
-        """Yield the outputs in the order of the prompts; a request that failed has ``error`` set.
+        """Yield the outputs in the order of the prompts; a failed request has ``error`` set.
 
-        Whatever else went wrong on the engine's loop is raised here, and `EngineError` when the loop is gone.
+        Raises internal errors of the engine's loop, and `EngineError` if the loop has stopped.
         """
         try:
             while True:
@@ -91,7 +91,7 @@ class Gather:
                     raise ending
                 yield ending
         finally:
-            with contextlib.suppress(RuntimeError):  # the loop is closed, and everything with it
+            with contextlib.suppress(RuntimeError):  # the loop is already closed
                 self._loop.call_soon_threadsafe(self._close)
 
     def _wait_for_one(self) -> None:
@@ -107,7 +107,7 @@ class Gather:
             return
 
     def _fill(self) -> None:
-        """Submit prompts until the window is full, or the next output is there to be given."""
+        """Submit prompts until the window is full, or the next output is ready."""
         while not self._is_exhausted and self._num_submitted - self._next < self._window:
             prompt = next(self._jobs, None)
             if prompt is None:
@@ -134,7 +134,7 @@ class Gather:
     # --- on the engine's loop ---
 
     def _submit(self, index: int, prompt: CheckedPrompt) -> None:
-        """Submit, or tell the caller's thread why not: an exception lost here would leave it waiting for ever."""
+        """Submit a prompt; pass exceptions to the caller's thread, which would otherwise wait forever."""
         if self._is_closed:
             return
         try:

@@ -1,4 +1,4 @@
-"""What users of the Python API may pass: prompts in their several forms, conversations, sampling parameters."""
+"""Parsing and validation of Python API inputs: prompts, conversations, sampling parameters."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class PromptDict(TypedDict, total=False):
     prompt: str
     prompt_token_ids: Sequence[int]
     prompt_embeds: object
-    """A tensor or array ``[tokens, width]``: rows of the model's embedding table, or what stands in their place. Needs
-    ``enable_prompt_embeds``."""
+    """Input embeddings: a tensor or array ``[num_tokens, width]``. Requires ``enable_prompt_embeds``."""
     cache_salt: str
 
 
@@ -38,16 +37,16 @@ _PROMPT_KEYS = frozenset(PromptDict.__annotations__)
 
 @dataclass(frozen=True, slots=True)
 class ReadPrompt:
-    """A prompt in the form processes exchange."""
+    """A prompt in its wire format."""
 
     prompt: Prompt
     text: str | None
-    """As given, to be echoed in the output."""
+    """Prompt text, repeated in the output."""
     cache_salt: str = ""
 
 
 def read_prompt(given: PromptInput, vocab_size: int) -> ReadPrompt:
-    """Understand one prompt. Raises `RequestError` saying what was passed and what may be."""
+    """Parse one prompt. Raises `RequestError` with the given and the allowed forms."""
     if isinstance(given, str):
         return ReadPrompt(TextPrompt(read_text(given, "prompt")), given)
     if isinstance(given, Mapping):
@@ -58,44 +57,44 @@ def read_prompt(given: PromptInput, vocab_size: int) -> ReadPrompt:
 
 
 def read_text(given: str, name: str) -> str:
-    """Return a text that can be sent. Raises `RequestError` for one with half of a surrogate pair."""
+    """Validate a text. Raises `RequestError` for a lone surrogate."""
     try:
         given.encode()
     except UnicodeEncodeError as error:
-        raise _half_pair(name, error) from None
+        raise _lone_surrogate(name, error) from None
     return given
 
 
-def _half_pair(name: str, error: UnicodeEncodeError) -> RequestError:
+def _lone_surrogate(name: str, error: UnicodeEncodeError) -> RequestError:
     return RequestError(
         ErrorCode.INVALID,
-        f"{name} holds {error.object[error.start]!r} at character {error.start}, half of a surrogate pair, which is not "
-        "text; drop it, or read the text again with errors='replace'.",
+        f"{name} contains the lone surrogate {error.object[error.start]!r} at character {error.start}; remove it, or decode "
+        "the text with errors='replace'.",
         name,
     )
 
 
 def read_priority(given: int) -> int:
-    """Return a priority that can be sent. Raises `RequestError`."""
+    """Validate a priority. Raises `RequestError`."""
     if not isinstance(given, int) or not -(1 << 63) <= given < 1 << 63:
         raise RequestError(
             ErrorCode.INVALID,
-            "priority is not a 64-bit whole number; pass a small one, such as 0 or -1.",
+            "priority must be a 64-bit integer, such as 0 or -1.",
             "priority",
         )
     return given
 
 
 def _json(given: object, name: str) -> bytes:
-    """Return as JSON what goes to the chat template. Raises `RequestError` for what JSON cannot hold."""
+    """Encode chat template input as JSON. Raises `RequestError` for values that JSON cannot represent."""
     try:
         return msgspec.json.encode(given)
     except UnicodeEncodeError as error:
-        raise _half_pair(name, error) from None
+        raise _lone_surrogate(name, error) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise RequestError(
             ErrorCode.INVALID,
-            f"{name} cannot be written as JSON ({error}); pass text, numbers, lists and dictionaries with text keys.",
+            f"{name} cannot be encoded as JSON ({error}); pass strings, numbers, lists and dictionaries with string keys.",
             name,
         ) from None
 
@@ -103,10 +102,12 @@ def _json(given: object, name: str) -> bytes:
 def _read_dict(given: Mapping[str, object], vocab_size: int) -> ReadPrompt:
     unknown = sorted(str(key) for key in given if key not in _PROMPT_KEYS)
     if unknown:
-        raise _bad(f"a dictionary with {unknown[0]!r}; its keys may be {', '.join(sorted(_PROMPT_KEYS))}")
+        raise _bad(
+            f"a dictionary with the key {unknown[0]!r}; allowed keys are {', '.join(sorted(_PROMPT_KEYS))}"
+        )
     text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt", "")
     if not isinstance(salt, str):
-        raise _bad(f"a dictionary whose cache_salt is {salt!r}; it must be text")
+        raise _bad(f"a dictionary whose cache_salt is {salt!r}; it must be a string")
     read_text(salt, "cache_salt")
     if isinstance(text, str) and ids is None:
         return ReadPrompt(TextPrompt(read_text(text, "prompt")), text, salt)
@@ -115,12 +116,12 @@ def _read_dict(given: Mapping[str, object], vocab_size: int) -> ReadPrompt:
     if given.get("prompt_embeds") is not None and text is None and ids is None:
         return ReadPrompt(_read_embeds(given["prompt_embeds"]), None, salt)
     raise _bad(
-        "a dictionary that must have one of `prompt` (text), `prompt_token_ids` (a list of ids) and `prompt_embeds` (a tensor)"
+        "a dictionary; it must have exactly one of `prompt` (text), `prompt_token_ids` (list of ids) and `prompt_embeds` (tensor)"
     )
 
 
 def _read_embeds(given: object) -> EmbedsPrompt:
-    """Return a tensor's numbers, in fp32: it holds every number of bf16 and fp16."""
+    """Convert a tensor to fp32, which represents all bf16 and fp16 values exactly."""
     detach = getattr(given, "detach", None)
     try:
         numbers = np.ascontiguousarray(
@@ -132,7 +133,7 @@ def _read_embeds(given: object) -> EmbedsPrompt:
         ) from None
     if numbers.ndim != 2 or not numbers.size:
         raise _bad(
-            f"a dictionary whose prompt_embeds has the shape {list(numbers.shape)}; it must be [tokens, width]"
+            f"a dictionary whose prompt_embeds has the shape {list(numbers.shape)}; it must be [num_tokens, width]"
         )
     return EmbedsPrompt("F32", numbers.shape[1], numbers.tobytes())
 
@@ -144,26 +145,26 @@ def _pack_ids(ids: Sequence[object], vocab_size: int) -> bytes:
 
 
 def read_token_ids(given: Sequence[object], vocab_size: int, name: str = "token_ids") -> list[int]:
-    """Return token ids of the vocabulary. Raises `RequestError` for the first that is none."""
+    """Validate token ids. Raises `RequestError` for the first invalid one."""
     ids = [token_id for token_id in given if isinstance(token_id, int)]
     if len(ids) < len(given):
-        stranger = next(token_id for token_id in given if not isinstance(token_id, int))
+        invalid = next(token_id for token_id in given if not isinstance(token_id, int))
         raise RequestError(
             ErrorCode.INVALID,
-            f"{name} holds {shown(stranger)}; token ids are whole numbers from 0 to {vocab_size - 1}.",
+            f"{name} contains {shown(invalid)}; token ids are integers from 0 to {vocab_size - 1}.",
             name,
         )
     check_token_ids(ids, vocab_size, name)
     return ids
 
 
-def _bad(what: str) -> RequestError:
-    return RequestError(ErrorCode.INVALID, f"The prompt is {what}.", "prompt")
+def _bad(problem: str) -> RequestError:
+    return RequestError(ErrorCode.INVALID, f"The prompt is {problem}.", "prompt")
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """How conversations become prompts."""
+    """Options for rendering conversations."""
 
     chat_template: str | None = None
     add_generation_prompt: bool = True
@@ -172,7 +173,7 @@ class ChatOptions:
     template_kwargs: Mapping[str, object] | None = None
 
     def read(self, messages: Conversation) -> ReadPrompt:
-        """Return one conversation as a prompt. Raises `RequestError`."""
+        """Convert a conversation to a prompt. Raises `RequestError`."""
         if not messages:
             raise RequestError(
                 ErrorCode.INVALID, "The conversation is empty; pass at least one message.", "messages"
@@ -181,7 +182,7 @@ class ChatOptions:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise RequestError(
                     ErrorCode.INVALID,
-                    f"The conversation holds {message!r}; a message looks like "
+                    f"The conversation contains {message!r}; a message has the form "
                     "{'role': 'user', 'content': 'Hello'}.",
                     "messages",
                 )
@@ -203,9 +204,9 @@ class ChatOptions:
 
 
 def read_params(given: SamplingParams) -> SamplingParams:
-    """Check the types of the fields, and accept a lone string for ``stop`` and ``bad_words``.
+    """Validate field types, and accept a single string for ``stop`` and ``bad_words``. Raises `RequestError`.
 
-    The values' ranges are checked where the request is submitted. Raises `RequestError`.
+    Ranges of values are checked when the request is submitted.
     """
     if not isinstance(given, SamplingParams):
         raise RequestError(
@@ -226,63 +227,63 @@ def read_params(given: SamplingParams) -> SamplingParams:
 
 
 _SHAPE = frozenset({"n", "output_kind", "detokenize", "logprobs", "prompt_logprobs", "logprob_token_ids"})
-"""Parameters that change what an answer consists of."""
+"""Parameters that change the structure of a response."""
 
 
 def params_by_name(settings: Mapping[str, object], output_kind: OutputKind) -> SamplingParams:
-    """Read what another server's protocol, whose answers are one text, brings beside a prompt.
+    """Parse sampling parameters of a protocol whose responses are a single text.
 
-    Raises `RequestError` for a name that is none, or asks for more than a text.
+    Raises `RequestError` for unknown parameters, and for those that change the structure of a response.
     """
     known = set(SamplingParams.__struct_fields__) - _SHAPE
-    if strange := sorted(set(settings) - known):
+    if unknown := sorted(set(settings) - known):
         allowed = ", ".join(sorted(known))
         raise RequestError(
-            ErrorCode.INVALID, f"{strange[0]} is no parameter here; there are {allowed}.", strange[0]
+            ErrorCode.INVALID,
+            f"{unknown[0]} is not a supported parameter; supported are {allowed}.",
+            unknown[0],
         )
     return read_params(SamplingParams(**settings, output_kind=output_kind))  # type: ignore[arg-type]
 
 
 def instance_by_name(instance: object, common: Mapping[str, object]) -> tuple[str, dict[str, object]]:
-    """Read a prompt as those protocols bring it, a text or ``{"prompt": …}`` with parameters beside it, over ``common`` ones.
+    """Parse a text, or ``{"prompt": …}`` with sampling parameters, which override ``common`` ones.
 
-    Raises `RequestError`.
+    Returns the prompt and the merged parameters. Raises `RequestError`.
     """
-    own = {"prompt": instance} if isinstance(instance, str) else instance
-    if not isinstance(own, dict) or not isinstance(own.get("prompt"), str):
-        raise _bad(
-            f"{shown(instance)}; send a text, or a mapping with `prompt` and sampling parameters beside it"
-        )
-    return own["prompt"], {**common, **{key: own[key] for key in own if key != "prompt"}}
+    fields = {"prompt": instance} if isinstance(instance, str) else instance
+    if not isinstance(fields, dict) or not isinstance(fields.get("prompt"), str):
+        raise _bad(f"{shown(instance)}; send a text, or an object with `prompt` and sampling parameters")
+    return fields["prompt"], {**common, **{key: fields[key] for key in fields if key != "prompt"}}
 
 
 def _check_sendable(name: str, value: object) -> None:
-    """Reject what no message can hold; wrong types are left to the conversion that follows."""
+    """Reject values that messages cannot encode; the later conversion rejects wrong types."""
     try:
         msgspec.msgpack.encode(value)
     except OverflowError:
         raise RequestError(
             ErrorCode.INVALID,
-            f"{name} holds a whole number that does not fit into 64 bits; pass a smaller one.",
+            f"{name} contains an integer that exceeds 64 bits; pass a smaller one.",
             name,
         ) from None
     except UnicodeEncodeError as error:
-        raise _half_pair(name, error) from None
+        raise _lone_surrogate(name, error) from None
     except TypeError:
         return
 
 
-def _reworded(words: str, values: Mapping[str, object]) -> str:
-    """Turn msgspec's ``… - at `$[3]` `` into the name of the field and its value."""
-    what, _, where = words.partition(" - at `$[")
-    index = where.split("]")[0]
+def _reworded(message: str, values: Mapping[str, object]) -> str:
+    """Replace msgspec's ``… - at `$[3]` `` by the field's name and value."""
+    problem, _, path = message.partition(" - at `$[")
+    index = path.split("]")[0]
     if not index.isdigit():
-        return words
+        return message
     name = list(values)[int(index)]
-    return f"{name} is {values[name]!r}: {what[:1].lower()}{what[1:]}."
+    return f"{name} is {values[name]!r}: {problem[:1].lower()}{problem[1:]}."
 
 
 def default_params(generation_defaults: Mapping[str, float | int]) -> SamplingParams:
-    """Return the parameters of a call that brings none: the model's own sampling defaults."""
+    """Return the model's default sampling parameters."""
     known = {field.name for field in msgspec.structs.fields(SamplingParams)}
     return SamplingParams(**{name: value for name, value in generation_defaults.items() if name in known})  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""``LLMEngine``: requests in, outputs by the step, for programs that drive an engine from a loop of their own.
+"""``LLMEngine``: step-wise API for programs that drive the engine from their own loop.
 
-The engine computes in its processes whether anybody asks or not; what `LLMEngine.step` gives is what has arrived since it was
-last called. No thread, and no event loop of the program's: messages are received while `step` waits.
+The engine processes compute continuously; `LLMEngine.step` returns the outputs that arrived since the last call. No thread and
+no running event loop are needed: `step` receives messages while it waits.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from quintet.wire.params import OutputKind, SamplingParams
 
 
 class LLMEngine:
-    """A model whose requests the caller keeps account of. The constructor blocks while the processes start.
+    """Engine with requests identified by the caller. The constructor blocks while the processes start.
 
-    Takes the arguments of `LLM`. Not for several threads, nor from within a running event loop: there, see `AsyncLLM`.
-    Close it with `shutdown`, as a context manager, or leave it to the program's end.
+    Takes the arguments of `LLM`. Not thread-safe, and not usable in a running event loop; use `AsyncLLM` there. Close it with
+    `shutdown` or as a context manager; otherwise it closes at exit.
     """
 
     def __init__(self, model: str | None = None, **flags: object) -> None:
@@ -38,7 +38,7 @@ class LLMEngine:
         self._mailbox = Mailbox()
         self._open: dict[str, tuple[Stream, Assembler]] = {}
         self._names: dict[int, str] = {}
-        """By the id of the stream."""
+        """Stream id -> request id."""
         self._shutdown = weakref.finalize(self, _shut_down, self._server, self._loop)
 
     def add_request(
@@ -49,16 +49,16 @@ class LLMEngine:
         *,
         priority: int = 0,
     ) -> None:
-        """Begin a request; its outputs come from `step`, in the form that ``output_kind`` asks for.
+        """Submit a request; `step` returns its outputs in the form of ``output_kind``.
 
-        Raises `RequestError` for a prompt or parameters that cannot be read, `ValueError` for an id that is in use and
-        `TypeError` for one that is no text. What is found wrong later comes as an output with ``error`` set.
+        Raises `RequestError` for an invalid prompt or invalid parameters, `ValueError` for an id in use, and `TypeError` for an
+        id that is not a string. Later errors are outputs with ``error`` set.
         """
         self._server.check()
         if not isinstance(request_id, str):
-            raise TypeError(f"request_id is {request_id!r}; it must be a text, as outputs repeat it")
+            raise TypeError(f"request_id is {request_id!r}; it must be a string")
         if request_id in self._open:
-            raise ValueError(f"request id {request_id!r} is in use by a request that has not ended")
+            raise ValueError(f"request id {request_id!r} is in use by an unfinished request")
         model = self._server.config.model
         read = read_prompt(prompt, model.vocab_size)
         chosen = params if params is not None else default_params(model.generation_defaults)
@@ -81,34 +81,34 @@ class LLMEngine:
         self._names[stream.request_id] = request_id
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
-        """End requests, of which nothing more will be told. Unknown ids are ignored."""
+        """Abort requests, without further outputs. Unknown ids are ignored."""
         for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if name in self._open:
                 stream = self._forget(name)
                 self._loop.run_until_complete(_close(stream))
 
     def get_num_unfinished_requests(self) -> int:
-        """Return how many requests have not ended, as far as `step` has told."""
+        """Return the number of requests whose last output `step` has not returned yet."""
         return len(self._open)
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has more to tell."""
+        """Return whether `step` has further outputs."""
         return bool(self._open)
 
     def step(self) -> list[RequestOutput]:
-        """Wait for the next step that brings news, and return the outputs of the requests that have some.
+        """Wait until outputs arrive, and return them.
 
-        Returns at once, with nothing, when no request is unfinished. Raises `EngineError` when the processes are gone.
+        Returns an empty list at once if there are no unfinished requests. Raises `EngineError` if the processes have failed.
         """
         while self._open:
             self._server.check()
-            outputs = self._loop.run_until_complete(self._news())
+            outputs = self._loop.run_until_complete(self._next_outputs())
             if outputs:
                 return outputs
         return []
 
     def shutdown(self) -> None:
-        """End the processes; the second call does nothing."""
+        """Stop the processes. Idempotent."""
         self._open.clear()
         self._shutdown()
 
@@ -120,12 +120,12 @@ class LLMEngine:
     ) -> None:
         self.shutdown()
 
-    async def _news(self) -> list[RequestOutput]:
+    async def _next_outputs(self) -> list[RequestOutput]:
         outputs: list[RequestOutput] = []
         for stream in await self._mailbox.wait():
             name = self._names.get(stream.request_id)
             if name is None:
-                continue  # aborted since
+                continue  # aborted meanwhile
             _, assembler = self._open[name]
             has_ended = stream.ended
             batch = stream.take()

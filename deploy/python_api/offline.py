@@ -1,7 +1,7 @@
-"""``LLM``, ``AsyncLLM`` and ``LLMEngine``: the engine inside a Python program, without HTTP.
+"""``LLM``, ``AsyncLLM`` and ``LLMEngine``: Python API without HTTP.
 
-They start the same processes as ``quintet serve`` and send them the same messages; this program takes the frontend's
-place. When it ends, in whatever way, the processes end.
+They start the processes of ``quintet serve``; the calling program acts as the frontend. The processes stop when the program
+ends, also after a crash.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ __all__ = [
 ]
 
 _WINDOW = 512
-"""Prompts taken from an iterator ahead of the oldest unfinished one, at least."""
+"""Minimum number of prompts read from an iterator ahead of the oldest unfinished one."""
 
 ResultT = TypeVar("ResultT")
 InputT = TypeVar("InputT")
@@ -87,17 +87,17 @@ OnError = Literal["raise", "return"]
 
 
 class LLM:
-    """A model to call from a program that is not asynchronous.
+    """Engine for synchronous programs.
 
-    ``model`` is a local folder or hub name (default: the small model that ships with Quintet); ``flags`` are those of
-    ``quintet serve``, spelled with underscores: ``LLM("Qwen/Qwen3-0.6B", max_model_len=4096)``. Raises `ConfigError`
-    for flags that cannot work, and `EngineError` when the processes cannot start.
+    ``model`` is a local folder or hub name (default: the toy model that ships with Quintet). ``flags`` are those of
+    ``quintet serve``, with underscores: ``LLM("Qwen/Qwen3-0.6B", max_model_len=4096)``. Raises `ConfigError` for invalid flags,
+    and `EngineError` if the processes cannot start.
 
-    Usable from several threads. Close it with `shutdown`, as a context manager, or leave it to the program's end.
+    Thread-safe. Close it with `shutdown` or as a context manager; otherwise it closes at exit.
     """
 
     def __init__(self, model: str | None = None, **flags: object) -> None:
-        # Nobody reads along: what matters is when the last output is there, not how evenly tokens come.
+        # Batch mode: optimize the completion time of the batch, not inter-token latency.
         batch = {"step_target_ms": 0, "scheduling_policy": "longest"}
         self._engine = LocalServer(options_of_call(model, batch | flags, "LLM(...)"))
         self._request_ids = itertools.count()
@@ -113,7 +113,7 @@ class LLM:
         return self._engine.config.model.vocab_size
 
     @overload
-    def generate(  # type: ignore[overload-overlap]  # a list is an iterable, answered with a list
+    def generate(  # type: ignore[overload-overlap]  # a list is an iterable, and returns a list
         self,
         prompts: PromptInput | Sequence[PromptInput],
         sampling_params: Params = None,
@@ -145,12 +145,12 @@ class LLM:
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Complete prompts: text, token ids, or ``{"prompt": …}`` / ``{"prompt_token_ids": …}``.
 
-        One prompt or a list gives a list of outputs, in order. Any other iterable (a generator, an open file) gives
-        an iterator that reads prompts only as far ahead as the engine needs, and may be endless.
+        One prompt or a list returns a list of outputs, in order. Any other iterable (a generator, an open file) returns an
+        iterator, which reads prompts only as far ahead as the engine needs; the iterable may be endless.
 
-        ``sampling_params`` and ``priority`` are one for all, or one per prompt; without parameters the model's own
-        defaults apply, and at most 16 tokens. A prompt that cannot be served raises its `RequestError`, and the rest is
-        dropped; with ``errors="return"`` its output has ``error`` set instead.
+        ``sampling_params`` and ``priority`` are one for all, or one per prompt. Without parameters, the model's defaults apply,
+        with at most 16 tokens. A failed prompt raises `RequestError` and cancels the others; with ``errors="return"``, its
+        output has ``error`` set instead.
         """
         vocab_size = self._engine.config.model.vocab_size
 
@@ -206,7 +206,7 @@ class LLM:
         priority: int | Iterable[int] = 0,
         errors: OnError = "raise",
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
-        """Answer one conversation (a list of messages) or several (a list of those, or an iterator); see `generate`."""
+        """Complete one conversation (a list of messages) or several (a list or iterator of them); see `generate`."""
         options = ChatOptions(
             chat_template, add_generation_prompt, continue_final_message, tools, chat_template_kwargs
         )
@@ -217,7 +217,7 @@ class LLM:
     def beam_search(
         self, prompts: PromptInput | Sequence[PromptInput], params: BeamSearchParams
     ) -> list[BeamSearchOutput]:
-        """Search for the likeliest answers to prompts as ``generate(num_beams=…)`` of transformers does; see `generate`."""
+        """Run beam search, equivalent to ``generate(num_beams=…)`` of transformers; see `generate`."""
         inputs = cast(Sequence[PromptInput], [prompts] if _is_one_prompt(prompts) else prompts)
         read = [read_prompt(each, self.vocab_size) for each in inputs]
         return self._wait(beam_search(self._engine, read, params))
@@ -234,7 +234,7 @@ class LLM:
         return self._wait(self._engine.queries.detokenize(ids))
 
     def shutdown(self) -> None:
-        """End the processes; the second call does nothing. Calls still running in other threads raise."""
+        """Stop the processes. Idempotent. Running calls in other threads raise `EngineError`."""
         self._shutdown()
 
     def __enter__(self) -> Self:
@@ -245,17 +245,17 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _wait(self, question: Coroutine[None, None, ResultT]) -> ResultT:
+    def _wait(self, coroutine: Coroutine[None, None, ResultT]) -> ResultT:
         try:
             self._engine.check()
         except EngineError:
-            question.close()
+            coroutine.close()
             raise
-        answer = asyncio.run_coroutine_threadsafe(question, self._loop)
+        answer = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         while not futures.wait([answer], LOOK_S).done and self._loop.is_running():
             pass
         if not answer.done() or answer.cancelled():
-            question.close()
+            coroutine.close()
             raise EngineError("this engine was shut down")
         return answer.result()
 
@@ -280,7 +280,7 @@ class LLM:
         jobs = self._jobs(inputs, read, params, priority, limit_gives_way)
         window = max(_WINDOW, 2 * self._engine.config.scheduler.max_num_seqs)
         gathered = Gather(self._engine, self._loop, jobs, window).outputs()
-        outputs = _told(gathered, total, use_tqdm, errors)
+        outputs = _with_progress(gathered, total, use_tqdm, errors)
         return outputs if total is None else list(outputs)
 
     def _jobs(
@@ -291,7 +291,7 @@ class LLM:
         priority: int | Iterable[int],
         limit_gives_way: bool,
     ) -> Iterator[CheckedPrompt | RequestOutput]:
-        """Read prompts and parameters one by one; what cannot be served becomes an output at once."""
+        """Parse prompts and parameters lazily; an invalid one becomes an output with an error."""
         config = self._engine.config
         priorities = itertools.repeat(priority) if isinstance(priority, int) else iter(priority)
         each = itertools.repeat(params) if isinstance(params, SamplingParams) else iter(params)
@@ -322,10 +322,10 @@ def _is_one_prompt(prompts: object) -> bool:
     return isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
 
 
-def _told(
+def _with_progress(
     outputs: Generator[RequestOutput, None, None], total: int | None, use_tqdm: bool, errors: OnError
 ) -> Iterator[RequestOutput]:
-    """Pass outputs on, with a progress bar, raising the error of the first that has one unless told to return it."""
+    """Yield outputs with a progress bar; raise the first error unless ``errors`` is "return"."""
     num_tokens = 0
     with contextlib.closing(outputs), tqdm(total=total, unit="prompt", disable=not use_tqdm) as bar:
         for output in outputs:
@@ -345,17 +345,17 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _shut_down(engine: LocalServer, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """End an `LLM`: fail what is in flight, stop the loop's thread, then the processes."""
+    """Shut down an `LLM`: fail requests in flight, stop the loop's thread, then the processes."""
 
     if not engine.is_ours:
         return
 
-    async def leave() -> None:
+    async def stop_loop() -> None:
         try:
             engine.abandon("The engine was shut down.")
         finally:
             engine.detach()
-            await asyncio.sleep(0)  # two turns, so that collectors pass the errors on
+            await asyncio.sleep(0)  # two iterations, so that collectors deliver the errors
             await asyncio.sleep(0)
             others = asyncio.all_tasks() - {asyncio.current_task()}
             for task in others:
@@ -363,10 +363,10 @@ def _shut_down(engine: LocalServer, loop: asyncio.AbstractEventLoop, thread: thr
             await asyncio.gather(*others, return_exceptions=True)
             loop.call_soon(loop.stop)
 
-    leaving = asyncio.run_coroutine_threadsafe(leave(), loop) if thread.is_alive() else None
+    stopping = asyncio.run_coroutine_threadsafe(stop_loop(), loop) if thread.is_alive() else None
     thread.join(5)
     engine.stop()
     if not loop.is_running():
         loop.close()
-    if leaving is not None and leaving.done():
-        leaving.result()
+    if stopping is not None and stopping.done():
+        stopping.result()

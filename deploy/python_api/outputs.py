@@ -1,4 +1,4 @@
-"""What the Python API returns. Names and shapes are those of vLLM, so that existing scripts work unchanged."""
+"""Output types of the Python API, with vLLM's names and shapes, so that existing scripts work unchanged."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Logprob:
 
 
 Position = dict[int, Logprob]
-"""By token id: the token itself first, then the most likely ones."""
+"""Token id -> log-probability: the sampled token first, then the most likely ones."""
 
 
 @dataclass(slots=True)
@@ -33,23 +33,23 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over the tokens, when log-probabilities were asked for."""
+    """Sum over the tokens, if log-probabilities were requested."""
     logprobs: list[Position] | None = None
-    """One per token, when asked for."""
+    """One per token, if requested."""
     finish_reason: str | None = None
-    """``stop``, ``length``, ``abort`` or ``error``; None while it goes on."""
+    """``stop``, ``length``, ``abort`` or ``error``; None while it is running."""
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it; None for the end-of-sequence token."""
+    """Stop string or stop token that matched; None for the end-of-sequence token."""
 
     @property
     def finished(self) -> bool:
-        """Whether it has ended."""
+        """Whether the output has ended."""
         return self.finish_reason is not None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When things happened, in seconds of ``time.monotonic()``; None for what has not."""
+    """Event times in seconds of ``time.monotonic()``; None for events that have not happened."""
 
     arrival_s: float
     scheduled_s: float | None
@@ -58,26 +58,26 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What became of one prompt so far."""
+    """Outputs of one prompt so far."""
 
     request_id: str
     prompt: str | None
-    """As given; None for prompts given as token ids or conversations."""
+    """Prompt text; None for token ids and conversations."""
     prompt_token_ids: list[int]
     prompt_logprobs: list[Position | None] | None
-    """One per prompt token (None for the first), when asked for."""
+    """One per prompt token (None for the first), if requested."""
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV was found in the prefix cache."""
+    """Prompt tokens with a prefix cache hit."""
     error: RequestError | None = None
-    """Why there is no output, under ``errors="return"``."""
+    """Error of a failed request, with ``errors="return"``."""
 
 
 @dataclass(slots=True)
-class _Growing:
-    """Everything received of one choice."""
+class _PartialChoice:
+    """Accumulated deltas of one choice."""
 
     output: CompletionOutput
     text: str = ""
@@ -87,7 +87,7 @@ class _Growing:
 
 
 class Assembler:
-    """Makes `RequestOutput` from the batches of one stream."""
+    """Assembles `RequestOutput` from the batches of one stream."""
 
     def __init__(self, request_id: str, prompt: str | None, stream: Stream) -> None:
         self._request_id = request_id
@@ -98,29 +98,31 @@ class Assembler:
         self._prompt_ids: list[int] = []
         self._prompt_logprobs: list[Position | None] | None = None
         self._num_cached = 0
-        self._choices = [_Growing(CompletionOutput(i, "", [])) for i in range(stream.submit.spec.params.n)]
+        self._choices = [
+            _PartialChoice(CompletionOutput(i, "", [])) for i in range(stream.submit.spec.params.n)
+        ]
 
     def start(self, started: Started) -> None:
-        """Note what is known once the prompt has been computed."""
+        """Store the results of prefill."""
         self._prompt_ids = list(unpack_i32(started.prompt_ids))
         self._num_cached = started.num_cached_tokens
         if started.prompt_logprobs is not None:
             self._prompt_logprobs = [None if p is None else read_position(p) for p in started.prompt_logprobs]
 
     def add(self, deltas: Sequence[Delta]) -> RequestOutput | None:
-        """Take what is new and return the next output of the kind asked for, or None when there is nothing to say."""
+        """Add deltas; return the next output of the requested kind, or None."""
         cumulative = self._kind is not OutputKind.DELTA
         for delta in deltas:
-            self._grow(self._choices[delta.choice], delta, cumulative)
+            self._append(self._choices[delta.choice], delta, cumulative)
         finished = self._stream.ended
         if self._kind is OutputKind.FINAL_ONLY:
             return self._output([c.output for c in self._choices], True) if finished else None
         if cumulative:
             return self._output([_copy(c.output) for c in self._choices], finished) if deltas else None
-        news = sorted(
+        changed = sorted(
             (self._choices[delta.choice].output for delta in deltas), key=lambda output: output.index
         )
-        return self._output([_copy(output) for output in news], finished) if news else None
+        return self._output([_copy(output) for output in changed], finished) if changed else None
 
     def failed(self, error: RequestError) -> RequestOutput:
         """Return the output of a request that ended with an error."""
@@ -130,7 +132,7 @@ class Assembler:
         output.error = error
         return output
 
-    def _grow(self, choice: _Growing, delta: Delta, cumulative: bool) -> None:
+    def _append(self, choice: _PartialChoice, delta: Delta, cumulative: bool) -> None:
         positions = [read_position(p) for p in delta.logprobs]
         if self._has_logprobs:
             choice.cumulative_logprob += sum(p.chosen.logprob for p in delta.logprobs)
@@ -167,12 +169,12 @@ class Assembler:
 
 
 def finish_word(finish: Finish) -> str:
-    """Return the word for why a choice ended."""
+    """Return the ``finish_reason`` of a choice."""
     return FinishReason(finish.reason).name.lower()
 
 
 def _copy(output: CompletionOutput) -> CompletionOutput:
-    """Return a snapshot that later growth does not change."""
+    """Return a copy that later deltas do not change."""
     return CompletionOutput(
         output.index,
         output.text,
@@ -185,6 +187,6 @@ def _copy(output: CompletionOutput) -> CompletionOutput:
 
 
 def read_position(position: PositionLogprobs) -> Position:
-    """Return one position as users have it."""
+    """Convert the log-probabilities of one position."""
     entries = {position.chosen.token_id: position.chosen} | {a.token_id: a for a in position.top}
     return {token_id: Logprob(a.logprob, a.rank, a.token) for token_id, a in entries.items()}

@@ -1,7 +1,7 @@
-"""Quintet: a serving engine for large language models, built as five kinds of process.
+"""Quintet: a serving engine for large language models with five kinds of process.
 
-The public Python API. The names load on first use, because every child process imports this package for its folder
-and must not pay for the others.
+Public Python API. Names are imported on first use, because every child process imports this package and needs only its own
+folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "StructuredOutputsParams",
 ]
 
-_HOMES = {
+_MODULES = {
     "LLM": "quintet.deploy.python_api.offline",
     "AsyncLLM": "quintet.deploy.python_api.offline",
     "BeamSearchOutput": "quintet.deploy.python_api.offline",
@@ -47,8 +47,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'quintet' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,4 +1,4 @@
-"""``python -m quintet``: the same as ``quintet``, for where the script is not on the path."""
+"""``python -m quintet``: same as the ``quintet`` command."""
 
 import sys
 

@@ -129,14 +129,14 @@ def test_one_change_at_a_time(server: World, capsys: pytest.CaptureFixture[str])
 
 def test_the_server_is_found_or_the_ones_there_are_named(server: World, tmp_path: Path) -> None:
     parent = server.run_dir.parent
-    with pytest.raises(ConfigError, match="no server of yours runs"):
+    with pytest.raises(ConfigError, match="no running server of this user"):
         find_server(tmp_path, None, None)
     with pytest.raises(ConfigError, match="is not the run folder of a running server"):
         find_server(parent, None, tmp_path)
     server.start(config=make_config(server.run_dir))
     server.expect("all_ready")
     assert find_server(parent, None, server.run_dir) == server.run_dir
-    with pytest.raises(ConfigError, match=rf"listens on port 70000; there are: .*{server.run_dir}"):
+    with pytest.raises(ConfigError, match=rf"listens on port 70000; running servers: .*{server.run_dir}"):
         find_server(parent, 70000, None)
 
 
@@ -154,7 +154,7 @@ def test_servers_of_other_versions_are_told_apart_too(tmp_path: Path) -> None:
             stack.callback(os.close, run_dirs.claim(folder))
             (folder / CONFIG_FILE).write_text(told[name])
         assert find_server(tmp_path, 2, None) == folders["newer"]
-        with pytest.raises(ConfigError, match=r"several servers run: port 2 .*, port 1 "):
+        with pytest.raises(ConfigError, match=r"several servers are running: port 2 .*, port 1 "):
             find_server(tmp_path, None, None)
 
 

@@ -21,7 +21,10 @@ from .model_folder import write_model, write_weights
 
 
 def test_help_teaches_every_command_without_loading_any(capsys: pytest.CaptureFixture[str]) -> None:
-    program = "import sys; from quintet.deploy import cli; cli.main([]); print([m for m in sys.modules if 'commands.' in m])"
+    program = (
+        "import sys; from quintet.deploy.cli.main import main; main([]); "
+        "print([m for m in sys.modules if 'deploy.cli.' in m and not m.endswith('main')])"
+    )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert all(name in answer.stdout for name in COMMANDS)
     assert answer.stdout.splitlines()[-1] == "[]"
@@ -37,7 +40,7 @@ def test_serve_help_shows_groups_and_examples(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="0"):
         main(["serve", "--help"])
     text = capsys.readouterr().out
-    for words in ("KV memory:", "scheduling:", "examples:", "--no-enable-prefix-caching", "SIGTERM"):
+    for words in ("KV cache:", "scheduling:", "examples:", "--no-enable-prefix-caching", "SIGTERM"):
         assert words in text
 
 
@@ -69,7 +72,7 @@ def test_plan_of_a_local_model(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert "5,000 parameters, 9.8 KiB on disk" in text
     assert "layers            2: RMS before; rotated; attention; gated silu" in text
-    assert "8 of full length (512 tokens) at once" in text
+    assert "8 of full length (512 tokens) fit" in text
 
 
 def test_plan_says_what_each_format_of_kv_buys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +136,7 @@ def test_requests_at_once_follow_a_small_step_budget_unless_set(
         plan = json.loads(capsys.readouterr().out)
         assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (64, 64)
         assert plan["notes"] == [
-            "max_num_seqs is 64, not 256: --max-num-batched-tokens is 64, and each request needs one a step"
+            "max_num_seqs is 64, not 256: each request needs one of --max-num-batched-tokens 64 per step"
         ]
     assert main(["plan", *model, "--max-num-batched-tokens", "64", "--max-num-seqs", "256"]) == 78
     assert "lower --max-num-seqs to 64" in capsys.readouterr().err
@@ -198,8 +201,8 @@ def test_the_folders_of_killed_servers_are_swept(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["serve", "--max-num-seq=4", "m"], "did you mean --max-num-seqs?"),
-        (["plan", "--modell-len", "4"], "'--modell-len' is not understood"),
-        (["serve", "one", "two"], "'two' is not understood"),
+        (["plan", "--modell-len", "4"], "unrecognized argument: --modell-len"),
+        (["serve", "one", "two"], "unrecognized argument: two"),
         (["serve", "--dtype", "int3"], "invalid choice: 'int3'"),
     ],
 )

@@ -88,7 +88,7 @@ def test_what_cannot_be_is_one_line(folder: Path, capsys: pytest.CaptureFixture[
     card = json.loads((folder / "config.json").read_bytes())
     section = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
     (folder / "config.json").write_text(json.dumps(card | {"quantization_config": section}))
-    assert "is quantized already" in refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
+    assert "is already quantized" in refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
     (folder / "config.json").write_text(json.dumps(card | {"model_type": "opt"}))
     assert "is not written as GGUF" in refused(capsys, folder, tmp_path / "b.gguf", "--format", "q4_0")
 

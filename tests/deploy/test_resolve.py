@@ -241,7 +241,7 @@ def test_swap_space_is_for_gpus_unless_asked_for() -> None:
     for asked, kind, words in (
         (-1, "torch", "at least 0"),
         (65, "torch", "64.0 GiB"),
-        (1, "mock", "drop it"),
+        (1, "mock", "drop the flag"),
     ):
         with pytest.raises(ConfigError, match=f"--swap-space.*{words}"):
             rules.derive_swap_bytes(asked, "cuda", kind, 64 * gib)

@@ -47,7 +47,7 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
     printed = capsys.readouterr().out
     has = "1 of 4 heads with 1 of 2 KV heads; 32 of 128 columns of feed-forwards; 25 of 100 logits"
     assert f"per rank          {has}\n" in printed
-    assert "for each of 4 ranks" in printed
+    assert "per rank (4 ranks)" in printed
     assert "executor ×1 of 4 ranks" in printed
     assert main([*words, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
@@ -57,18 +57,18 @@ def test_plan_says_what_each_rank_has(tmp_path: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("flags", "line"),
     [
-        ((), "32.0 MiB at most, for all layers"),
+        ((), "at most 32.0 MiB, for all layers"),
         (
             ("--tensor-parallel-size", "2"),
-            "64.0 MiB at most, for all layers: 32.0 MiB in each of 2 processes",
+            "at most 64.0 MiB, for all layers: 32.0 MiB in each of 2 processes",
         ),
         (
             ("--tensor-parallel-size", "2", "--pipeline-parallel-size", "2"),
-            "128.0 MiB at most, for all layers: 32.0 MiB in each of 4 processes",
+            "at most 128.0 MiB, for all layers: 32.0 MiB in each of 4 processes",
         ),
         (
             ("--tensor-parallel-size", "2", "--data-parallel-size", "2"),
-            "64.0 MiB at most, for all layers: 32.0 MiB in each of 2 processes, for each engine",
+            "at most 64.0 MiB, for all layers: 32.0 MiB in each of 2 processes, per engine",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_plan_says_who_keeps_kv_together(tmp_path: Path, capsys: pytest.CaptureF
     words = ["plan", str(write_model(tmp_path)), "--device", "cpu", "--load-format", "dummy"]
     flags = ["--tensor-parallel-size", "4", "--decode-context-parallel-size", "2"]
     assert main([*words, *flags]) == 0
-    assert "for each 2 of 4 ranks together" in capsys.readouterr().out
+    assert "per group of 2 (4 ranks)" in capsys.readouterr().out
     assert main([*words, *flags, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kv_ranks"] == 2
 
@@ -252,7 +252,7 @@ def test_leaves_follow_from_the_model(tmp_path: Path, changes: dict[str, Any], l
     ("size", "flags", "changes", "words"),
     [
         (3, {}, {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16, "intermediate_size": 96},
-         r"--tensor-parallel-size 3: .* 1 leaves, .* one branch per rank; valid sizes: 1$"),
+         r"--tensor-parallel-size 3: .* 1 leaves, one branch per rank; valid sizes: 1$"),
         (2, {}, {"architectures": ["MixtralForCausalLM"]}, "columns of experts .* add --enable-expert-parallel"),
         (1, {"executor": "mock"}, {}, "is supported on CPUs only, and not by the mock"),
     ],

@@ -578,18 +578,6 @@ def test_a_server_that_only_says_it_is_there_makes_no_progress() -> None:
     run(story())
 
 
-def test_old_names_of_router_flags_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
-    words = ["--engines-at", "http://a", "--engine-dns", "http://b", "--apart-from", "7"]
-    arguments = parser.parse_args(["route", *words])
-    assert (arguments.engine_dns, arguments.pd_min_tokens) == (["http://a", "http://b"], 7)
-    assert caplog.messages == [
-        "--engines-at is deprecated; use --engine-dns",
-        "--apart-from is deprecated; use --pd-min-tokens",
-    ]
-
-
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

@@ -190,3 +190,15 @@ def test_pages_of_all_origins_may_ask_a_router_unless_configured_otherwise() -> 
         parser.parse_args([*words, "--allowed-origins", "https://a", "--allowed-methods", '["GET"]'])
     )
     assert (named.allowed_origins, named.allowed_methods) == (["https://a"], ["GET"])
+
+
+def test_old_names_of_router_flags_are_accepted(caplog: pytest.LogCaptureFixture) -> None:
+    parser = argparse.ArgumentParser()
+    add_parser(parser.add_subparsers())
+    words = ["--engines-at", "http://a", "--engine-dns", "http://b", "--apart-from", "7"]
+    arguments = parser.parse_args(["route", *words])
+    assert (arguments.engine_dns, arguments.pd_min_tokens) == (["http://a", "http://b"], 7)
+    assert caplog.messages == [
+        "--engines-at is deprecated; use --engine-dns",
+        "--apart-from is deprecated; use --pd-min-tokens",
+    ]
