@@ -17,7 +17,7 @@ from quintet.deploy.config.flags import Options
 from quintet.deploy.config.gguf.endings import generation_of_gguf
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.source import locate_model
-from quintet.deploy.tools.quantize.target import check_apart, check_space, check_target, in_place_of
+from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target
 from quintet.executor.checkpoints.gguf.parts import read_parts
 from quintet.wire.config import ModelConfig
 from quintet.wire.errors import ConfigError
@@ -94,7 +94,7 @@ def _convert_gguf(file: Path, out: Path) -> None:
         folder = Folder(file, model, read_blocks, bar.update)
         bar.reset(folder.num_numbers)
         check_space(out, folder.num_bytes)
-        with in_place_of(out) as made:
+        with atomic_output(out) as made:
             shutil.copytree(model.tokenizer_path, made)
             _write_generation_config(model, made)
             folder.write(made)

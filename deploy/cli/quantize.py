@@ -17,7 +17,7 @@ from quintet.deploy.config.card import ModelFacts, read_facts
 from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.source import locate_model
 from quintet.deploy.tools.quantize.settings import MAX_CALIBRATION_TOKENS
-from quintet.deploy.tools.quantize.target import check_apart, check_space, check_target, in_place_of
+from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
 from quintet.executor.model_config.card import ModelCard
@@ -170,7 +170,7 @@ def _write_gguf(facts: ModelFacts, out: Path, mix: str) -> None:
     vocabulary = vocabulary_of(source, tokenizer_of(source))
     check_space(out, plan.num_bytes + _SPARE_BYTES)
     with (
-        in_place_of(out) as made,
+        atomic_output(out) as made,
         _bar(plan.num_numbers, mix) as bar,
     ):
         write_gguf(plan, made, vocabulary, bar.update)
@@ -189,7 +189,7 @@ def _write_folder(facts: ModelFacts, out: Path, name: str, calibration: str | No
     if calibration is not None:
         from quintet.deploy.tools.quantize.calibration import calibrate
 
-    with in_place_of(out) as made, _bar(plan.num_numbers, name) as bar:
+    with atomic_output(out) as made, _bar(plan.num_numbers, name) as bar:
         if calibration is not None:
             plan = calibrate(facts, plan, calibration, bar.update)
         write_compressed(plan, made, bar.update)

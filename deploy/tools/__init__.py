@@ -1,1 +1,1 @@
-"""Tools beside the server: quantization, load generation, replay, accounting of steps and memory."""
+"""Offline tools: quantization, load generation, replay, step and KV memory analysis."""

@@ -1,4 +1,4 @@
-"""What `quintet plan` says of KV that leaves an engine: to the disk, to a store, to other servers."""
+"""Disk KV cache, KV store and KV transfer in the output of `quintet plan`."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ Rows = list[tuple[str, str]]
 
 
 class KvDiskPlan(msgspec.Struct, frozen=True):
-    """What ``--kv-disk`` keeps, for each engine."""
+    """Disk KV cache of each engine."""
 
     folder: str
     size_bytes: int
     num_blocks: int
     staging_bytes: int
-    """Host memory that blocks are read into, at most."""
+    """Maximum host memory for reading blocks."""
     free_bytes: int
-    """What the disk has left."""
+    """Free disk space."""
 
 
 def disk_plan(config: EngineConfig) -> KvDiskPlan | None:
-    """Return what is kept on disk; None where nothing is."""
+    """Return the plan of the disk KV cache, or None."""
     disk = config.cache.disk
     if disk is None:
         return None
@@ -37,7 +37,7 @@ def disk_plan(config: EngineConfig) -> KvDiskPlan | None:
 
 
 def store_plan(config: EngineConfig) -> KvStoreConfig | None:
-    """Return what servers share, with the memory of all ranks together."""
+    """Return the KV store section with memory summed over ranks, or None."""
     store, parts = config.cache.store, config.cache.num_parts
     if store is None:
         return None
@@ -45,7 +45,7 @@ def store_plan(config: EngineConfig) -> KvStoreConfig | None:
 
 
 def peers_plan(config: EngineConfig) -> KvPeersConfig | None:
-    """Return what goes from server to server, likewise."""
+    """Return the KV transfer section with memory summed over ranks, or None."""
     peers, parts = config.cache.peers, config.cache.num_parts
     if peers is None:
         return None
@@ -56,7 +56,7 @@ def peers_plan(config: EngineConfig) -> KvPeersConfig | None:
 def rows_of(
     disk: KvDiskPlan | None, store: KvStoreConfig | None, peers: KvPeersConfig | None, block_size: int
 ) -> Rows:
-    """Return it for human eyes."""
+    """Return text rows: label, value."""
     return _disk_rows(disk, block_size) + _store_rows(store) + _peers_rows(peers)
 
 
@@ -64,8 +64,8 @@ def _disk_rows(disk: KvDiskPlan | None, block_size: int) -> Rows:
     if disk is None:
         return []
     words = (
-        f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {block_size} tokens, for each"
-        f" engine; {format_size(disk.free_bytes)} are free there; {format_size(disk.staging_bytes)} of memory to read into"
+        f"{format_size(disk.size_bytes)} in {disk.folder}: {disk.num_blocks:,} blocks of {block_size} tokens, per"
+        f" engine; {format_size(disk.free_bytes)} free on disk; {format_size(disk.staging_bytes)} of read buffers"
     )
     return [("KV on disk", words)]
 
@@ -73,9 +73,13 @@ def _disk_rows(disk: KvDiskPlan | None, block_size: int) -> Rows:
 def _store_rows(store: KvStoreConfig | None) -> Rows:
     if store is None:
         return []
-    bound = f"{format_size(store.size_bytes)} of all servers" if store.size_bytes else "bounded by its owner"
+    bound = (
+        f"{format_size(store.size_bytes)} for all servers"
+        if store.size_bytes
+        else "size limited by the storage"
+    )
     memory = format_size(store.staging_bytes + store.waiting_bytes)
-    return [("KV shared", f"{store.url}, {bound}; {memory} of memory for each engine")]
+    return [("KV store", f"{store.url}, {bound}; {memory} of memory per engine")]
 
 
 def _peers_rows(peers: KvPeersConfig | None) -> Rows:
@@ -83,9 +87,7 @@ def _peers_rows(peers: KvPeersConfig | None) -> Rows:
         return []
     words: list[str] = [peers.role]
     if peers.listen:
-        words.append(
-            f"offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory for each engine"
-        )
+        words.append(f"offered at {peers.listen}, in {format_size(peers.offered_bytes)} of memory per engine")
     if peers.allowed:
         words.append(f"fetched from {', '.join(peers.allowed)} into {format_size(peers.staging_bytes)}")
-    return [("KV of others", "; ".join(words))]
+    return [("KV transfer", "; ".join(words))]

@@ -1,7 +1,7 @@
-"""What the spans of all processes say about a step: how long each thing takes, and how much of it nobody waits for.
+"""Analysis of trace spans: time per step and process, and its overlap with the executor's computation.
 
-A step is the time from the moment the executor begins one plan to the moment it begins the next. Knows nothing of how
-spans are recorded (``process/trace.py``) or drawn (``bench/timeline``).
+A step lasts from the start of one plan in the executor to the start of the next. ``process/trace.py`` records spans,
+``bench/timeline`` draws them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quintet.process.trace import SPANS, SUFFIX, Trace, read_trace
 from quintet.wire.errors import ConfigError
 
 COMPUTE = ("tables", "arrays", "layers", "logits", "sampling")
-"""Spans in which the executor works on a step: what everything else should hide behind."""
+"""Spans in which the executor computes, and with which all other work should overlap."""
 WAITING = ("wait", "bubble")
-"""Spans in which a process of an executor has nothing to do."""
+"""Spans in which an executor process is idle."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -32,13 +32,13 @@ class Bar:
     begin_ns: int
     end_ns: int
     process: str
-    """``executor-0``; of an executor that is several processes, the others ``executor-0 stage 1``, ``executor-0 rank 3``."""
+    """``executor-0``; further processes of an executor are ``executor-0 stage 1``, ``executor-0 rank 3``."""
     name: str
     number: int
 
     @property
     def role(self) -> str:
-        """The kind of process; of an executor's others which one it is."""
+        """Process role; ``stage 1`` or ``rank 3`` for further processes of an executor."""
         slot, _, part = self.process.partition(" ")
         return part or slot.rpartition("-")[0]
 
@@ -50,55 +50,55 @@ class Step:
     number: int
     begin_ns: int
     end_ns: int
-    """When the next one began."""
+    """Start of the next step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the account."""
+    """Time of one kind of span."""
 
     role: str
     name: str
     ms: float
-    """Median per step, all spans of this name in the step together."""
+    """Median per step, summed over all spans of this name in the step."""
     share: float
-    """Of the median step."""
+    """Share of the median step."""
     hidden: float
-    """Share of its time during which the executor works on a step, so that nobody waits for it."""
+    """Share of its time that overlaps with computation of the executor."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessPart:
-    """What one process of an executor that is several did from the first of the steps to the last."""
+    """Utilization of one process of an executor with several processes."""
 
     process: str
     computed: float
-    """Share of that time."""
+    """Share of time spent computing."""
     waited: float
-    """Likewise, for another stage, or for something to do: the bubble."""
+    """Share of time waiting for another stage or for work: the bubble."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepAccount:
-    """A step in numbers."""
+    """Step analysis of a trace."""
 
     num_steps: int
     step_ms: float
     rows: list[Row]
     parts: list[ProcessPart]
-    """Of an executor that is one process none."""
+    """Empty for an executor with one process."""
     all_s: float
-    """From the first step's beginning to the last one's end."""
+    """Duration of all steps."""
 
     def text(self) -> str:
-        """Lay it out as a table."""
+        """Format as a table."""
         lines = [
             f"step: {self.step_ms:.3f} ms (median of {self.num_steps})",
-            f"{'process':<12} {'span':<11} {'ms a step':>10} {'share':>8} {'while the executor works':>25}",
+            f"{'process':<12} {'span':<11} {'ms per step':>11} {'share':>8} {'overlap with computation':>25}",
         ]
         for row in self.rows:
-            beside = f"{row.hidden:.0%}" if row.role != "executor" else ""
-            lines.append(f"{row.role:<12} {row.name:<11} {row.ms:>10.3f} {row.share:>8.2%} {beside:>25}")
+            overlap = f"{row.hidden:.0%}" if row.role != "executor" else ""
+            lines.append(f"{row.role:<12} {row.name:<11} {row.ms:>11.3f} {row.share:>8.2%} {overlap:>25}")
         if self.parts:
             lines.append(f"\n{f'of {self.all_s:.3f} s':<24} {'computed':>10} {'waited':>8}")
         lines += [f"{part.process:<24} {part.computed:>10.1%} {part.waited:>8.1%}" for part in self.parts]
@@ -106,21 +106,21 @@ class StepAccount:
 
 
 def read_folder(folder: Path) -> list[Trace]:
-    """Read the traces that the processes of a server left in ``folder``."""
+    """Read the traces of a server's processes. Raises `ConfigError`."""
     paths = sorted(folder.glob(f"*{SUFFIX}"))
     if not paths:
         raise ConfigError(
-            f"{folder} holds no *{SUFFIX} files; start the server with --trace {folder}, and stop it first: "
-            "the processes write as they end"
+            f"{folder} contains no *{SUFFIX} files; run the server with --trace {folder}, and stop it: processes write their "
+            "traces at exit"
         )
     try:
         return [read_trace(path) for path in paths]
     except msgspec.MsgspecError as error:
-        raise ConfigError(f"{folder} holds a file that is no trace of this version: {error}") from None
+        raise ConfigError(f"{folder} contains a file that is not a trace of this version: {error}") from None
 
 
 def bars_of(trace: Trace) -> list[Bar]:
-    """Return every span of a trace, in the order of their beginnings."""
+    """Return all spans of a trace, sorted by start time."""
     titles = {e.pid: str(e.args["name"]) for e in trace.traceEvents if e.name == "process_name"}
     return sorted(
         Bar(
@@ -136,7 +136,7 @@ def bars_of(trace: Trace) -> list[Bar]:
 
 
 def steps_of(bars: Sequence[Bar]) -> list[Step]:
-    """Return the executor's steps that another one followed, in order."""
+    """Return the executor's steps that are directly followed by another one, in order."""
     begins = [(bar.number, bar.end_ns) for bar in bars if bar.role == "executor" and bar.name == "wait"]
     return [
         Step(number, begin, following)
@@ -146,9 +146,11 @@ def steps_of(bars: Sequence[Bar]) -> list[Step]:
 
 
 def account(bars: Sequence[Bar], steps: Sequence[Step]) -> StepAccount:
-    """Take the account of ``steps``. A span belongs to the step in which it began."""
+    """Analyze ``steps``. A span belongs to the step in which it starts. Raises `ConfigError`."""
     if not steps:
-        raise ConfigError("the trace holds no two steps in a row: send the server some requests first")
+        raise ConfigError(
+            "the trace contains no two consecutive steps: send requests to the server before it stops"
+        )
     computing = _overlap_with([b for b in bars if b.role == "executor" and b.name in COMPUTE])
     begins = [step.begin_ns for step in steps]
     spent: dict[tuple[str, str], list[int]] = defaultdict(lambda: [0] * len(steps))
@@ -175,7 +177,7 @@ def account(bars: Sequence[Bar], steps: Sequence[Step]) -> StepAccount:
 
 
 def _parts(bars: Sequence[Bar], begin_ns: int, end_ns: int) -> list[ProcessPart]:
-    """Return what the processes of an executor that is several did between two moments."""
+    """Return the utilization of an executor's processes; empty for a single process."""
     parts = sorted({bar.process for bar in bars if bar.role == "executor" or " " in bar.process})
     if len(parts) == sum(" " not in process for process in parts):
         return []
@@ -192,7 +194,7 @@ def _parts(bars: Sequence[Bar], begin_ns: int, end_ns: int) -> list[ProcessPart]
 
 
 def _overlap_with(busy: Sequence[Bar]) -> Callable[[Bar], int]:
-    """Return a function that says how many nanoseconds of a bar fall into ``busy`` (sorted, disjoint)."""
+    """Return a function that computes the overlap in ns of a bar with ``busy`` (sorted, disjoint)."""
     ends = [bar.end_ns for bar in busy]
 
     def overlap(bar: Bar) -> int:

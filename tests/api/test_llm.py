@@ -163,8 +163,8 @@ def test_chat_takes_one_conversation_or_several(llm: LLM) -> None:
         ({"prompt": "x", "prompt_token_ids": [1]}, "one of"),
         (b"bytes", "bytes"),
         (list(range(5, 905)), "512"),
-        ("half a pair \ud83d", "at character 12, half of a surrogate pair"),
-        ({"prompt": "x", "cache_salt": "\ud83d"}, "cache_salt holds"),
+        ("half a pair \ud83d", "at character 12"),
+        ({"prompt": "x", "cache_salt": "\ud83d"}, "cache_salt contains"),
     ],
 )
 def test_prompts_that_cannot_be_served_say_why(llm: LLM, prompt: Any, words: str) -> None:
@@ -195,15 +195,15 @@ def test_texts_and_numbers_that_no_message_holds_are_refused(llm: LLM) -> None:
     def conversation(text: object) -> list[dict[str, object]]:
         return [{"role": "user", "content": text}]
 
-    with pytest.raises(RequestError, match=r"messages holds .* at character 2, half of a surrogate pair"):
+    with pytest.raises(RequestError, match=r"messages contains the lone surrogate .* at character 2"):
         llm.chat(conversation("ab\ud83d"), GREEDY, use_tqdm=False)
-    with pytest.raises(RequestError, match="messages cannot be written as JSON"):
+    with pytest.raises(RequestError, match="messages cannot be encoded as JSON"):
         llm.chat(conversation(object()), GREEDY, use_tqdm=False)
-    with pytest.raises(RequestError, match="text holds"):
+    with pytest.raises(RequestError, match="text contains"):
         llm.encode("\ud83d")
     for token_id in (-1, 10**30, "x"):
         with pytest.raises(
-            RequestError, match=f"token_ids holds .*{token_id!r}; .*(between 0 and|from 0 to) "
+            RequestError, match=f"token_ids (holds|contains) .*{token_id!r}; .*(between 0 and|from 0 to) "
         ):
             llm.decode([token_id])  # type: ignore[list-item]
     with pytest.raises(RequestError, match="priority"):
@@ -244,7 +244,7 @@ def test_progress_is_shown_on_request(llm: LLM, capsys: pytest.CaptureFixture[st
 def test_flags_are_checked_before_anything_starts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'max_model_len'"):
         LLM(max_model_length=5)
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match="folder not found"):
         LLM(str(tmp_path / "nothing"))
 
 
@@ -281,9 +281,9 @@ def test_a_lost_engine_is_an_error_not_a_hang() -> None:
             iter(["a"] * 4), SamplingParams(max_tokens=300, ignore_eos=True), use_tqdm=False
         )
         llm._engine._supervisor.process.kill()
-        with pytest.raises((RequestError, EngineError), match="gone"):
+        with pytest.raises((RequestError, EngineError), match="stopped"):
             next(outputs)
-        with pytest.raises(EngineError, match="gone"):
+        with pytest.raises(EngineError, match="stopped"):
             llm.generate("b", use_tqdm=False)
 
 

@@ -138,7 +138,7 @@ def test_a_request_is_answered_in_one_piece_or_many_and_ends_once(model: Any) ->
     [
         ("nonsense", "sampling is no JSON"),
         ("[1]", "send a mapping"),
-        ('{"beams": 2}', "beams is no parameter here"),
+        ('{"beams": 2}', "beams is not a supported parameter"),
         ('{"temperature": -1}', "temperature"),
     ],
 )

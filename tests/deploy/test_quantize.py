@@ -62,7 +62,7 @@ def test_a_file_is_written_once_and_whole(folder: Path, capsys: pytest.CaptureFi
         "Q6_K",
         "Q8_0",
     }  # the last of downs, whose 640 inputs are no blocks of 256
-    assert "is there already" in refused(capsys, folder, out, "--format", "q4_k_m")
+    assert "already exists" in refused(capsys, folder, out, "--format", "q4_k_m")
     assert quantize(folder, out, "--format", "q8_0", "--overwrite") == 0
     assert out.read_bytes() != written
     assert sorted(path.name for path in folder.parent.iterdir()) == ["model", "out.gguf"]
@@ -128,7 +128,7 @@ def test_a_former_folder_is_there_again_when_its_successor_cannot_be(
     def fails(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    with pytest.raises(ConfigError, match="Input/output error"), target.in_place_of(out) as made:
+    with pytest.raises(ConfigError, match="Input/output error"), target.atomic_output(out) as made:
         made.mkdir()
         monkeypatch.setattr(target.os, "replace", fails)
     assert (out / "config.json").read_text() == "former"

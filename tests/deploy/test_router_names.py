@@ -86,7 +86,7 @@ def test_the_watch_takes_over_who_comes_and_who_goes() -> None:
     ("url", "complaint"),
     [
         ("https://pods:8000", "it must be http"),
-        ("ftp://pods", "--engine-dns: 'ftp://pods' is no address of a server; it must look like"),
+        ("ftp://pods", "--engine-dns: 'ftp://pods' is not a server URL; it must have the form"),
         ("http://10.0.0..5:8000", "its host cannot be"),
     ],
 )

@@ -104,6 +104,6 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert "is for GGUF files" in refused(tmp_path, tmp_path.parent / "out")
     (tmp_path / "there").mkdir()
     (tmp_path / "there/config.json").write_text(json.dumps({}))
-    assert "is there already" in refused(file, tmp_path / "there")
-    assert "name another place" in refused(file, tmp_path, "--overwrite") and file.exists()
+    assert "already exists" in refused(file, tmp_path / "there")
+    assert "choose another path" in refused(file, tmp_path, "--overwrite") and file.exists()
     assert "--overwrite is for OUT" in refused(tmp_path, "--overwrite")

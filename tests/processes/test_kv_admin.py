@@ -63,7 +63,7 @@ def test_a_prefix_is_carried_to_another_server(server: Server, tmp_path: Path) -
     file = tmp_path / "prompt.kv"
     text, _ = ask(server)
     export(server, file)
-    assert "is there already" in admin(server, "kv", "export", str(file), "--prompt", PROMPT).stderr
+    assert "already exists" in admin(server, "kv", "export", str(file), "--prompt", PROMPT).stderr
     with serve(*FLAGS, "--kv-disk", str(tmp_path / "kv"), "--kv-disk-size", "16MiB") as other:
         brought = admin(other, "kv", "import", str(file))
         assert brought.returncode == 0 and " 0 were damaged" in brought.stdout, brought.stderr

@@ -74,7 +74,7 @@ def test_every_process_does_the_same_again(
         assert "all equal" in said
         assert " 0 frames out" not in said
     assert main(["replay", str(folder), "frontend-0.1"]) == 2
-    assert "cannot be played to" in capsys.readouterr().err
+    assert "cannot be replayed" in capsys.readouterr().err
     again = [sys.executable, "-m", "quintet.deploy.cli.main", "serve", "--port", "0", "--record", str(folder)]
     assert subprocess.run(again, capture_output=True, check=False).returncode == 78
     if executor == "mock":
@@ -101,7 +101,7 @@ def _begin_in_the_middle(folder: Path, wrapped: Path, monkeypatch: pytest.Monkey
     assert account.difference is None
     assert 0 < account.num_turns < num_turns["detokenizer-0.1"]
     assert account.num_sent > 10
-    with pytest.raises(RecordingError, match="segments of the recording are gone"):
+    with pytest.raises(RecordingError, match="segments of the recording were overwritten"):
         replay(open_recording(wrapped, "core-0.1"))
 
 

@@ -1,5 +1,5 @@
-"""A light client that loads any OpenAI-compatible endpoint and measures it.
+"""Light-weight load client for OpenAI-compatible endpoints.
 
-Made to share two cores with the server it measures: its HTTP/1.1 is read by httptools, one time stamp per socket read, JSON only
-for the first and last frames of a stream. It knows nothing of Quintet's processes and measures a rival just the same.
+Designed to share two cores with the measured server: httptools parses HTTP/1.1, each socket read has one time stamp, and only
+the first and last frames of a stream are parsed as JSON. Independent of Quintet's processes.
 """

@@ -1,6 +1,6 @@
-"""HTTP/1.1 over asyncio, only what loading a server needs: keep-alive, one request at a time. httptools reads the answers.
+"""Minimal HTTP/1.1 client over asyncio: keep-alive, one request at a time. httptools parses responses.
 
-It knows nothing of what the bodies mean; a streamed body goes to a `Sink` piece by piece as it arrives.
+A streamed body is passed to a `Sink` in chunks as it arrives.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import httptools
 
 
 class Sink(Protocol):
-    """Takes a streamed body."""
+    """Receiver of a streamed body."""
 
     def feed(self, payload: bytes, now_s: float) -> None:
-        """Take the next piece, which arrived at ``now_s`` (`time.perf_counter`)."""
+        """Process the next chunk, received at ``now_s`` (`time.perf_counter`)."""
 
 
 class BadUrl(ValueError):
-    """The address of the server cannot be used; the message says why."""
+    """The server URL is invalid; the message contains the reason."""
 
 
 class ProtocolError(ConnectionError):
@@ -33,7 +33,7 @@ class ProtocolError(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where to connect, and what to send along with every request."""
+    """Server address, and headers of every request."""
 
     host: str
     port: int
@@ -45,20 +45,20 @@ class Target:
     def parse(
         cls, base_url: str, api_key: str | None = None, headers: Mapping[str, str] | None = None
     ) -> Target:
-        """Read ``http://host:port/prefix``; a trailing ``/v1`` is dropped, because endpoints bring their own."""
+        """Parse ``http://host:port/prefix``; a trailing ``/v1`` is removed, because endpoints contain it."""
         url = urlsplit(base_url if "://" in base_url else f"http://{base_url}")
         if url.scheme not in {"http", "https"} or not url.hostname:
-            raise BadUrl(f"{base_url!r} is no address of a server; it must look like http://127.0.0.1:8000")
+            raise BadUrl(f"{base_url!r} is not a server URL; it must have the form http://127.0.0.1:8000")
         try:
             port = url.port
         except ValueError as error:
-            raise BadUrl(f"{base_url!r} is no address of a server: {error}") from None
+            raise BadUrl(f"{base_url!r} is not a server URL: {error}") from None
         tls = url.scheme == "https"
-        sent = dict(headers or {})
+        all_headers = dict(headers or {})
         if api_key:
-            sent["Authorization"] = f"Bearer {api_key}"
+            all_headers["Authorization"] = f"Bearer {api_key}"
         prefix = url.path.rstrip("/").removesuffix("/v1")
-        return cls(url.hostname, port or (443 if tls else 80), tls, prefix, tuple(sent.items()))
+        return cls(url.hostname, port or (443 if tls else 80), tls, prefix, tuple(all_headers.items()))
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """Return a whole request as bytes."""
@@ -72,11 +72,11 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """The end of an exchange."""
+    """A response."""
 
     status: int
     body: bytes
-    """Whole, unless it went to a sink."""
+    """The body, unless it went to a sink."""
 
 
 class Connection(asyncio.Protocol):
@@ -86,14 +86,14 @@ class Connection(asyncio.Protocol):
         self._loop = loop
         self._transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
-        """Of the answer that is awaited. It calls the methods ``on_…``, nested in `data_received`."""
+        """Parser of the current response. Calls the ``on_…`` methods, nested in `data_received`."""
         self._status = 0
         self._sink: Sink | None = None
         self._on_head: Callable[[], None] | None = None
         self.headers: list[tuple[bytes, bytes]] = []
-        """Of the newest answer, names in lower case."""
+        """Headers of the latest response, with lower-case names."""
         self._body: list[bytes] = []
-        """What arrived and is not at the sink."""
+        """Received chunks that were not passed to the sink."""
         self._streaming = False
         self._has_length = False
         self._has_head = False
@@ -102,19 +102,18 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[HttpAnswer] | None = None
         self.num_exchanges = 0
         self.heard = False
-        """Whether any byte of the current answer has arrived."""
+        """Whether any byte of the current response has arrived."""
         self.lost: asyncio.Future[None] = loop.create_future()
-        """Done when the transport is gone."""
+        """Done when the connection is closed."""
 
     def send(
         self, request: bytes, sink: Sink | None = None, on_head: Callable[[], None] | None = None
     ) -> asyncio.Future[HttpAnswer]:
-        """Send a request and return the future of its answer; the body of a 200 event stream goes to ``sink``.
+        """Send a request and return the future of its response; the body of a 200 event stream goes to ``sink``.
 
-        ``on_head`` is called before that, when the headers have come. The future raises `ConnectionError` when the connection
-        breaks first.
+        ``on_head`` is called when the headers have arrived. The future raises `ConnectionError` if the connection breaks.
         """
-        assert self._transport is not None and self._done is None, "one exchange at a time"
+        assert self._transport is not None and self._done is None, "one request at a time"
         self._parser = httptools.HttpResponseParser(self)
         self._sink, self._body, self.heard = sink, [], False
         self._on_head, self.headers = on_head, []
@@ -125,16 +124,16 @@ class Connection(asyncio.Protocol):
 
     @property
     def status(self) -> int:
-        """Of the newest answer whose headers have come."""
+        """Status of the latest response with complete headers."""
         return self._status
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the body of the current answer goes to the sink."""
+        """Whether the body of the current response goes to the sink."""
         return self._streaming
 
     def pause(self, is_full: bool) -> None:
-        """Read no more for the time being, or go on: whoever takes the answer is slower than whoever sends it."""
+        """Pause or resume reading (backpressure): the receiver is slower than the sender."""
         if self._transport is not None and self._transport.is_reading() == is_full:
             (self._transport.pause_reading if is_full else self._transport.resume_reading)()
 
@@ -149,18 +148,18 @@ class Connection(asyncio.Protocol):
         )
 
     def close(self) -> None:
-        """Close now; a pending exchange is broken."""
+        """Close immediately; a pending request fails."""
         if self._transport is not None:
             self._transport.abort()
 
     # --- called by the loop ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
+        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's do not inherit from asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The peer closed: the end of a body without a length, or a broken exchange."""
+        """Handle a closed connection: end of a body without length, or failure of the request."""
         self._transport = None
         if not self.lost.done():
             self.lost.set_result(None)
@@ -169,15 +168,15 @@ class Connection(asyncio.Protocol):
         if self._has_head and not self._has_length and exc is None:
             self._complete()
             return
-        where = "in the middle of its answer" if self.heard else "before it answered"
-        self._break(ConnectionResetError(f"the server closed the connection {where}"))
+        phase = "during the response" if self.heard else "before a response"
+        self._break(ConnectionResetError(f"the server closed the connection {phase}"))
 
     def data_received(self, data: bytes) -> None:
-        """Take what arrived."""
+        """Parse received bytes."""
         now_s = time.perf_counter()
         parser = self._parser
         if parser is None:
-            self._keep = False  # nobody asked
+            self._keep = False  # unsolicited data
             return
         self.heard = True
         error: Exception | None = None
@@ -192,22 +191,22 @@ class Connection(asyncio.Protocol):
             self._keep = self._keep and error is None
             self._complete()
         elif error is not None:
-            words = f"the peer does not speak HTTP/1.1: {error}; it sent {data[:60]!r}"
-            self._break(ProtocolError(words))
+            message = f"the peer does not speak HTTP/1.1: {error}; it sent {data[:60]!r}"
+            self._break(ProtocolError(message))
             self.close()
 
     # --- called by the parser ---
 
     def on_message_begin(self) -> None:
-        """An answer begins."""
+        """Handle the start of a response."""
         if self._is_whole:
-            self._keep = False  # one more than was asked for
+            self._keep = False  # unsolicited response
             return
         self._streaming = self._has_length = self._has_head = False
         self.headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header of it."""
+        """Handle a header."""
         name = name.lower()
         self.headers.append((name, value))
         if name == b"content-type":
@@ -216,7 +215,7 @@ class Connection(asyncio.Protocol):
             self._has_length = True
 
     def on_headers_complete(self) -> None:
-        """Its headers are whole."""
+        """Handle the end of the headers."""
         if self._is_whole:
             return
         assert self._parser is not None
@@ -226,33 +225,33 @@ class Connection(asyncio.Protocol):
             self._on_head()
 
     def on_body(self, piece: bytes) -> None:
-        """A piece of its body, without the framing."""
+        """Handle a chunk of the body, without framing."""
         if not self._is_whole:
             self._body.append(piece)
 
     def on_message_complete(self) -> None:
-        """It is whole, unless it only said that the answer will come."""
+        """Handle the end of a response; 1xx responses are informational."""
         if self._status < 200:
             self._has_head = False
         elif not self._is_whole:
             assert self._parser is not None
             self._is_whole, self._keep = True, self._parser.should_keep_alive()
 
-    # --- the end of an exchange ---
+    # --- end of a request ---
 
     def _complete(self) -> None:
         done, self._done = self._done, None
-        self._rest()
+        self._reset()
         if done is not None and not done.done():
             done.set_result(HttpAnswer(self._status, b"".join(self._body)))
 
     def _break(self, error: ConnectionError) -> None:
         done, self._done, self._keep = self._done, None, False
-        self._rest()
+        self._reset()
         if done is not None and not done.done():
             done.set_exception(error)
 
-    def _rest(self) -> None:
+    def _reset(self) -> None:
         self._parser = None
         self._streaming = self._has_length = self._has_head = self._is_whole = False
 
@@ -268,10 +267,10 @@ class Pool:
         self._tls = ssl.create_default_context() if target.tls else None
 
     async def exchange(self, request: bytes, sink: Sink | None = None) -> HttpAnswer:
-        """Send one request over an idle or new connection and return the answer.
+        """Send a request over an idle or new connection and return the response.
 
-        A request that dies unanswered on a connection the server had kept alive was never served: it is sent once more
-        over a new connection. Raises `ConnectionError` or `OSError` when the server cannot be reached or breaks off.
+        Retries on a new connection if a reused keep-alive connection closes without a response. Raises `ConnectionError` or
+        `OSError`.
         """
         while True:
             connection = self._take_idle() or await self._connect()
@@ -292,7 +291,7 @@ class Pool:
             return answer
 
     async def close(self) -> None:
-        """Close every connection and wait until they are gone."""
+        """Close all connections, and wait for it."""
         self._idle.clear()
         for connection in self._open:
             connection.close()

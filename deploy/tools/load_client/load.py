@@ -1,4 +1,4 @@
-"""Runs a load: sends the requests at a fixed concurrency or at given arrival times, and keeps what became of each."""
+"""Runs a load: sends requests with fixed concurrency or at given arrival times, and collects the outcomes."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ from quintet.deploy.tools.load_client.tally import Chunk, StreamTally
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One run."""
+    """Parameters of one run."""
 
     target: Target
     path: str
     bodies: Sequence[bytes]
     concurrency: int | None = None
-    """Requests in flight at most; None for no limit."""
+    """Maximum number of requests in flight; None for no limit."""
     arrivals_s: Sequence[float] | None = None
-    """When each request is due, from the start; None sends as fast as ``concurrency`` allows."""
+    """Arrival time of each request in seconds from the start; None: limited by ``concurrency`` only."""
     timeout_s: float = 600.0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of one request. Times are `time.perf_counter` seconds."""
+    """Outcome of one request. Times are `time.perf_counter` seconds."""
 
     due_s: float
     start_s: float
     end_s: float
     tally: StreamTally
     failure: str | None = None
-    """The kind of failure, for counting; None when the stream came whole."""
+    """Failure category; None if the stream was complete."""
     message: str = ""
 
 
 @dataclass(slots=True, repr=False)
 class Run:
-    """A finished load. Without a repr: asyncio.Runner makes one of its task's result, in passing."""
+    """A finished run. Without repr, because asyncio.Runner formats the task's result."""
 
     start_s: float
     end_s: float
@@ -52,9 +52,9 @@ class Run:
 
 
 def run_load(load: Load, on_outcome: Callable[[Outcome], None] | None = None) -> Run:
-    """Send every request of ``load`` and wait for the last; ``on_outcome`` hears of each as it ends.
+    """Send all requests of ``load`` and wait for them; call ``on_outcome`` for each finished one.
 
-    Failures are outcomes, not exceptions. Ctrl-C breaks off what is in flight and returns what has ended.
+    Failures are outcomes, not exceptions. Ctrl-C cancels requests in flight and returns the finished ones.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -67,9 +67,9 @@ def run_load(load: Load, on_outcome: Callable[[Outcome], None] | None = None) ->
 
 
 def ask(target: Target, method: str, path: str, body: bytes = b"", timeout_s: float = 30.0) -> HttpAnswer:
-    """Make one plain request. Raises `ConnectionError`, `OSError` or `TimeoutError`."""
+    """Send a single request. Raises `ConnectionError`, `OSError` or `TimeoutError`."""
 
-    async def go() -> HttpAnswer:
+    async def send() -> HttpAnswer:
         pool = Pool(target, connect_timeout_s=timeout_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -78,11 +78,11 @@ def ask(target: Target, method: str, path: str, body: bytes = b"", timeout_s: fl
             await pool.close()
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(go())
+        return runner.run(send())
 
 
 def error_words(body: bytes) -> str:
-    """Return the message of an error body, or its beginning when it has none of the known shapes."""
+    """Return the message of an error response, or the start of its body in an unknown format."""
     try:
         chunk = msgspec.json.decode(body, type=Chunk)
     except msgspec.MsgspecError:
@@ -112,7 +112,7 @@ async def _drive(load: Load, on_outcome: Callable[[Outcome], None] | None) -> Ru
     async def at_arrivals(arrivals_s: Sequence[float]) -> None:
         slots = asyncio.Semaphore(load.concurrency or len(load.bodies) or 1)
 
-        async def assigned(index: int, due_s: float) -> None:
+        async def in_slot(index: int, due_s: float) -> None:
             async with slots:
                 await one(index, due_s)
 
@@ -120,7 +120,7 @@ async def _drive(load: Load, on_outcome: Callable[[Outcome], None] | None) -> Ru
             for index in upcoming:
                 due_s = run.start_s + arrivals_s[index]
                 await asyncio.sleep(due_s - time.perf_counter())
-                group.create_task(assigned(index, due_s))
+                group.create_task(in_slot(index, due_s))
 
     try:
         if load.arrivals_s is not None:
@@ -149,7 +149,7 @@ async def _request(load: Load, pool: Pool, body: bytes, due_s: float) -> Outcome
         async with asyncio.timeout(load.timeout_s):
             answer = await pool.exchange(request, tally)
     except TimeoutError:
-        failure, message = "timeout", f"no complete answer within {load.timeout_s:g} s"
+        failure, message = "timeout", f"no complete response within {load.timeout_s:g} s"
     except ConnectionRefusedError as error:
         failure, message = "refused", str(error)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""From outcomes to figures: percentiles, rates, failures by kind; as a table for people and as JSON."""
+"""Summary of outcomes: percentiles, rates and failures by category, as text table or JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PERCENTILES = (50, 90, 99)
 
 
 class Spread(msgspec.Struct):
-    """The distribution of a time, in milliseconds."""
+    """Distribution of a time, in milliseconds."""
 
     count: int
     mean: float
@@ -26,7 +26,7 @@ class Spread(msgspec.Struct):
 
 
 class Failures(msgspec.Struct):
-    """Requests that failed in one way."""
+    """Failed requests of one category."""
 
     kind: str
     count: int
@@ -34,35 +34,35 @@ class Failures(msgspec.Struct):
 
 
 class Summary(msgspec.Struct):
-    """The figures of one run."""
+    """Metrics of one run."""
 
     num_requests: int
     num_completed: int
     duration_s: float
     requests_per_s: float
     output_tokens: int
-    """By the server's usage; by events where it sent none."""
+    """From the server's usage, else the number of events."""
     output_tokens_per_s: float
     output_events: int
-    """Frames with text that arrived."""
+    """Received frames with text."""
     output_events_per_s: float
     prompt_tokens: int
     cached_prompt_tokens: int
     has_usage: bool
     ttft_ms: Spread | None
-    """Sent until the first frame with text."""
+    """From sending to the first frame with text."""
     inter_token_ms: Spread | None
-    """Between events of a stream, events of one socket read counting as simultaneous."""
+    """Between events of a stream; events of one socket read are simultaneous."""
     time_per_output_token_ms: Spread | None
-    """Per request: first text until the end, over its tokens but the first."""
+    """Per request: time from first text to end, divided by the number of tokens after the first."""
     end_to_end_ms: Spread | None
     late_ms: Spread | None
-    """How long after its due time a request was sent."""
+    """Delay between arrival time and sending."""
     failures: list[Failures]
 
 
 def spread(values_s: Sequence[float] | NDArray[np.float64]) -> Spread | None:
-    """Summarise times given in seconds; None when there are none."""
+    """Summarise times in seconds; None for an empty sequence."""
     values_ms = np.asarray(values_s, dtype=np.float64) * 1e3
     if values_ms.size == 0:
         return None
@@ -78,7 +78,7 @@ def spread(values_s: Sequence[float] | NDArray[np.float64]) -> Spread | None:
 
 
 def summarise(run: Run) -> Summary:
-    """Compute the figures of a run."""
+    """Compute the metrics of a run."""
     good = [o for o in run.outcomes if o.failure is None]
     duration_s = max(run.end_s - run.start_s, 1e-9)
     tokens = sum(_output_tokens(o) for o in good)
@@ -115,7 +115,7 @@ def summarise(run: Run) -> Summary:
 
 
 def table(summary: Summary) -> str:
-    """Lay the figures out for reading."""
+    """Format the metrics as a text table."""
     s = summary
     lines = [
         f"requests     {s.num_completed} of {s.num_requests} completed in {s.duration_s:.2f} s, {s.requests_per_s:.2f} /s",
@@ -151,7 +151,7 @@ def _output_tokens(outcome: Outcome) -> int:
 
 
 def _gaps(outcomes: Sequence[Outcome]) -> NDArray[np.float64]:
-    """Seconds before every event but the first of its stream."""
+    """Return the gaps between consecutive events of each stream, in seconds."""
     parts: list[NDArray[np.float64]] = []
     num_simultaneous = 0
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""A plain client for people at a terminal: blocking, one request at a time, errors in words."""
+"""Blocking client for terminal commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CONNECT_S = 10.0
 
 
 class ServerError(Exception):
-    """The server cannot be reached, or refused; the message is for the user."""
+    """The server is unreachable or rejected the request; the message is shown to the user."""
 
 
 class ListedModel(msgspec.Struct):
@@ -25,31 +25,31 @@ class ListedModel(msgspec.Struct):
 
     id: str
     generation_defaults: dict[str, float] | None = None
-    """Sampling parameters that the model's generation configuration sets; None from other servers."""
+    """Sampling defaults of the model's generation config; None from other servers."""
 
 
 class _Models(msgspec.Struct):
-    """``/v1/models``."""
+    """Response of ``/v1/models``."""
 
     data: list[ListedModel]
 
 
 @dataclass(slots=True)
 class Speed:
-    """Times and tokens of one streamed answer."""
+    """Times and token count of one streamed response."""
 
-    asked_s: float = 0.0
+    sent_s: float = 0.0
     first_s: float | None = None
-    """When the first text came; None before."""
+    """Time of the first text."""
     ended_s: float = 0.0
     num_tokens: int = 0
-    """As the server counts them, else events with text."""
+    """From the server's usage, else events with text."""
 
     def text(self) -> str:
-        """Return a line for a person; empty without an answer."""
+        """Format as text; empty without a response."""
         if self.first_s is None:
             return ""
-        line = f"first token {self.first_s - self.asked_s:.2f} s"
+        line = f"first token {self.first_s - self.sent_s:.2f} s"
         taken_s = self.ended_s - self.first_s
         if self.num_tokens > 1 and taken_s > 0:
             line += f", {(self.num_tokens - 1) / taken_s:.1f} tokens/s"
@@ -65,7 +65,7 @@ class Client:
 
     @classmethod
     def of(cls, url: str, api_key: str | None) -> Client:
-        """Read the server's address. Raises `ServerError`."""
+        """Parse the server URL. Raises `ServerError`."""
         try:
             return cls(url, Target.parse(url, api_key))
         except BadUrl as error:
@@ -76,7 +76,7 @@ class Client:
         return self.listed_model(None).id
 
     def listed_model(self, name: str | None) -> ListedModel:
-        """Return the server's entry for a model, or the first one; a name without an entry is kept. Raises `ServerError`."""
+        """Return the server's entry of a model, or the first entry; an unlisted name is kept. Raises `ServerError`."""
         with self._ask("GET", "/v1/models") as answer:
             try:
                 listed = msgspec.json.decode(answer.read(), type=_Models).data
@@ -88,19 +88,17 @@ class Client:
             except (msgspec.MsgspecError, IndexError):
                 if name is not None:
                     return ListedModel(name)
-                raise ServerError(
-                    f"{self.url} answers, but lists no models; name one with --model."
-                ) from None
+                raise ServerError(f"{self.url} lists no models; set --model.") from None
 
     def stream(
         self, path: str, body: Mapping[str, object], speed: Speed | None = None
     ) -> Generator[str, None, None]:
-        """Post a request with ``stream`` set and yield the text as it comes; closing the generator aborts the request.
+        """Post a streaming request and yield the text; closing the generator aborts the request.
 
-        speed: filled in, if given. Raises `ServerError`.
+        Fills in ``speed`` if given. Raises `ServerError`.
         """
         speed = Speed() if speed is None else speed
-        speed.asked_s = speed.ended_s = time.perf_counter()
+        speed.sent_s = speed.ended_s = time.perf_counter()
         try:
             with self._ask("POST", path, msgspec.json.encode({**body, "stream": True})) as answer:
                 for line in answer:
@@ -112,7 +110,7 @@ class Client:
                     yield from _texts(content, speed)
         except (OSError, http.client.HTTPException) as error:
             raise ServerError(f"The connection to {self.url} broke: {error}") from None
-        raise ServerError(f"{self.url} ended its answer early.")
+        raise ServerError(f"{self.url} closed the stream before its end.")
 
     def _ask(self, method: str, path: str, body: bytes | None = None) -> http.client.HTTPResponse:
         target = self.target
@@ -127,14 +125,14 @@ class Client:
         except (OSError, http.client.HTTPException) as error:
             connection.close()
             raise ServerError(
-                f"No server answers at {self.url} ({error or type(error).__name__}).\n"
-                "Start one with `quintet serve`, or give the address of another."
+                f"No server responds at {self.url} ({error or type(error).__name__}).\n"
+                "Start one with `quintet serve`, or set --url."
             ) from None
         if answer.status != 200:
-            words = error_words(answer.read())
+            message = error_words(answer.read())
             answer.close()
-            hint = " Give the key with --api-key." if answer.status == 401 else ""
-            raise ServerError(f"{words} (HTTP {answer.status}){hint}")
+            hint = " Set --api-key." if answer.status == 401 else ""
+            raise ServerError(f"{message} (HTTP {answer.status}){hint}")
         return answer
 
 

@@ -1,8 +1,7 @@
-"""What one streamed answer said, counted with as little work per event as can be.
+"""Event counter of a streamed response with minimal work per event.
 
-A frame of server-sent events begins with ``data:`` at the start of a line; JSON escapes line ends, so that sequence
-occurs nowhere else. Counting it is a search in bytes. JSON is decoded only for the frames up to the first one with text
-(time to first token) and for the last ones (usage, errors).
+An SSE frame starts with ``data:`` at the start of a line. JSON escapes newlines, so counting frames is a byte search. JSON is
+decoded only up to the first frame with text (time to first token) and for the last frames (usage, errors).
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _LAST_FRAMES = 8
 
 
 class Delta(msgspec.Struct):
-    """The part of a chat choice that carries text."""
+    """Text fields of a chat choice."""
 
     content: str | None = None
     reasoning: str | None = None
@@ -27,7 +26,7 @@ class Delta(msgspec.Struct):
     tool_calls: list[msgspec.Raw] | None = None
 
     def has_text(self) -> bool:
-        """Whether anything was generated."""
+        """Return whether the delta has generated content."""
         return bool(self.content or self.reasoning or self.reasoning_content or self.tool_calls)
 
 
@@ -45,7 +44,7 @@ class CachedTokens(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The server's own count."""
+    """Token counts of the server."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -53,7 +52,7 @@ class Usage(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """The OpenAI shape of an error."""
+    """Error object of the OpenAI API."""
 
     message: str = ""
     type: str | None = None
@@ -67,7 +66,7 @@ class Chunk(msgspec.Struct):
     error: ErrorBody | str | None = None
 
     def has_text(self) -> bool:
-        """Whether any choice generated something in this frame."""
+        """Return whether any choice of the frame has generated content."""
         return any(
             choice.text or (choice.delta is not None and choice.delta.has_text()) for choice in self.choices
         )
@@ -78,15 +77,15 @@ _decode_chunk = msgspec.json.Decoder(Chunk).decode
 
 @dataclass(slots=True)
 class StreamTally:
-    """Counts the events of one streamed answer; feed it the body in pieces of any size."""
+    """Counts the events of one streamed response, fed in chunks of any size."""
 
     read_times_s: array[float] = field(default_factory=lambda: array("d"))
-    """When each socket read with new token events happened."""
+    """Times of socket reads with new token events."""
     read_events: array[int] = field(default_factory=lambda: array("L"))
-    """Token events in each of those reads."""
+    """Number of token events of each such read."""
     num_events: int = 0
     first_s: float | None = None
-    """When the first frame with text arrived."""
+    """Time of the first frame with text."""
     last_s: float = 0.0
     usage: Usage | None = None
     error: str | None = None
@@ -96,12 +95,12 @@ class StreamTally:
     _scanned: int = 6
 
     def feed(self, payload: bytes, now_s: float) -> None:
-        """Take the next piece of the body, which arrived at ``now_s``."""
+        """Process the next chunk of the body, received at ``now_s``."""
         buffer = self._buffer
         start = len(buffer) - 5
         buffer += payload
         if self.first_s is None:
-            self._look_for_first(now_s)
+            self._find_first(now_s)
             return
         num = buffer.count(_MARK, start)
         if num:
@@ -112,7 +111,7 @@ class StreamTally:
                 del buffer[:-_KEEP_BYTES]
 
     def finish(self, now_s: float) -> None:
-        """The body is complete: read the last frames, and take those without text out of the count."""
+        """Finish a complete body: parse the last frames, and subtract those without text."""
         self.last_s = now_s
         frames = _frames(bytes(self._buffer))[-_LAST_FRAMES:]
         surplus = 0
@@ -131,11 +130,11 @@ class StreamTally:
                 self.error = chunk.error if isinstance(chunk.error, str) else chunk.error.message
             text_seen = text_seen or chunk.has_text()
             surplus += not text_seen
-        self._take_back(surplus)
+        self._subtract(surplus)
         self._buffer = bytearray()
 
-    def _look_for_first(self, now_s: float) -> None:
-        """Decode frames that are whole until one has text; it and what follows it in the buffer are token events."""
+    def _find_first(self, now_s: float) -> None:
+        """Decode complete frames up to the first one with text; count it and the rest of the buffer as token events."""
         buffer = self._buffer
         while True:
             end = _end_of_frame(buffer, self._scanned)
@@ -150,7 +149,7 @@ class StreamTally:
                 return
             self._scanned = end
 
-    def _take_back(self, surplus: int) -> None:
+    def _subtract(self, surplus: int) -> None:
         surplus = min(surplus, self.num_events)
         self.num_events -= surplus
         while surplus and self.read_events:
@@ -163,7 +162,7 @@ class StreamTally:
 
 
 def _end_of_frame(buffer: bytearray, start: int) -> int | None:
-    """Return where the frame that begins at ``start`` ends (after its blank line), or None while it is incomplete."""
+    """Return the end of the frame at ``start``, after its blank line; None if it is incomplete."""
     plain, carriage = buffer.find(b"\n\n", start), buffer.find(b"\r\n\r\n", start)
     if plain < 0 and carriage < 0:
         return None
@@ -173,7 +172,7 @@ def _end_of_frame(buffer: bytearray, start: int) -> int | None:
 
 
 def _content(frame: bytes) -> bytes:
-    """Return what follows ``data:`` in a frame; empty for comments."""
+    """Return the ``data:`` field of a frame; empty for comments."""
     for line in frame.splitlines():
         if line.startswith(b"data:"):
             return line[5:].strip()
@@ -181,7 +180,7 @@ def _content(frame: bytes) -> bytes:
 
 
 def _frames(body: bytes) -> list[bytes]:
-    """Return the contents of the ``data:`` lines."""
+    """Return the values of all ``data:`` lines."""
     return [line[5:].strip() for line in body.split(b"\n") if line.startswith(b"data:")]
 
 

@@ -1,4 +1,4 @@
-"""What to send and when: prompts (random, shared prefix, or from a file) and arrival times, both decided by a seed."""
+"""Workload generation from a seed: prompts (random, with a shared prefix, or from a file) and arrival times."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _WORD_TEXT = (
     "morning reason research girl guy moment air teacher force education"
 )
 WORDS = tuple(_WORD_TEXT.split())
-"""Short common English words: about one token each in most vocabularies."""
+"""Common English words of about one token each in most vocabularies."""
 
 
 class BadWorkload(ValueError):
-    """The prompts cannot be made as asked; the message says why."""
+    """The workload is invalid; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSpec:
-    """Which random prompts to make."""
+    """Parameters of random prompts."""
 
     num_prompts: int
     input_len: int
-    """Tokens, when ``vocab_size`` is given; otherwise about as many, through ``words_per_token``."""
+    """Length in tokens; approximate without ``vocab_size``, by ``words_per_token``."""
     shared_prefix_len: int = 0
     vocab_size: int | None = None
-    """Send random token ids below this instead of words."""
+    """Upper bound of random token ids; None sends words instead."""
     words_per_token: float = 1.0
     seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One request to make: a prompt as text, ids or a conversation, and how much output to ask for."""
+    """One request: a prompt as text, token ids or conversation, and the output length."""
 
     prompt: str | list[int] | None = None
     messages: msgspec.Raw | None = None
@@ -72,7 +72,7 @@ class _Message(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """What every request of a run has in common."""
+    """Common fields of all requests of a run."""
 
     endpoint: Endpoint
     model: str
@@ -84,19 +84,19 @@ class RequestShape:
     def body(self, item: Item) -> bytes:
         """Return the JSON body of one request.
 
-        Raises `BadWorkload` when the endpoint cannot take this kind of prompt.
+        Raises `BadWorkload` if the endpoint does not support the kind of prompt.
         """
         body: dict[str, object] = {"model": self.model}
         if self.endpoint == "/v1/completions":
             if item.prompt is None:
-                raise BadWorkload("a prompt with `messages` needs --endpoint /v1/chat/completions")
+                raise BadWorkload("prompts with `messages` require --endpoint /v1/chat/completions")
             body["prompt"] = item.prompt
         elif item.messages is not None:
             body["messages"] = item.messages
         elif isinstance(item.prompt, str):
             body["messages"] = [_Message("user", item.prompt)]
         else:
-            raise BadWorkload("prompts as token ids need --endpoint /v1/completions")
+            raise BadWorkload("prompts as token ids require --endpoint /v1/completions")
         body["max_tokens"] = item.output_len or self.output_len
         if self.temperature is not None:
             body["temperature"] = self.temperature
@@ -109,7 +109,7 @@ class RequestShape:
 
 
 def random_prompts(spec: PromptSpec) -> list[Item]:
-    """Make the prompts; the same spec makes the same ones."""
+    """Generate prompts, deterministic for a given spec."""
     if spec.input_len < 1:
         raise BadWorkload(f"--input-len is {spec.input_len}; it must be at least 1")
     if not 0 <= spec.shared_prefix_len <= spec.input_len:
@@ -135,7 +135,7 @@ def random_prompts(spec: PromptSpec) -> list[Item]:
 def read_prompts(path: Path, num_prompts: int | None) -> list[Item]:
     """Read a JSON-lines file of ``{"prompt": …}``, ``{"prompt_token_ids": …}`` or ``{"messages": …}``.
 
-    Lines may carry ``max_tokens`` (or ``output_len``). Asked for more prompts than there are lines, it goes around.
+    Lines may contain ``max_tokens`` (or ``output_len``). The file is repeated if ``num_prompts`` exceeds its lines.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -152,16 +152,18 @@ def read_prompts(path: Path, num_prompts: int | None) -> list[Item]:
         prompt = row.prompt if row.prompt is not None else row.prompt_token_ids
         messages = row.messages if bytes(row.messages) else None
         if prompt is None and messages is None:
-            raise BadWorkload(f"{path}:{number}: a line needs `prompt`, `prompt_token_ids` or `messages`")
+            raise BadWorkload(
+                f"{path}:{number}: the line must contain `prompt`, `prompt_token_ids` or `messages`"
+            )
         items.append(Item(prompt, messages, row.output_len or row.max_tokens))
     if not items:
-        raise BadWorkload(f"{path} holds no prompts")
+        raise BadWorkload(f"{path} contains no prompts")
     wanted = len(items) if num_prompts is None else num_prompts
     return (items * math.ceil(wanted / len(items)))[:wanted]
 
 
 def poisson_arrivals(num: int, rate_per_s: float, seed: int) -> Sequence[float]:
-    """Return arrival times in seconds from the start: gaps are exponential, the same for the same seed."""
+    """Return arrival times in seconds from the start, with exponential gaps, deterministic for a seed."""
     rng = random.Random(f"arrivals-{seed}")
     times, now_s = [], 0.0
     for _ in range(num):

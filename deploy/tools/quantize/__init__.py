@@ -1,1 +1,1 @@
-"""What `quintet quantize` does, but for the numbers: these are the executor's."""
+"""Implementation of `quintet quantize`, except the numerics, which are in the executor."""

@@ -1,4 +1,4 @@
-"""Calibration: the model reads a text once, in this process, and is quantized meanwhile."""
+"""Calibration: runs the model over a text once, in this process, and quantizes it layer by layer."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from quintet.executor.checkpoints.quantize_tool.rounders import AwqRounder, Gptq
 from quintet.wire.errors import ConfigError
 
 
-def calibrate(facts: ModelFacts, plan: Plan, text: str, told: Callable[[int], object]) -> Plan:
-    """Return a plan whose layers are rounded already, by GPTQ or AWQ for a text. Raises `ConfigError`."""
+def calibrate(facts: ModelFacts, plan: Plan, text: str, on_progress: Callable[[int], object]) -> Plan:
+    """Return a plan with layers quantized by GPTQ or AWQ for a text. Raises `ConfigError`."""
     source = facts.path
     if plan.layers.has_experts:
         raise ConfigError(
-            f"MODEL {str(source)!r} has experts, each of which sees too little of a text: take --format int4"
+            f"MODEL {str(source)!r} has experts, which see too few calibration tokens: use --format int4"
         )
     if plan.target.is_awq and not plan.layers.makers:
         raise ConfigError(
-            f"MODEL {str(source)!r} is {facts.architecture}; AWQ divides the norms, or the ups, that make a layer's inputs, and"
-            " has none in its layers that nothing else reads: take --format gptq"
+            f"MODEL {str(source)!r} is {facts.architecture}; AWQ scales the norms or up-projections that produce a layer's"
+            " inputs, and finds none that only this layer reads: use --format gptq"
         )
     weight_bytes = sum(entry.num_bytes for file in plan.files for entry in file.entries.values())
     if weight_bytes > available_ram_bytes():
         raise ConfigError(
-            f"calibration holds all weights of the model, {format_size(weight_bytes)}, and there are"
-            f" {format_size(available_ram_bytes())} of memory: take --format int4, which holds a tensor at a time"
+            f"calibration loads all weights, {format_size(weight_bytes)}, but {format_size(available_ram_bytes())} of memory is"
+            " available: use --format int4, which loads one tensor at a time"
         )
     windows = windows_of_text(facts, text)
     longest = max(map(len, windows))
@@ -44,18 +44,18 @@ def calibrate(facts: ModelFacts, plan: Plan, text: str, told: Callable[[int], ob
         device="cpu",
         max_model_len=longest,
         max_num_seqs=1,
-        kv_cache_memory="1TiB",  # is not taken: `calibrated` has blocks of its own, as many as its windows need
+        kv_cache_memory="1TiB",  # not allocated: `calibrated` allocates the blocks that its windows need
     )
     config = resolve(options, Path(tempfile.gettempdir()) / "quintet-calibrate", http=False).config
     if config.model.kv.has_states:
         raise ConfigError(
-            f"MODEL {str(source)!r} keeps states, over which is not calibrated: take --format int4"
+            f"MODEL {str(source)!r} has recurrent states, which calibration does not support: use --format int4"
         )
-    some = windows[: max(1, MAX_CALIBRATION_TOKENS // longest)]
+    selected = windows[: max(1, MAX_CALIBRATION_TOKENS // longest)]
     if plan.target.is_awq:
         by_awq = AwqRounder(plan.layers.makers)
-        calibrated(config.model, some, by_awq, told)
+        calibrated(config.model, selected, by_awq, on_progress)
         return replace(plan, known=by_awq.found, divided=by_awq.divided)
     by_gptq = GptqRounder(plan.target, plan.scale_dtype)
-    calibrated(config.model, some, by_gptq, told)
+    calibrated(config.model, selected, by_gptq, on_progress)
     return replace(plan, known=by_gptq.found)

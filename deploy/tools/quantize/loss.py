@@ -1,7 +1,7 @@
-"""What a model loses by being quantized: nats a token of a text, and how often its greedy choice stays the same.
+"""Quantization loss of a model on a text: nats per token, and the share of equal greedy tokens.
 
-The text is read through the Python API: the same kernels, processes and steps as any request. Losses may be compared with each
-other on one text, not with those of a larger model.
+Measured through the Python API, with the kernels and processes of serving. Losses are comparable on the same text and model
+only.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from quintet.wire.params import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One variant over a text."""
+    """Scores of one variant on a text."""
 
     name: str
     nats_per_token: float
     same_choice: float
-    """Share of positions whose most likely token is that of the first variant."""
+    """Share of positions with the same most likely token as the first variant."""
     num_tokens: int
 
 
 def measure(
     variants: Mapping[str, Mapping[str, Any]], prompts: Sequence[list[int]], progress: bool = False
 ) -> Iterator[Score]:
-    """Yield a score of every variant, by the options that load it; the first is what the others are compared with."""
+    """Yield the score of each variant; the first one is the baseline. ``variants``: name -> options of `LLM`."""
     reference: list[int] = []
     for name, options in variants.items():
         logprobs, choices = read(prompts, options, progress)
@@ -41,11 +41,11 @@ def measure(
 def read(
     prompts: Sequence[list[int]], options: Mapping[str, Any], progress: bool
 ) -> tuple[list[float], list[int]]:
-    """Return the log-probability of every token of the prompts and the most likely token at its place."""
-    asked = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    """Return the log-probability of each prompt token, and the most likely token at its position."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
     logprobs, choices = [], []
     with LLM(**options) as llm:
-        for output in llm.generate(list(prompts), asked, use_tqdm=progress):
+        for output in llm.generate(list(prompts), params, use_tqdm=progress):
             for token_id, position in zip(output.prompt_token_ids, output.prompt_logprobs or [], strict=True):
                 if position is not None:
                     logprobs.append(position[token_id].logprob)
@@ -59,7 +59,7 @@ def most_likely(position: Position) -> int:
 
 
 def table(scores: Sequence[Score], title: str = "weights, KV") -> str:
-    """Return the scores in Markdown."""
+    """Format the scores as a Markdown table."""
     base = scores[0]
     lines = [
         f"| {title} | nats per token | more than {base.name} | same greedy choice |",

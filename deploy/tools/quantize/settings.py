@@ -1,6 +1,6 @@
-"""What all of `quintet quantize` goes by."""
+"""Constants of `quintet quantize`."""
 
 WINDOW = 512
-"""Tokens of a text that are read at a time, of shorter models fewer: what is before a window its tokens do not see."""
+"""Maximum window length in tokens; windows of a text are independent of each other."""
 MAX_CALIBRATION_TOKENS = 1 << 15
-"""Of these one layer's inputs are in memory at once."""
+"""Limit of calibration tokens; the inputs of one layer for all of them are in memory at once."""

@@ -1,1 +1,1 @@
-"""Plays the recording of one process to that process alone, and compares what it does."""
+"""Replays the recording of one process, and compares its output."""

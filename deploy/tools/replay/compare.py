@@ -1,4 +1,4 @@
-"""Says where two frames differ, in the words of the contract. Times of sending and measured durations are left out."""
+"""Comparison of two frames by message fields, ignoring send times and measured durations."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from quintet.wire import dropped, messages, step, supervision
 from quintet.wire.columns import COLUMNS
 
 MEASURED = frozenset({"sent_ns", "wait_ns", "compute_ns"})
-"""Fields that hold what a clock said at that moment, and nothing that follows from what was received."""
+"""Fields with clock readings, which do not follow from the input."""
 
 SHOWN = 12
-"""Numbers of a column that are shown around a difference."""
+"""Number of values of a column shown around a difference."""
 
 _TAGGED = [
     member
@@ -34,10 +34,10 @@ _decode: Any = msgspec.msgpack.Decoder(functools.reduce(operator.or_, _TAGGED)).
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first field of two messages that is not the same."""
+    """The first field in which two messages differ."""
 
     message: str
-    """Kind of the recorded message, with its step if it has one."""
+    """Type of the recorded message, with its step number if it has one."""
     field: str
     recorded: str
     replayed: str
@@ -47,23 +47,23 @@ class Difference:
 
 
 def decoded(payload: bytes) -> msgspec.Struct:
-    """Return the message of a payload, whichever it is."""
+    """Decode a payload of any message type."""
     message: msgspec.Struct = _decode(payload)
     return message
 
 
 def without_times(payload: bytes) -> bytes:
-    """Return the payload as it would be had no clock been read for it."""
+    """Return the payload with clock readings set to 0."""
     message = decoded(payload)
     for name in MEASURED.intersection(message.__struct_fields__):
         setattr(message, name, 0)
     if isinstance(message, messages.InFlightReport):
-        message.request_ids = message.attempts = b""  # which requests were in lanes at that moment
+        message.request_ids = message.attempts = b""  # depends on timing of lanes
     return msgspec.msgpack.encode(message)
 
 
 def difference(recorded: bytes, replayed: bytes) -> Difference | None:
-    """Return the first difference of two payloads that counts; None when there is none."""
+    """Return the first relevant difference of two payloads, or None."""
     if recorded == replayed:
         return None
     before, after = decoded(recorded), decoded(replayed)
@@ -77,7 +77,7 @@ def difference(recorded: bytes, replayed: bytes) -> Difference | None:
 
 
 def _differ(before: object, after: object, path: str) -> tuple[str, str, str] | None:
-    """Walk two values together; return path and both values where they part."""
+    """Compare two values recursively; return path and both values of the first difference."""
     if isinstance(before, msgspec.Struct) and type(before) is type(after):
         columns = COLUMNS.get(type(before), {})
         for name in before.__struct_fields__:
@@ -85,10 +85,10 @@ def _differ(before: object, after: object, path: str) -> tuple[str, str, str] | 
                 continue
             one, other = getattr(before, name), getattr(after, name)
             if one != other:
-                where = f"{path}.{name}" if path else name
+                field_path = f"{path}.{name}" if path else name
                 if name in columns and isinstance(one, bytes) and isinstance(other, bytes):
-                    return _columns_differ(one, other, columns[name], where)
-                found = _differ(one, other, where)
+                    return _columns_differ(one, other, columns[name], field_path)
+                found = _differ(one, other, field_path)
                 if found is not None:
                     return found
         return None
@@ -121,4 +121,4 @@ def _around(values: array[Any], at: int) -> str:
     shown = ", ".join(map(str, values[first : first + SHOWN]))
     before = "... " if first else ""
     after = " ..." if first + SHOWN < len(values) else ""
-    return f"{before}{shown}{after} ({len(values)} in all)"
+    return f"{before}{shown}{after} ({len(values)} in total)"

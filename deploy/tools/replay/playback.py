@@ -1,6 +1,6 @@
-"""A recording in the place of a process's sockets: gives what was received, and compares what is sent.
+"""Recording as a replacement of a process's sockets: returns the recorded input, and compares the output.
 
-Knows nothing of the process that is played to.
+Independent of the process role.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from quintet.wire.ids import Role, WorkerId
 
 
 class EndOfRecording(BaseException):
-    """Everything was played; unwinds the loop of the process, as `Stopping` does."""
+    """The recording has ended; unwinds the loop of the process, like `Stopping`."""
 
 
 @dataclass(slots=True)
 class ReplayAccount:
-    """How far a replay came, and what it found."""
+    """Counters and result of a replay."""
 
     num_turns: int = 0
     num_received: int = 0
     num_sent: int = 0
-    """Frames that were sent again as they had been."""
+    """Number of frames equal to the recording."""
     difference: str | None = None
-    """The first; None when all was equal."""
+    """First difference; None if all output is equal."""
 
 
 class Playback:
     """The recorded inbox, outboxes and clock of one process.
 
-    In order (``in_order``), each turn must send what it sent, frame by frame. Otherwise only the whole counts: for a
-    process with threads, whose answers overtake each other.
+    With ``in_order``, each loop iteration must send the recorded frames in order. Otherwise all frames are compared as a
+    multiset, for processes whose threads reorder replies.
     """
 
     def __init__(self, recording: Recording, *, in_order: bool = True) -> None:
@@ -53,11 +53,11 @@ class Playback:
     # --- as an inbox and a clock ---
 
     def fileno(self) -> int:
-        """A recording has no descriptor."""
-        raise NotImplementedError("a recording is played by calling `wait`")
+        """Not supported: a recording has no descriptor."""
+        raise NotImplementedError("a recording has no descriptor; call `wait`")
 
     def wait(self, timeout_s: float) -> list[object]:
-        """Settle the turn that ends, and return the messages of the next. Raises `EndOfRecording`."""
+        """Compare the finished iteration, and return the messages of the next. Raises `EndOfRecording`."""
         turn = next(self._turns, None)
         if turn is None:
             raise EndOfRecording
@@ -69,36 +69,36 @@ class Playback:
         return [decoded(payload) for payload in turn.frames]
 
     def drain(self) -> list[object]:
-        """Return the next turn's messages."""
+        """Return the messages of the next iteration."""
         return self.wait(0.0)
 
     def hang(self, bell: Wakeup) -> None:
-        """What the bell led to then is among the frames; what it does now does not count."""
+        """Ignore the wakeup: its effects are among the recorded frames."""
 
     def clock(self) -> int:
-        """Return when the turn began, then."""
+        """Return the recorded start time of the iteration."""
         return self._now_ns
 
     # --- as a bus ---
 
     def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
-        """Return an outbox whose frames are compared with those recorded."""
-        return _Noted(worker, None if worker.role is Role.SUPERVISOR else self._sent)
+        """Return an outbox whose frames are compared with the recording."""
+        return _RecordedOutbox(worker, None if worker.role is Role.SUPERVISOR else self._sent)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     # --- comparing ---
 
     def finish(self) -> ReplayAccount:
-        """Settle the last turn, once the process has left its loop, and return what was found."""
+        """Compare the last iteration after the process has left its loop, and return the result."""
         self._settle(is_last=True)
         if not self._in_order:
             self._settle_whole()
         return self.account
 
     def _settle(self, *, is_last: bool) -> None:
-        """Compare what was sent in the turn with what was sent then."""
+        """Compare the frames sent in the iteration with the recording."""
         turn = self._turn
         sent = self._sent.copy()
         self._sent.clear()
@@ -112,20 +112,20 @@ class Playback:
             self._compare(turn, position, before, after)
         if len(sent) < len(turn.sent):
             missing = turn.sent[len(sent)]
-            self._differ(f"turn {turn.number}: {_name(missing)} was sent, and is not sent now")
-        elif len(sent) > len(turn.sent) and not is_last:  # the last turn may have been cut off
-            self._differ(f"turn {turn.number}: {_name(sent[len(turn.sent)])} is sent, and was not then")
+            self._differ(f"turn {turn.number}: recorded {_name(missing)} was not sent")
+        elif len(sent) > len(turn.sent) and not is_last:  # the recording may end within the last iteration
+            self._differ(f"turn {turn.number}: {_name(sent[len(turn.sent)])} was sent, but not recorded")
 
     def _compare(self, turn: LoopIteration, position: int, before: Sent, after: Sent) -> None:
-        where = f"turn {turn.number}, frame {position + 1} to {before.role}-{before.index}"
+        location = f"turn {turn.number}, frame {position + 1} to {before.role}-{before.index}"
         if (before.role, before.index) != (after.role, after.index):
-            self._differ(f"{where}: {_name(after)} is sent instead of {_name(before)}")
+            self._differ(f"{location}: {_name(after)} was sent instead of {_name(before)}")
             return
         found = difference(before.payload, after.payload)
         if found is None:
             self.account.num_sent += 1
         else:
-            self._differ(f"{where}: {found}")
+            self._differ(f"{location}: {found}")
 
     def _settle_whole(self) -> None:
         left = Counter((each.role, each.index, without_times(each.payload)) for each in self._replayed_whole)
@@ -135,17 +135,15 @@ class Playback:
                 left[key] -= 1
                 self.account.num_sent += 1
             else:
-                self._differ(
-                    f"turn {number}: {_name(each)} was sent, and is not sent now: {decoded(each.payload)!r}"
-                )
+                self._differ(f"turn {number}: recorded {_name(each)} was not sent: {decoded(each.payload)!r}")
 
-    def _differ(self, words: str) -> None:
+    def _differ(self, description: str) -> None:
         if self.account.difference is None:
-            self.account.difference = words
+            self.account.difference = description
 
 
-class _Noted:
-    """An outbox into a list; those to the supervisor lead nowhere."""
+class _RecordedOutbox:
+    """Outbox that appends to a list, or discards frames to the supervisor."""
 
     def __init__(self, worker: WorkerId, sent: list[Sent] | None) -> None:
         self._worker = worker
@@ -164,7 +162,7 @@ def _name(sent: Sent) -> str:
 
 
 def _from_idle(recording: Recording) -> Iterator[LoopIteration]:
-    """Return the turns; of a recording that has lost its beginning, those from when nothing was pending."""
+    """Yield the iterations; without the start of the recording, those after the first idle moment."""
     turns = recording.turns()
     if recording.is_whole:
         yield from turns

@@ -1,4 +1,4 @@
-"""How each kind of process is played to: the class that serves, with a recording in the place of its sockets."""
+"""Replay of each process role: the serving class, with a recording instead of its sockets."""
 
 from __future__ import annotations
 
@@ -20,47 +20,48 @@ from quintet.tokenizer_proc.encode import load_encoder
 from quintet.tokenizer_proc.main import Tokenizer
 from quintet.wire.ids import Role
 
-FORGETFUL = frozenset({Role.TOKENIZER, Role.DETOKENIZER})
-"""Roles that remember nothing when nothing is pending: they can be played to from such a moment."""
+STATELESS_WHEN_IDLE = frozenset({Role.TOKENIZER, Role.DETOKENIZER})
+"""Roles without state when idle; their replay can start at any idle moment."""
 
 
 def replay(recording: Recording) -> ReplayAccount:
-    """Play a recording to the process it is of. Raises `RecordingError` when that cannot be done."""
+    """Replay a recording on its process role. Raises `RecordingError` if that is impossible."""
     header = recording.header
     role = header.worker.role
-    if role not in _PLAYERS:
+    if role not in _REPLAYERS:
         raise RecordingError(
-            f"{header.worker} cannot be played to: what its clients sent is not in the recording. "
-            f"Roles that can: {', '.join(sorted(_PLAYERS))}."
+            f"{header.worker} cannot be replayed: the recording does not contain its clients' requests. "
+            f"Supported roles: {', '.join(sorted(_REPLAYERS))}."
         )
-    if not recording.is_whole and role not in FORGETFUL:
+    if not recording.is_whole and role not in STATELESS_WHEN_IDLE:
         raise RecordingError(
-            f"{header.worker}: the first {header.segment - 1} segments of the recording are gone, and what they did to "
-            f"the {role} with them. Record with a larger --record-mb, or have a {role} begin anew: it can be played to "
-            "from where it began."
+            f"{header.worker}: the first {header.segment - 1} segments of the recording were overwritten, so the state of the "
+            f"{role} is unknown. Record with a larger --record-mb, or restart the {role}: its replay starts there."
         )
     if role is Role.EXECUTOR and (header.config.cache.disk or header.config.cache.store):
         raise RecordingError(
-            f"{header.worker} cannot be played to: what it read from --kv-disk or --kv-store is not in the recording. Its core"
-            " can."
+            f"{header.worker} cannot be replayed: the recording does not contain its reads from --kv-disk or --kv-store."
+            " Replay its core instead."
         )
     playback = Playback(recording, in_order=role is not Role.TOKENIZER)
     wires = Wires(playback, playback, playback.clock, playback.close)
     cache = msgspec.structs.replace(header.config.cache, events=None)
-    executor = msgspec.structs.replace(header.config.executor, hosts=None)  # all stages here: the same bits
+    executor = msgspec.structs.replace(
+        header.config.executor, hosts=None
+    )  # all stages on this host give the same bits
     config = msgspec.structs.replace(header.config, trace=None, cache=cache, executor=executor)
     process: Process[Any] = Process(header.worker, config, None, wires)
     with contextlib.suppress(EndOfRecording, Stopping):
-        _PLAYERS[role](process)
+        _REPLAYERS[role](process)
     return playback.finish()
 
 
-def _play_core(process: Process[Any]) -> None:
+def _replay_core(process: Process[Any]) -> None:
     Core(process).run()
 
 
-def _play_tokenizer(process: Process[Any]) -> None:
-    """Play turn by turn, waiting for the lanes after each: in which order they ended then is not in the recording."""
+def _replay_tokenizer(process: Process[Any]) -> None:
+    """Replay iteration by iteration, waiting for all lanes after each; their order is not recorded."""
     loop = asyncio.new_event_loop()
     service = Tokenizer(process, load_encoder(process.config.model), loop)
 
@@ -78,9 +79,9 @@ def _play_tokenizer(process: Process[Any]) -> None:
         loop.close()
 
 
-_PLAYERS: Mapping[Role, Callable[[Process[Any]], None]] = {
-    Role.CORE: _play_core,
+_REPLAYERS: Mapping[Role, Callable[[Process[Any]], None]] = {
+    Role.CORE: _replay_core,
     Role.DETOKENIZER: lambda process: serve_detokenizer(process, prepare_detokenizer(process.config)),
     Role.EXECUTOR: serve_executor,
-    Role.TOKENIZER: _play_tokenizer,
+    Role.TOKENIZER: _replay_tokenizer,
 }

@@ -106,7 +106,8 @@ async def check_predictor(url: str, grpc: str, expected: list[str], process: sub
     warm = {"instances": ["x"], "parameters": {"temperature": -1}}
     await refused(v1.infer(url, warm, model_name="toy"), "temperature")
     await refused(
-        v2.infer(url, tensor("toy", ["x"], {"beams": 2}), model_name="toy"), "beams is no parameter here"
+        v2.infer(url, tensor("toy", ["x"], {"beams": 2}), model_name="toy"),
+        "beams is not a supported parameter",
     )
 
 
