@@ -1,4 +1,4 @@
-# Everything a newcomer needs: `make serve`, `make test`. Both install first, into .venv.
+# Start with `make serve` or `make test`. Both install into .venv first.
 
 PYTHON ?= $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null)))
 MODEL ?=
@@ -11,11 +11,11 @@ COMPILERS ?=
 TOOLCHAIN := $(CUDA)/installed$(addprefix -,$(COMPILERS))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 UV := $(BIN)/uv pip install --python $(BIN)/python
-# Wheels that pip is configured to find are found by uv as well.
+# Let uv use pip's configured find-links.
 export UV_FIND_LINKS ?= $(or $(PIP_FIND_LINKS),$(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null))
-# One more than cores: servers that are tested wait, half of their time.
+# One more than the cores: tests of servers wait half of their time.
 WORKERS ?= 3
-# Hundreds of processes are started by the tests: each reads what the first compiled.
+# Tests start hundreds of processes, which share compiled bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
@@ -27,23 +27,23 @@ NPM_CLIENTS := $(patsubst tests/clients/requirements/%.json,.venv/clients/%/inst
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
 
-install: $(PACKAGES) .venv/kernels-native  ## make .venv with pinned packages, and the kernels of this processor
+install: $(PACKAGES) .venv/kernels-native  ## create .venv with pinned packages, and kernels for this processor
 
-packages: $(PACKAGES)  ## make .venv with pinned packages and this one, without kernels
+packages: $(PACKAGES)  ## create .venv with pinned packages and quintet, without kernels
 
-kernels: .venv/kernels-all  ## build the kernels of all instruction sets
+kernels: .venv/kernels-all  ## build kernels for all instruction sets
 
 $(PACKAGES): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Quintet needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make PYTHON=/path/to/python3.11 install"; exit 1; }
 	@echo "[1/3] environment: .venv, with $$($(PYTHON) --version)"
 	@[ -x $(BIN)/uv ] || { $(PYTHON) -m venv .venv && $(PIP) uv==0.13.9; }
-	@echo "[2/3] packages: torch, transformers and others, about 300 MB where none is cached"
+	@echo "[2/3] packages: torch, transformers and others, about 300 MB if not cached"
 	@QUINTET_KERNELS=none $(UV) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
-# native: what this processor chooses. quick: all instruction sets, for the fast suite. all: likewise, optimised, as shipped.
-# Each holds those before it.
+# native: instruction sets of this processor. quick: all instruction sets, less optimised, for the fast suite. all: all, optimised,
+# as shipped. Each includes the previous ones.
 .venv/kernels-%: $(PACKAGES) $(SOURCES)
 	@echo "[3/3] kernels: $* instruction sets, with $(or $(CXX),g++)"
 	@QUINTET_KERNELS=$* $(BIN)/python setup.py --quiet build_ext --inplace
@@ -56,13 +56,13 @@ serve: install  ## serve MODEL (default: SmolLM2-135M-Instruct, 93 MB, downloade
 chat: install  ## chat in the terminal with a running server
 	@$(BIN)/quintet chat $(ARGS)
 
-test: .venv/kernels-quick  ## run the fast suite of tests (tests/README.md)
+test: .venv/kernels-quick  ## run the fast test suite (tests/README.md)
 	$(BIN)/pytest $(PARALLEL) $(ARGS)
 
-test-all: .venv/kernels-all cubins clients  ## run the whole suite, and compile the CUDA kernels for all GPUs
+test-all: .venv/kernels-all cubins clients  ## run the whole test suite, and compile CUDA kernels for all GPUs
 	$(BIN)/pytest $(PARALLEL) --whole $(ARGS)
 
-collect: $(PACKAGES)  ## find all tests, those for a GPU too; imports are compiled once rather than by each worker of `make test`
+collect: $(PACKAGES)  ## collect all tests, GPU tests included; compiles bytecode once for the workers of `make test`
 	@mkdir -p build
 	@$(BIN)/pytest --collect-only -qq > build/collected || { cat build/collected; exit 1; }
 	@$(BIN)/pytest --collect-only -qq -o addopts="--import-mode=importlib" --device cpu tests/gpu > build/collected || \
@@ -72,26 +72,26 @@ lint: $(PACKAGES)  ## check style and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types: $(PACKAGES)  ## check types, strictly
+types: $(PACKAGES)  ## check types with mypy --strict
 	$(BIN)/mypy
 
-check: lint types test  ## all of the above: what CI runs
+check: lint types test  ## run lint, types and test, as CI does
 
-bench-overhead: install  ## measure what everything but the model costs, end to end over HTTP
+bench-overhead: install  ## measure the overhead of everything except the model, over HTTP
 	$(BIN)/python -m bench.overhead.run $(ARGS)
 
-model: install  ## train the embedded model again (about an hour)
+model: install  ## train the embedded model (about an hour)
 	$(BIN)/python -m bench.embedded.train $(ARGS)
 
-cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; packages made afterwards carry them
+cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; wheels built later contain them
 	$(BIN)/python -m quintet.executor.backends.cuda.compile $(ARGS)
 
-clients: $(CLIENTS) $(NPM_CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
+clients: $(CLIENTS) $(NPM_CLIENTS)  ## create the environments of third-party clients for the whole suite
 
-real-models: .venv/clients/real/installed  ## download the real weights of the whole suite (0.5 GB) into the user's cache folder
+real-models: .venv/clients/real/installed  ## download real weights for the whole suite (0.5 GB) into the cache folder
 	$(BIN)/python -m tests.real.models $(ARGS)
 
-chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with the schemas of the newest Kubernetes
+chart: .venv/clients/kubernetes/installed  ## validate the rendered chart with the schemas of the newest Kubernetes
 	.venv/clients/kubernetes/bin/python tests/clients/platforms/kubernetes_chart.py --newest
 
 .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
@@ -99,7 +99,7 @@ chart: .venv/clients/kubernetes/installed  ## check what the chart renders, with
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@touch $@
 
-# Programs of npm are run without its scripts of installation: their binaries come in packages of their own.
+# npm packages are installed without install scripts; their binaries are in separate packages.
 $(NPM_CLIENTS): .venv/clients/%/installed: tests/clients/requirements/%.json | $(PACKAGES)
 	@rm -rf $(@D) && mkdir -p $(@D)
 	@cp $< $(@D)/package.json
@@ -107,7 +107,7 @@ $(NPM_CLIENTS): .venv/clients/%/installed: tests/clients/requirements/%.json | $
 	then npm install --prefix $(@D) --silent --ignore-scripts --no-audit --no-fund && touch $@; \
 	else echo "npm is not installed: the tests of $* will be skipped"; fi
 
-# Quintet runs inside of these: what they lack of its packages, they find where it is installed.
+# Quintet runs inside these environments; a .pth file adds its packages.
 HOSTS := $(patsubst %,.venv/clients/%/installed,fastchat gateway kserve ray)
 $(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
@@ -116,7 +116,7 @@ $(HOSTS): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAG
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
 	@touch $@
 
-# Quintet runs inside of these, too; of what NIXL's and LMCache's packages want, torch is not needed anew.
+# Quintet runs inside these environments too; NIXL and LMCache are installed without another torch.
 STORES := .venv/clients/store/installed .venv/clients/lmcache/installed
 .venv/clients/store/installed: ALONE := nixl==1.5.1 nixl-cu12==1.5.1
 .venv/clients/lmcache/installed: ALONE := lmcache==0.5.6
@@ -128,7 +128,7 @@ $(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKA
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
 	@touch $@
 
-# These compare with transformers, of this project's packages.
+# These compare with transformers from this project's environment.
 REFERENCES := .venv/clients/lm_eval/installed .venv/clients/real/installed
 $(REFERENCES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)
 	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
@@ -142,15 +142,15 @@ $(TOOLCHAIN): csrc/cuda/toolchain.txt | $(PACKAGES)
 	$(PIP) --no-deps --no-compile --target $(CUDA) $$(grep '^nvidia.*$(COMPILERS)' $<)
 	@touch $@
 
-fuzz: install  ## schemathesis asks a real server all that /openapi.json allows, and much that it does not
+fuzz: install  ## fuzz a server with schemathesis, from /openapi.json
 	@[ -x .venv/fuzz/bin/schemathesis ] || \
 	  { $(PYTHON) -m venv .venv/fuzz && .venv/fuzz/bin/pip install -q 'schemathesis>=4.32,<5'; }
 	$(BIN)/python -m tests.processes.fuzz .venv/fuzz/bin/schemathesis $(ARGS)
 
-gpu-check: install  ## the GPU checklist of docs/gpu.md, in one command
+gpu-check: install  ## run the GPU checklist of docs/gpu.md
 	@$(BIN)/python -c 'import cupy' 2>/dev/null || $(PIP) \
 	  --editable ".[$$($(BIN)/python -c 'import torch; print("cuda" + (torch.version.cuda or "13").partition(".")[0])')]"
 	$(BIN)/python bench/gpu/check.py $(ARGS)
 
-clean:  ## remove everything that was built
+clean:  ## remove all build output
 	rm -rf .venv build dist *.egg-info src/*.egg-info executor/backends/cpu/ops/_host*.so executor/backends/cuda/cubins

@@ -1,16 +1,15 @@
-"""Builds the host kernels of csrc/cpu; everything else about the package is in pyproject.toml.
+"""Builds the host kernels of csrc/cpu; pyproject.toml contains all other package settings.
 
-Sources under ``csrc/cpu/kernels`` are compiled once for each instruction set, into a namespace of its own; the others
-once. The library has a plain C ABI and is loaded with ctypes (quintet.executor.backends.cpu.ops.host_library), so no
-Python headers and no torch are needed. Where it does not compile, the package installs without it and computes with
-torch.
+Sources in ``csrc/cpu/kernels`` are compiled once per instruction set, each in its own namespace; other sources once. The library
+has a plain C ABI and is loaded with ctypes (quintet.executor.backends.cpu.ops.host_library), so neither Python headers nor torch
+are needed. If compilation fails, the package is installed without it and uses torch.
 
-QUINTET_KERNELS in the environment chooses which instruction sets:
+The environment variable QUINTET_KERNELS selects the instruction sets:
 
-    all      all of them, optimised: what wheels carry, and the default
-    native   those that this processor chooses, and the portable one for any other: a third of the time
-    quick    all of them, but those that this processor does not choose optimised less: for tests
-    none     none: the package computes with torch
+    all      all, optimised; used for wheels, and the default
+    native   those selected on this processor, and the portable baseline; a third of the build time
+    quick    all, but those not selected on this processor with less optimisation; for tests
+    none     none; torch is used
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ SOURCES = Path("csrc/cpu")
 NAMES = runpy.run_path("executor/backends/cpu/ops/host_sources.py")
 
 NAMED = ("library.cpp", "dispatch.cpp")
-"""Carry what names the sources, and which instruction sets are built: compiled each time."""
+"""Contain the source hash and the list of built instruction sets, so they are always compiled."""
 
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c")
@@ -43,7 +42,7 @@ INTEGERS = ("linear_integer", "limits")
 ALL_BUT_INTEGERS = ("[!l]*", "limits", "linear_[!i]*", "logprobs")
 PAIRS = ("linear_float", "limits")
 MATRICES = ("linear_matrix*", "attention", "limits", "matrix_check")
-# The flags of an instruction set, and which kernel sources it has of its own: where it has none, its parent's are used
+# Instruction set -> compiler flags, and patterns of kernel sources compiled for it; for other sources its parent set is used
 # (csrc/cpu/dispatch.hpp).
 BASELINE = {"baseline": ((), ALL)}
 INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] = {
@@ -64,47 +63,47 @@ INSTRUCTION_SETS: dict[str, dict[str, tuple[tuple[str, ...], tuple[str, ...]]]] 
     },
 }
 LONGEST = ("linear_integer", "attention", "linear_float", "linear_matrix")
-"""Compiled first, so that no core is left with one of them when all else is done."""
+"""Slowest sources, compiled first for load balance."""
 MACHINES = {"AMD64": "x86_64"}  # other systems' names
 KERNELS = os.environ.get("QUINTET_KERNELS", "all")
 if KERNELS not in {"all", "native", "quick", "none"}:
     sys.exit(f"QUINTET_KERNELS is {KERNELS!r}; it must be all, native, quick or none")
-MATRIX_UNIT = "amx"  # an operating system may refuse it, which shows at run time only
-EMULATED = "amx_emulated"  # never chosen, but too slow when it is optimised less
+MATRIX_UNIT = "amx"  # the operating system may refuse it at run time
+EMULATED = "amx_emulated"  # for tests only, but too slow with less optimisation
 
 FLAGS = (
     "-std=c++20",
     "-O3",
-    "-g0",  # Python's own flags ask for debugging information: much to compile and to ship
-    "-ffp-contract=off",  # two instances of a template must round alike: fused operations are written out
+    "-g0",  # overrides Python's flags: debug information is large
+    "-ffp-contract=off",  # template instances must round equally; fused operations are explicit
     "-fvisibility=hidden",
     "-fno-exceptions",
     "-Wall",
     "-Wextra",
-    # GCC 12 warns of its own AVX-512 header, whose undefined vectors initialise themselves, and of passing vectors.
+    # GCC 12 warns about its own AVX-512 header, and about passing vectors.
     "-Wno-uninitialized",
     "-Wno-maybe-uninitialized",
     "-Wno-psabi",
-    "-Wno-unused-function",  # simd.hpp is a toolbox
-    "-Werror=frame-larger-than=131072",  # threads may have small stacks: csrc/cpu/thread_memory.hpp
+    "-Wno-unused-function",  # simd.hpp has helpers that not all sources use
+    "-Werror=frame-larger-than=131072",  # threads may have small stacks (csrc/cpu/thread_memory.hpp)
 )
 
 
 Sets = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
 
 
-def best_of_here(sets: Sets) -> set[tuple[str, Path]] | None:
-    """Return the instruction set of each kernel source that is the best one for this processor, as the compiler knows it.
+def native_sets(sets: Sets) -> set[tuple[str, Path]] | None:
+    """Return the best instruction set of each kernel source for this processor, according to ``g++ -march=native``.
 
-    None where it does not say: where it is not GCC for x86, or there is none.
+    None without GCC for x86.
     """
     compiler = shlex.split(os.environ.get("CXX", "g++"))
-    asked = [*compiler, "-march=native", "-Q", "--help=target"]
+    command = [*compiler, "-march=native", "-Q", "--help=target"]
     try:
-        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return None
-    native = {line.split()[0] for line in said.splitlines() if line.strip().endswith("[enabled]")}
+    native = {line.split()[0] for line in output.splitlines() if line.strip().endswith("[enabled]")}
     best = {
         path: name
         for name, (flags, sources) in sets.items()
@@ -115,23 +114,23 @@ def best_of_here(sets: Sets) -> set[tuple[str, Path]] | None:
     return {(name, path) for path, name in best.items()}
 
 
-def chosen_here(sets: Sets) -> set[tuple[str, Path]] | None:
-    """Return `best_of_here`, with what is chosen where the operating system refuses the matrix unit."""
-    best = best_of_here(sets)
-    without = best_of_here({name: kernels for name, kernels in sets.items() if name != MATRIX_UNIT})
+def selected_sets(sets: Sets) -> set[tuple[str, Path]] | None:
+    """Return `native_sets`, plus the sets selected if the operating system refuses the matrix unit."""
+    best = native_sets(sets)
+    without = native_sets({name: kernels for name, kernels in sets.items() if name != MATRIX_UNIT})
     return None if best is None or without is None else best | without
 
 
 def complete_sets(sets: Sets, chosen: set[tuple[str, Path]]) -> list[str]:
-    """Return the sets whose kernels, their own and those of lesser sets, are all built."""
+    """Return the sets whose kernels, inherited ones included, are all built."""
     order = list(sets)
     best = max((name for name, _ in chosen), key=order.index)
-    lesser = max((name for name, _ in chosen if name != MATRIX_UNIT), key=order.index)
-    return list(dict.fromkeys(("baseline", lesser, best)))
+    fallback = max((name for name, _ in chosen if name != MATRIX_UNIT), key=order.index)
+    return list(dict.fromkeys(("baseline", fallback, best)))
 
 
 class Progress:
-    """Says how many sources are compiled: a line that is written over on a terminal, else a line each tenth."""
+    """Progress of compilation: one updated line on a terminal, else a line per 10 %."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -139,7 +138,7 @@ class Progress:
         self._lock = threading.Lock()
 
     def step(self, name: str) -> None:
-        """Count one more."""
+        """Count one compiled source."""
         with self._lock:
             self._done += 1
             line = f"  kernels: {self._done} of {self._total} sources compiled"
@@ -151,10 +150,10 @@ class Progress:
 
 
 class BuildKernels(build_ext):
-    """Compiles each kernel source for every instruction set, a few at a time."""
+    """Compiles the kernel sources for all instruction sets in parallel."""
 
     def build_extension(self, ext: Extension) -> None:
-        """See setuptools."""
+        """Build the library (setuptools hook)."""
         named = (
             *FLAGS,
             f'-DQT_INTERFACE="{NAMES["interface_of"](SOURCES)}"',
@@ -162,7 +161,7 @@ class BuildKernels(build_ext):
         )
         machine = MACHINES.get(platform.machine(), platform.machine())
         sets = BASELINE | INSTRUCTION_SETS.get(machine, {})
-        best = chosen_here(sets) if machine == "x86_64" and KERNELS != "all" else None
+        best = selected_sets(sets) if machine == "x86_64" and KERNELS != "all" else None
         built = list(sets) if best is None or KERNELS == "quick" else complete_sets(sets, best)
         named = (*named, f'-DQT_BUILT="{" ".join(built)}"')
         jobs = [
@@ -203,12 +202,14 @@ class BuildKernels(build_ext):
             objects = [path for paths in threads.map(compile_one, jobs) for path in paths]
         linked = Path(self.build_temp) / "_host.so"
         self.compiler.link_shared_object(objects, str(linked), extra_preargs=["-pthread"], target_lang="c++")
-        target = Path(self.get_ext_fullpath(ext.name))  # replaced at once: another process may be loading it
+        target = Path(
+            self.get_ext_fullpath(ext.name)
+        )  # replaced atomically: another process may be loading it
         target.parent.mkdir(parents=True, exist_ok=True)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        shutil.copyfile(linked, beside)
-        beside.chmod(0o755)
-        beside.replace(target)
+        temporary = target.with_name(f".{target.name}.{os.getpid()}")
+        shutil.copyfile(linked, temporary)
+        temporary.chmod(0o755)
+        temporary.replace(target)
 
 
 HOST_LIBRARY = Extension(

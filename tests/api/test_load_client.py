@@ -215,8 +215,8 @@ def test_a_connection_on_which_more_came_than_was_asked_for_is_given_up() -> Non
             b"HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: h2c\r\n\r\n",
             "does not speak HTTP/1.1",
         ),
-        (b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n", "in the middle of its answer"),
-        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Le", "in the middle of its answer"),
+        (b"HTTP/1.1 100 Continue\r\nConnection: close\r\n\r\n", "during the response"),
+        (b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Le", "during the response"),
     ],
 )
 def test_what_is_no_answer_is_a_failure(wire: bytes, words: str) -> None:

@@ -172,7 +172,7 @@ def test_chat_in_a_terminal(server: ToyServer) -> None:
         terminal.type("still there?")
         terminal.expect("[7] you said still there?")
         terminal.type("/reset")
-        terminal.expect("(forgotten)")
+        terminal.expect("(conversation cleared)")
         terminal.type("/system be brief")
         terminal.expect("new conversation")
         terminal.type("hello")
@@ -210,7 +210,7 @@ def test_every_client_takes_both_spellings_of_the_url(server: ToyServer, flag: s
 
 def test_bench_serve_says_what_is_wrong(server: ToyServer) -> None:
     for words, expected in (
-        (("--prompt-ids",), "needs --vocab-size"),
+        (("--prompt-ids",), "requires --vocab-size"),
         (("--extra-body", "[]"), "must be a JSON object"),
         (("--header", "nope"), "Name: value"),
         (("--input-len", "0"), "at least 1"),

@@ -16,7 +16,7 @@ from quintet.deploy.integrations.fastchat.conversation import BEGIN, END, TEMPLA
 from quintet.deploy.integrations.fastchat.peer import Peer
 from quintet.deploy.integrations.fastchat.registration import Registration
 from quintet.deploy.integrations.fastchat.request import Params, completion_of
-from quintet.deploy.integrations.fastchat.response import Data
+from quintet.deploy.integrations.fastchat.response import EventData
 from quintet.deploy.integrations.fastchat.worker import main
 from quintet.deploy.tools.load_client.connection import Target
 from quintet.frontend.http.bodies import BodyBuffers
@@ -216,7 +216,7 @@ def test_a_stream_tells_all_of_the_text_again_and_its_end_by_itself() -> None:
 def test_events_are_read_however_they_are_cut() -> None:
     said = b'data: {"a":1}\n\n: keep-alive\ndata: {"b":2}\r\n\r\ndata: [DONE]\n\n'
     for size in (1, 3, 7, len(said)):
-        data = Data()
+        data = EventData()
         found = [each for at in range(0, len(said), size) for each in data.take(said[at : at + size])]
         assert found == [b'{"a":1}', b'{"b":2}']
 
@@ -261,7 +261,7 @@ def test_an_error_in_a_stream_ends_it_and_so_does_the_loss_of_the_server() -> No
             w.is_up = False
             for path in (WHOLE, STREAM):
                 (told_once,) = await w.told_of(path, {"prompt": "x"})
-                assert told_once["error_code"] == 50006 and "was lost" in told_once["text"]
+                assert told_once["error_code"] == 50006 and "lost its server" in told_once["text"]
             (counted,) = await w.told_of("/count_token", {"prompt": "x"})
             assert counted["count"] == 0 and counted["error_code"] == 50006
 
@@ -331,8 +331,8 @@ def test_a_worker_is_known_while_its_server_takes_requests() -> None:
 @pytest.mark.parametrize(
     ("path", "status", "words"),
     [
-        ("/readyz", 404, "name a server of Quintet's with --server"),
-        ("/v1/models", 401, "The worker's --api-key"),
+        ("/readyz", 404, "set --server to a Quintet server"),
+        ("/v1/models", 401, "the worker's --api-key"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_told_of_once(
@@ -353,7 +353,7 @@ def test_a_server_that_cannot_be_used_is_told_of_once(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--server", "ftp://x"], "--server: 'ftp://x' is no address"),
+        (["--server", "ftp://x"], "--server: 'ftp://x' is not a server URL"),
         (["--heartbeat", "100"], "--heartbeat is 100; it must be above 0 and at most 60"),
     ],
 )

@@ -64,6 +64,6 @@ def test_a_host_that_cannot_be_says_why(tmp_path: Path) -> None:
     folder = tmp_path / "host"
     with child(folder, model="/nowhere/model") as (process, lifeline, words):
         assert process.wait(30) == EXIT_CONFIG
-        assert os.read(words, 4096) == b"MODEL '/nowhere/model': there is no such folder"
+        assert os.read(words, 4096) == b"MODEL '/nowhere/model': folder not found"
         os.close(lifeline)
     assert not folder.exists()

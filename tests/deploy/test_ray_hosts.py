@@ -72,9 +72,9 @@ def test_each_run_has_a_key_that_its_user_alone_can_read(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("address", "words"),
     [
-        (None, "there is no package ray here; pip install"),
-        ("ray://head:10001", "the first host is a node of the cluster"),
-        ("127.0.0.1:1", "no Ray cluster is there .*Connection refused"),
+        (None, "requires the package ray on every node: pip install"),
+        ("ray://head:10001", "Ray clients are not supported"),
+        ("127.0.0.1:1", "cannot connect to a Ray cluster .*Connection refused"),
     ],
 )  # fmt: skip
 def test_where_there_is_no_ray_one_line_says_so(
@@ -129,15 +129,15 @@ def test_what_a_host_takes_of_its_node(
 @pytest.mark.parametrize(
     ("cpus", "count", "threads", "words"),
     [
-        ((8,), 2, 0, r"--nnodes 2: .* there are 1: 10.0.0.0 \(8 CPUs\); start more"),
+        ((8,), 2, 0, r"--nnodes 2: .* the cluster has 1: 10.0.0.0 \(8 CPUs\); add nodes"),
         (
             (8, 2),
             2,
             4,
-            r"takes 4 CPUs of its node.* 10.0.0.0 \(8 CPUs\), 10.0.0.1 \(2 CPUs\); lower --threads",
+            r"needs 4 CPUs of its node.* 10.0.0.0 \(8 CPUs\), 10.0.0.1 \(2 CPUs\); lower --threads",
         ),
-        ((2, 8), 2, 4, "takes 4 CPUs of its node"),
-        ((8, 0), 2, 0, "takes 1 CPU of its node"),
+        ((2, 8), 2, 4, "needs 4 CPUs of its node"),
+        ((8, 0), 2, 0, "needs 1 CPU of its node"),
     ],
 )
 def test_a_cluster_that_is_too_small_is_refused(
@@ -210,7 +210,7 @@ def test_a_driver_ends_with_its_server() -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "words"), [("refuses", "no cluster"), ("dies", "ended with status 3; the log above says more")]
+    ("how", "words"), [("refuses", "no cluster"), ("dies", "exited with status 3; see the log above")]
 )
 def test_a_driver_that_cannot_join_ends_the_boot(how: str, words: str) -> None:
     with hosts_by(how) as hosts, pytest.raises(ConfigError, match=words):

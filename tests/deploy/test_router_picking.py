@@ -141,8 +141,8 @@ def test_servers_of_a_gateway_are_addresses() -> None:
     ("flags", "words"),
     [
         (["--endpoint-picker", "70000"], "--endpoint-picker is 70000"),
-        (["--endpoint-picker-tls", "certificates"], "there is no endpoint picker"),
-        (["--endpoint-picker", "9002"], "the Python package grpc is missing: pip install 'quintet.gateway.'"),
+        (["--endpoint-picker-tls", "certificates"], "--endpoint-picker is not set"),
+        (["--endpoint-picker", "9002"], "requires the Python package grpc: pip install 'quintet.gateway.'"),
     ],
 )
 def test_what_cannot_be_a_picker_is_refused(

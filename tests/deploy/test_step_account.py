@@ -100,5 +100,5 @@ def test_an_executor_of_one_process_has_no_bubble() -> None:
 
 
 def test_an_account_of_no_steps_says_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="send the server some requests"):
+    with pytest.raises(ConfigError, match="send requests to the server"):
         account([], [])

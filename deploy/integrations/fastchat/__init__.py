@@ -1,1 +1,1 @@
-"""Quintet as a worker of FastChat: a process beside a server, known to a controller."""
+"""FastChat worker: a process that connects a Quintet server to a FastChat controller."""

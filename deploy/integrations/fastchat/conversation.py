@@ -1,18 +1,18 @@
-"""Conversations on their way through FastChat, which knows them only as texts.
+"""Conversations in FastChat's protocol, which transfers them as text.
 
-FastChat asks a worker for a conversation template, makes one text of all messages with it, and sends that as the prompt. No such
-template says what a model's own chat template does. So the one that is told here only marks where messages begin and end: what
-comes back is read as messages again, and the server renders them as it does for everybody. A prompt without the marks is a text.
+FastChat renders messages with the worker's conversation template and sends the text as prompt. Such templates cannot express a
+model's chat template. So this template only marks message boundaries; the worker parses the text into messages, and the server
+applies the model's chat template. A prompt without marks is plain text.
 
-Whoever writes the marks into a message begins another one, as with the words of any template of FastChat's.
+A message that contains the marks can forge further messages, as with all FastChat templates.
 """
 
 from __future__ import annotations
 
 BEGIN, END = "\uf8f0", "\uf8f1"
-"""Two characters of Unicode's private use."""
+"""Two characters of the Unicode private use area."""
 ADD_COLON_TWO = 2
-"""FastChat's style that takes messages of parts: ``role: message`` and a separator, ``role:`` for what is to come."""
+"""FastChat separator style: ``role: message`` and a separator; ``role:`` for the generation prompt."""
 
 TEMPLATE: dict[str, object] = {
     "name": "quintet",
@@ -27,17 +27,17 @@ TEMPLATE: dict[str, object] = {
     "stop_str": None,
     "stop_token_ids": None,
 }
-"""What `/worker_get_conv_template` tells."""
+"""Response of `/worker_get_conv_template`."""
 
 
 def messages_of(prompt: str) -> list[dict[str, str]] | None:
-    """Read what FastChat made of a conversation; None for a text that is none."""
+    """Parse a rendered conversation into messages; None for plain text."""
     if not prompt.startswith(BEGIN):
         return None
     messages = []
-    for said in prompt.split(BEGIN)[1:]:
-        role, _, content = said.partition(":")
+    for part in prompt.split(BEGIN)[1:]:
+        role, _, content = part.partition(":")
         messages.append({"role": role, "content": content.removeprefix(" ").removesuffix(END)})
-    if messages[-1] == {"role": "assistant", "content": ""}:  # what the model is to say
+    if messages[-1] == {"role": "assistant", "content": ""}:  # generation prompt
         messages.pop()
     return [message for message in messages if message["content"] or message["role"] != "system"]

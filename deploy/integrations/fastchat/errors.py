@@ -1,4 +1,4 @@
-"""Errors as FastChat tells them: a code of its own and a text, in an answer of status 200."""
+"""FastChat errors: a FastChat error code and a message, with HTTP status 200."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quintet.wire.errors import ErrorCode
 
 
 class Code(IntEnum):
-    """Those of FastChat's codes that this worker tells."""
+    """FastChat error codes used by this worker."""
 
     VALIDATION = 40001
     WRONG_KEY = 40102
@@ -35,20 +35,20 @@ _OF_CODE: dict[int | str, Code] = {
 
 
 class WorkerError(Exception):
-    """A request that ends with one of FastChat's errors."""
+    """A request failure with a FastChat error code."""
 
     def __init__(self, code: Code, text: str) -> None:
         super().__init__(text)
         self.code, self.text = code, text
 
     @property
-    def told(self) -> dict[str, object]:
-        """As FastChat reads it."""
+    def body(self) -> dict[str, object]:
+        """FastChat's error object."""
         return {"text": self.text, "error_code": int(self.code)}
 
 
 class ServerError(msgspec.Struct):
-    """An error as the server tells it."""
+    """Error object of the server."""
 
     message: str
     code: int | str = 500
@@ -60,18 +60,18 @@ class _Body(msgspec.Struct):
 
 
 def error_in(body: bytes, status: int) -> ServerError:
-    """Read the answer of a server that refused."""
+    """Parse an error response of the server."""
     try:
         return msgspec.json.decode(body, type=_Body).error
     except (msgspec.MsgspecError, UnicodeDecodeError):
-        return ServerError(f"The server answered with status {status}.", status)
+        return ServerError(f"The server returned status {status}.", status)
 
 
 def as_worker(error: ServerError) -> WorkerError:
-    """Return FastChat's error for the server's."""
+    """Convert a server error to a FastChat error."""
     return WorkerError(_OF_CODE.get(error.code, Code.INTERNAL), error.message)
 
 
-def lost(error: object) -> WorkerError:
-    """Return the error for a server that cannot be reached, or was lost while it answered."""
-    return WorkerError(Code.WORKER_TIMEOUT, f"The server behind this worker was lost ({error}); ask again.")
+def server_lost(error: object) -> WorkerError:
+    """Return the error for a lost connection to the server."""
+    return WorkerError(Code.WORKER_TIMEOUT, f"The worker lost its server ({error}); retry the request.")

@@ -1,4 +1,4 @@
-"""Another program that is asked over HTTP: the server that computes, or FastChat's controller."""
+"""HTTP client of a peer: the server, or FastChat's controller."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ CONNECT_S = 2.0
 
 
 class Peer:
-    """One of them."""
+    """One peer, with its connection pool."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._lines = ConnectionPool(target, CONNECT_S)
+        self._pool = ConnectionPool(target, CONNECT_S)
 
     def __str__(self) -> str:
         return f"{self._target.host}:{self._target.port}"
 
     async def begin(self, method: str, path: str, body: object = None) -> ResponseFlow:
-        """Send a request, ``body`` as JSON, and wait for the head of its answer; `leave` it. Raises `ConnectionError`."""
+        """Send a request with a JSON body, and wait for the response head; call `leave` later. Raises `ConnectionError`."""
         request = self._target.request(method, path, b"" if body is None else msgspec.json.encode(body))
         is_fresh = False
         while True:
-            flow = await self._lines.send(request, is_fresh=is_fresh)
+            flow = await self._pool.send(request, is_fresh=is_fresh)
             try:
                 await flow.head()
             except BaseException as error:
-                was_stale = isinstance(error, ConnectionError) and self._lines.was_stale(flow)
-                self._lines.give_back(flow)
+                was_stale = isinstance(error, ConnectionError) and self._pool.was_stale(flow)
+                self._pool.give_back(flow)
                 if not was_stale or is_fresh:
                     raise
                 is_fresh = True
@@ -40,13 +40,13 @@ class Peer:
             return flow
 
     def leave(self, flow: ResponseFlow) -> None:
-        """Let go of an answer. One that was not read to its end is computed no further."""
-        self._lines.give_back(flow)
+        """Release a response; the server aborts one that was not fully read."""
+        self._pool.give_back(flow)
 
     async def ask(
         self, method: str, path: str, body: object = None, within_s: float | None = None
     ) -> HttpAnswer:
-        """Return a whole answer. Raises `ConnectionError`, or `TimeoutError` where it takes longer than ``within_s``."""
+        """Send a request and return the full response. Raises `ConnectionError`, or `TimeoutError` after ``within_s``."""
         async with asyncio.timeout(within_s):
             flow = await self.begin(method, path, body)
             try:
@@ -55,5 +55,5 @@ class Peer:
                 self.leave(flow)
 
     def hang_up(self) -> None:
-        """End every connection."""
-        self._lines.hang_up()
+        """Close all connections."""
+        self._pool.hang_up()

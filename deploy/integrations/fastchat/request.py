@@ -1,4 +1,4 @@
-"""What FastChat asks of a worker, and what the server is asked for it."""
+"""Conversion of FastChat requests to server requests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quintet.deploy.integrations.fastchat.errors import Code, WorkerError
 Kind = TypeVar("Kind")
 
 LEAST_TOP_P = 1e-6
-"""FastChat allows 0, which here is the likeliest token alone as well."""
+"""Replaces FastChat's 0, which means greedy sampling."""
 MAX_NEW_TOKENS = 256
-"""Where a client does not say, as FastChat's workers have it."""
+"""Default of FastChat's workers."""
 
 
 class Params(msgspec.Struct, kw_only=True):
-    """A prompt and how to go on with it. What is null, or not sent, is as FastChat's workers have it."""
+    """Prompt and sampling parameters; missing ones have the defaults of FastChat's workers."""
 
     prompt: str
     model: str | None = None
@@ -39,35 +39,35 @@ class Params(msgspec.Struct, kw_only=True):
     images: list[object] | None = None
 
 
-class Counted(msgspec.Struct):
-    """A prompt whose tokens are to be counted."""
+class TokenCountRequest(msgspec.Struct):
+    """A request to count the tokens of a prompt."""
 
     prompt: str
     model: str | None = None
 
 
-_AS_THEY_ARE = (
+_UNCHANGED = (
     "model", "temperature", "top_k", "repetition_penalty", "presence_penalty", "frequency_penalty", "stop_token_ids", "logprobs",
     "best_of", "use_beam_search", "seed",
 )  # fmt: skip
 
 
 def read(body: bytes, kind: type[Kind]) -> Kind:
-    """Read a request. Raises `WorkerError`."""
+    """Parse a request. Raises `WorkerError`."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise WorkerError(Code.VALIDATION, f"The request cannot be read: {error}") from None
+        raise WorkerError(Code.VALIDATION, f"Invalid request: {error}") from None
 
 
 def completion_of(params: Params, prompt: str | list[int], is_streamed: bool) -> dict[str, object]:
-    """Return the request for `/v1/completions`; ``prompt``: as text, or its ids. Raises `WorkerError`."""
+    """Return the `/v1/completions` request; ``prompt`` is text or token ids. Raises `WorkerError`."""
     if params.images:
         raise WorkerError(
-            Code.OUT_OF_RANGE, "The request has images, and this model reads text: send it without."
+            Code.OUT_OF_RANGE, "The request contains images, but this model supports text only; remove them."
         )
     stops = [params.stop] if isinstance(params.stop, str) else params.stop or []
-    body: dict[str, object] = {name: getattr(params, name) for name in _AS_THEY_ARE}
+    body: dict[str, object] = {name: getattr(params, name) for name in _UNCHANGED}
     body |= {
         "prompt": prompt,
         "max_tokens": MAX_NEW_TOKENS if params.max_new_tokens is None else params.max_new_tokens,
@@ -82,7 +82,7 @@ def completion_of(params: Params, prompt: str | list[int], is_streamed: bool) ->
 
 
 def tokenization_of(prompt: str, model: str | None) -> dict[str, object]:
-    """Return the request for `/tokenize`: of a conversation as the model's chat template renders it, or of a text."""
+    """Return the `/tokenize` request for a conversation or a text."""
     messages = messages_of(prompt)
     body: dict[str, object] = {"prompt": prompt} if messages is None else {"messages": messages}
     return body if model is None else {**body, "model": model}

@@ -1,4 +1,4 @@
-"""What a server says, as FastChat tells it: again and again all of the text so far."""
+"""Conversion of server responses to FastChat's format, which repeats all text so far in each object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DONE = b"[DONE]"
 
 
 class Usage(msgspec.Struct):
-    """Tokens."""
+    """Token counts."""
 
     prompt_tokens: int = 0
     total_tokens: int = 0
@@ -20,7 +20,7 @@ class Usage(msgspec.Struct):
 
 
 class Logprobs(msgspec.Struct):
-    """Of every token: its text and where that begins, its log-probability, and those of the likeliest."""
+    """Per token: text, text offset, log-probability, and the most likely tokens."""
 
     text_offset: list[int] = []
     token_logprobs: list[float | None] = []
@@ -28,7 +28,7 @@ class Logprobs(msgspec.Struct):
     top_logprobs: list[dict[str, float] | None] | None = None
 
     def add(self, more: Logprobs) -> None:
-        """Take those that follow."""
+        """Append log-probabilities."""
         self.text_offset += more.text_offset
         self.token_logprobs += more.token_logprobs
         self.tokens += more.tokens
@@ -36,7 +36,7 @@ class Logprobs(msgspec.Struct):
 
 
 class ResponseChoice(msgspec.Struct):
-    """Text, or a piece of it."""
+    """Text or text delta of a choice."""
 
     text: str = ""
     logprobs: Logprobs | None = None
@@ -44,7 +44,7 @@ class ResponseChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """An answer of `/v1/completions`, or an event of one."""
+    """Response or stream event of `/v1/completions`."""
 
     choices: list[ResponseChoice] = []
     usage: Usage | None = None
@@ -55,7 +55,7 @@ _decode = msgspec.json.Decoder(Completion).decode
 
 
 class FastChatResponse:
-    """One answer."""
+    """State of one response."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -63,15 +63,15 @@ class FastChatResponse:
         self._logprobs: Logprobs | None = None
 
     def take(self, event: bytes) -> Iterator[dict[str, object]]:
-        """Read an answer or an event of one; yield what FastChat is told of it. Raises `WorkerError` where it is an error.
+        """Parse a response or event; yield FastChat objects. Raises `WorkerError` for an error.
 
-        The end is told by itself, behind the text that came with it: so do FastChat's workers, and its clients count on it.
+        The finish reason has its own object after the text, as FastChat's clients expect.
         """
-        said = _decode(event)
-        if said.error is not None:
-            raise as_worker(said.error)
-        self._usage = said.usage or self._usage
-        for choice in said.choices:
+        completion = _decode(event)
+        if completion.error is not None:
+            raise as_worker(completion.error)
+        self._usage = completion.usage or self._usage
+        for choice in completion.choices:
             self._text += choice.text
             if choice.logprobs is not None:
                 if self._logprobs is None:
@@ -83,18 +83,18 @@ class FastChatResponse:
                 yield self._so_far(choice.finish_reason)
 
     def _so_far(self, finish_reason: str | None) -> dict[str, object]:
-        told = {"text": self._text, "error_code": 0, "usage": self._usage, "finish_reason": finish_reason}
-        return told if self._logprobs is None else {**told, "logprobs": self._logprobs}
+        fields = {"text": self._text, "error_code": 0, "usage": self._usage, "finish_reason": finish_reason}
+        return fields if self._logprobs is None else {**fields, "logprobs": self._logprobs}
 
 
-class Data:
-    """The data of server-sent events, as the bytes of a stream come."""
+class EventData:
+    """Incremental parser of the data of server-sent events."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def take(self, piece: bytes) -> Iterator[bytes]:
-        """Yield the data of each event that is whole now."""
+        """Yield the data of each completed event."""
         *lines, self._rest = (self._rest + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and not line.startswith(DONE, 6):

@@ -1,12 +1,11 @@
-"""``python -m quintet.deploy.integrations.fastchat.worker``: a worker of FastChat, beside a server that computes.
+"""``python -m quintet.deploy.integrations.fastchat.worker``: FastChat worker for a Quintet server.
 
     quintet serve MODEL --port 8000
-    python -m quintet.deploy.integrations.fastchat.worker --server http://127.0.0.1:8000 --controller-address
-    http://controller:21001 \\
-        --worker-address http://this-machine:21002 --host 0.0.0.0
+    python -m quintet.deploy.integrations.fastchat.worker --server http://127.0.0.1:8000 \\
+        --controller-address http://controller:21001 --worker-address http://this-machine:21002 --host 0.0.0.0
 
-It registers when the server is ready, withdraws when the server is gone or drains, and registers again when it is back.
-FastChat's protocol has no keys: whoever reaches the worker's port may use the model.
+The worker registers at the controller while the server is ready, and withdraws while it drains or is unavailable.
+FastChat's protocol has no authentication: every client that can reach the worker's port can use the model.
 """
 
 from __future__ import annotations
@@ -38,41 +37,52 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 MAX_BODY_BYTES = 32 << 20
 LOOK_S = 0.1
 MAX_HEARTBEAT_S = 60.0
-"""A controller forgets who was silent for 90."""
+"""The controller forgets a worker after 90 s of silence."""
 _log = logging.getLogger("quintet")
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
-    """Read the command line. Flags that FastChat's workers have, too, have their names."""
+    """Parse the command line. Flag names are those of FastChat's workers where they exist."""
     parser = argparse.ArgumentParser(
         prog="python -m quintet.deploy.integrations.fastchat.worker",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--server", default="http://127.0.0.1:8000", metavar="URL", help="who computes (default: %(default)s)"
+        "--server",
+        default="http://127.0.0.1:8000",
+        metavar="URL",
+        help="Quintet server (default: %(default)s)",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="of that server, if it wants one")
+    parser.add_argument("--api-key", metavar="KEY", help="API key of the server, if it requires one")
     parser.add_argument(
-        "--controller-address", default="http://localhost:21001", metavar="URL", help="(default: %(default)s)"
+        "--controller-address",
+        default="http://localhost:21001",
+        metavar="URL",
+        help="FastChat controller (default: %(default)s)",
     )
     parser.add_argument(
         "--worker-address",
         metavar="URL",
-        help="where FastChat reaches this worker (default: http://localhost and the port)",
+        help="address of this worker for FastChat (default: http://localhost:PORT)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=21002, help="0 takes a free one (default: %(default)s)")
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=21002,
+        help="port to listen on; 0 selects a free one (default: %(default)s)",
+    )
     parser.add_argument(
         "--heartbeat", type=float, default=45.0, metavar="S",
-        help="seconds between two; a controller forgets who sends none for 90 (default: %(default)g)",
+        help="heartbeat interval; the controller forgets a worker after 90 s (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument(
         "--drain-timeout",
         type=float,
         default=60.0,
         metavar="S",
-        help="for what is open, after SIGTERM (default: %(default)g)",
+        help="time that open requests may take to finish after SIGTERM (default: %(default)g)",
     )
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     return parser.parse_args(words)
@@ -88,7 +98,7 @@ def _peer(flag: str, url: str, api_key: str | None = None) -> Peer:
 async def serve(
     server: Peer, controller: Peer, listener: socket.socket, arguments: argparse.Namespace
 ) -> None:
-    """Answer until told to stop."""
+    """Serve until SIGTERM or SIGINT."""
     host, port = listener.getsockname()[:2]
     address = (arguments.worker_address or f"http://localhost:{port}").rstrip("/")
     registration = Registration(controller, server, address, arguments.heartbeat)
@@ -103,7 +113,7 @@ async def serve(
     _log.info("listening on %s port %d, as %s", host, port, address)
     await asyncio.wait([serving, registering, stopping], return_when=asyncio.FIRST_COMPLETED)
     if registering.done():
-        registering.result()  # it never ends but by a mistake of ours
+        registering.result()  # raises: it ends only by an internal error
     registering.cancel()
     await registration.withdraw()
     until_s = time.monotonic() + arguments.drain_timeout
@@ -118,7 +128,7 @@ async def serve(
 
 
 def main(words: list[str] | None = None) -> int:
-    """Serve until told to stop."""
+    """Run the worker."""
     arguments = parse(words)
     try:
         if not 0 < arguments.heartbeat <= MAX_HEARTBEAT_S:

@@ -1,8 +1,7 @@
-"""``python deploy/integrations/helm/render.py``: write deploy/integrations/kubernetes anew from the chart, by Helm's own code.
+"""``python deploy/integrations/helm/render.py``: renders deploy/integrations/kubernetes from the chart, with Helm's code.
 
-Needs the package ``helm-python-sdk`` (``make clients`` has it in ``.venv/clients/kubernetes``). The chart is the one source;
-what is written is for those who apply manifests without Helm, into the namespace ``default``. ``--check`` writes nothing and
-fails where a file is not what the chart says.
+Requires the package ``helm-python-sdk`` (``make clients`` installs it in ``.venv/clients/kubernetes``). The manifests are for use
+without Helm, in the namespace ``default``. ``--check`` writes nothing, and fails if a file differs from the chart.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ VARIANTS = {
     "quintet-hosts": "values-hosts.yaml",
     "quintet-replicas": "values-replicas.yaml",
 }
-"""By manifest: the values beside the chart that it is made of."""
+"""Manifest -> values file."""
 _OF_HELM = re.compile(r" *(helm\.sh/chart|app\.kubernetes\.io/managed-by): .*\n")
 
 
 def render(values: dict[str, object], release: str = "quintet", namespace: str = "default") -> str:
-    """Return the objects of a release as one YAML text. Raises what Helm says of values that cannot work."""
+    """Render the objects of a release as YAML. Raises Helm's errors for invalid values."""
     with helm_python.Chart.load(str(CHART)) as chart:
         chart.validate_schema(values)
         files = chart.render(values, name=release, namespace=namespace)
@@ -39,18 +38,18 @@ def render(values: dict[str, object], release: str = "quintet", namespace: str =
 
 
 def manifest(name: str) -> str:
-    """Return the text of one file of deploy/integrations/kubernetes: without what only Helm may say of its objects."""
+    """Return one manifest of deploy/integrations/kubernetes, without Helm's own labels."""
     file = VARIANTS[name]
     values = yaml.safe_load((HERE / file).read_text()) if file else {}
     made_of = "deploy/integrations/helm/quintet" + (f" with deploy/integrations/helm/{file}" if file else "")
-    head = f"# Made of {made_of} by deploy/integrations/helm/render.py: change those.\n# kubectl apply -f {name}.yaml\n---\n"
+    head = f"# Generated from {made_of} by deploy/integrations/helm/render.py; edit those.\n# kubectl apply -f {name}.yaml\n---\n"
     return head + _OF_HELM.sub("", render(values))
 
 
 def main() -> int:
-    """Write every file, or compare."""
+    """Write or check all manifests."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a file differs")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file differs")
     arguments = parser.parse_args()
     old = []
     for name in VARIANTS:

@@ -1,4 +1,4 @@
-"""Predictor script of a Hopsworks deployment with a Python model server: upload it, and `server.yaml` as its configuration.
+"""Predictor script of a Hopsworks deployment with a Python model server; `server.yaml` is its configuration file.
 
 my_model.deploy(script_file="predictor.py", config_file="server.yaml", environment="…")     # one that has `quintet`
 
@@ -19,18 +19,18 @@ from quintet.wire.params import OutputKind
 
 
 class Predictor:
-    """What Hopsworks looks for by this name."""
+    """Predictor class; Hopsworks requires this name."""
 
     def __init__(self) -> None:
-        """Boot an engine for the files of the registered model. Raises `ConfigError` for flags that cannot work."""
+        """Start an engine for the registered model. Raises `ConfigError` for invalid flags."""
         config = os.environ.get("CONFIG_FILE_PATH")
         flags = read_config_file(Path(config)) if config else {}
         self._llm = LLM(os.environ.get("MODEL_FILES_PATH"), **flags)
 
     def predict(self, inputs: Sequence[object]) -> dict[str, object]:
-        """Complete all prompts of a request together; one that cannot be served has its error beside it.
+        """Complete all prompts of a request; a failed one has ``error`` set.
 
-        Raises `RequestError` for what is no prompt.
+        Raises `RequestError` for an invalid prompt.
         """
         read = [instance_by_name(instance, {}) for instance in inputs]
         outputs = self._llm.generate(
@@ -54,4 +54,4 @@ class Predictor:
 
 
 Predict = Predictor
-"""The name that its earlier versions look for."""
+"""Name required by earlier Hopsworks versions."""

@@ -1,1 +1,1 @@
-"""Quintet inside KServe: its runtime, and a predictor of KServe's own protocols."""
+"""KServe integration: a serving runtime, and a predictor for KServe's V1 and V2 protocols."""

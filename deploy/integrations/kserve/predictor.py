@@ -1,12 +1,12 @@
-"""``python -m quintet.deploy.integrations.kserve.predictor``: text generation behind KServe's inference protocols, V1
-and V2, HTTP and gRPC.
+"""``python -m quintet.deploy.integrations.kserve.predictor``: KServe predictor for protocols V1 and V2, HTTP and gRPC.
 
-For clients, transformers and loggers that speak those. Who speaks OpenAI's API wants `runtime.yaml`: the server itself, which has
-that API, streams, and KServe's health paths. Needs the package ``kserve``.
+For the OpenAI API and streaming, use `runtime.yaml` instead, which runs the server with KServe's health endpoints. Requires the
+package ``kserve``.
 
     V1   {"instances": ["a prompt", {"prompt": "another", "max_tokens": 8}], "parameters": {"temperature": 0}}
          {"predictions": [{"text": "…", "finish_reason": "stop"}, …]}
-    V2   a BYTES tensor ``prompt`` and sampling parameters; BYTES tensors ``text`` and ``finish_reason`` of its shape
+    V2   input: a BYTES tensor ``prompt`` and sampling parameters
+         output: BYTES tensors ``text`` and ``finish_reason`` of the same shape
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import OutputKind, SamplingParams
 
 Prompts = Sequence[tuple[str, Mapping[str, object]]]
-"""Each prompt with its own sampling parameters."""
+"""Prompts with sampling parameters."""
 
 _LATER = frozenset({ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE, ErrorCode.INTERNAL})
 
@@ -43,11 +43,11 @@ _NUMBERS = frozenset(
     for field in msgspec.structs.fields(SamplingParams)
     if {*(get_args(field.type) or (field.type,))} <= {int, float, NoneType}
 )
-"""Parameters that are numbers: a text of digits is one there, and stays a text elsewhere."""
+"""Numeric parameters, for which strings are converted to numbers."""
 
 
 class TextGeneration(kserve.Model):
-    """One model of KServe's, answered by an engine that is there already."""
+    """KServe model backed by a running engine."""
 
     def __init__(self, name: str, llm: AsyncLLM) -> None:
         super().__init__(name)
@@ -55,7 +55,7 @@ class TextGeneration(kserve.Model):
         self.ready = True
 
     async def healthy(self) -> bool:
-        """Return whether every kind of process runs."""
+        """Return whether all process roles are running."""
         try:
             await self._llm.check_health()
         except EngineError:
@@ -65,7 +65,7 @@ class TextGeneration(kserve.Model):
     async def predict(
         self, payload: Mapping[str, object] | kserve.InferRequest, headers: Mapping[str, str] | None = None
     ) -> dict[str, object] | kserve.InferResponse:
-        """Complete all prompts of a request together. Raises KServe's errors: 400 for what the client can mend, 503 for later."""
+        """Complete all prompts of a request. Raises KServe errors: 400 for invalid requests, 503 for temporary failures."""
         if not isinstance(payload, kserve.InferRequest):
             ended = await self._complete(_prompts_of_v1(payload))
             return {"predictions": [{"text": text, "finish_reason": reason} for text, reason in ended]}
@@ -82,7 +82,7 @@ class TextGeneration(kserve.Model):
         )
 
     async def _complete(self, prompts: Prompts) -> list[tuple[str, str]]:
-        """Return text and reason of each; the first mistake ends all."""
+        """Return text and finish reason per prompt; the first error cancels all."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._complete_one(*prompt)) for prompt in prompts]
@@ -101,14 +101,14 @@ class TextGeneration(kserve.Model):
             raise InvalidInput(error.message) from None
         except EngineError as error:
             raise ModelNotReady(self.name, str(error)) from None
-        assert last is not None, "an answer without an ending"
+        assert last is not None, "a response without an end"
         return last.outputs[0].text, last.outputs[0].finish_reason or ""
 
 
 def _prompts_of_v1(payload: Mapping[str, object]) -> Prompts:
     instances, common = payload.get("instances"), payload.get("parameters", {})
     if not isinstance(instances, list) or not instances or not isinstance(common, dict):
-        raise InvalidInput('send {"instances": [prompt, …], "parameters": {…}}, with one prompt at least')
+        raise InvalidInput('send {"instances": [prompt, …], "parameters": {…}} with at least one prompt')
     try:
         return [instance_by_name(instance, common) for instance in instances]
     except RequestError as error:
@@ -130,12 +130,12 @@ def _prompts_of_v2(request: kserve.InferRequest) -> tuple[list[int], Prompts]:
     try:
         decoded = [text.decode() if isinstance(text, bytes) else str(text) for text in texts]
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"a prompt is no UTF-8: {error}") from None
+        raise InvalidInput(f"a prompt is not valid UTF-8: {error}") from None
     return [int(size) for size in tensor.shape], [(text, settings) for text in decoded]
 
 
 def _as_number(value: object) -> object:
-    """gRPC's parameters have no fractions: ``"0.7"`` is one."""
+    """Convert a string to a number: gRPC parameters have no floats, so ``"0.7"`` is one."""
     try:
         number = json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -144,13 +144,13 @@ def _as_number(value: object) -> object:
 
 
 def main() -> None:
-    """Boot the engine, serve until told to stop, end the engine."""
+    """Start the engine, serve until stopped, and stop the engine."""
     parser = argparse.ArgumentParser(
         description=__doc__, parents=[kserve_parser], formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model_dir", help="folder or hub name (default: the toy model)")
     parser.add_argument(
-        "--config", type=Path, help="YAML file of the engine's flags, as of `quintet serve --config`"
+        "--config", type=Path, help="YAML file of engine flags, as for `quintet serve --config`"
     )
     arguments = parser.parse_args()
     flags = read_config_file(arguments.config) if arguments.config else {}

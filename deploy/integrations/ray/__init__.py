@@ -1,1 +1,1 @@
-"""Quintet and Ray: an engine in each actor, for Ray Data and Ray Serve, and the hosts of a model as actors on several nodes."""
+"""Ray integration: engines in actors for Ray Data and Ray Serve, and multi-host models placed by Ray."""

@@ -1,4 +1,4 @@
-"""What an engine in an actor may use of its node: as many processors as Ray gave it."""
+"""Thread count of an engine in a Ray actor."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Mapping
 import ray
 
 
-def with_its_processors(flags: Mapping[str, object]) -> dict[str, object]:
-    """Add ``threads`` to an engine's flags, unless they have it: two actors of one node must not both take every core.
+def with_assigned_threads(flags: Mapping[str, object]) -> dict[str, object]:
+    """Set ``threads`` to the actor's assigned CPUs unless set, so that actors of one node do not oversubscribe cores.
 
-    GPUs need nothing: Ray shows an actor only its own.
+    GPUs need no setting: Ray makes only the assigned ones visible.
     """
     assigned = ray.get_runtime_context().get_assigned_resources().get("CPU", 0.0)
     if "threads" in flags or assigned < 1:

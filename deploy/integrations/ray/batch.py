@@ -1,4 +1,4 @@
-"""Offline batches: ``dataset.map_batches(Completions, …)``, an engine in each actor.
+"""Offline batch inference with Ray Data: ``dataset.map_batches(Completions, …)``, one engine per actor.
 
     ray.data.read_parquet("prompts").map_batches(
         Completions,
@@ -6,7 +6,7 @@
         batch_size=256, compute=ray.data.ActorPoolStrategy(size=4), num_cpus=8,
     ).write_parquet("answers")
 
-Several actors on one node share its memory: give each a ``kv_cache_memory``.
+Actors on one node share its memory: set ``kv_cache_memory`` for each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from quintet.deploy.integrations.ray.actor import with_its_processors
+from quintet.deploy.integrations.ray.actor import with_assigned_threads
 from quintet.deploy.python_api.inputs import params_by_name
 from quintet.deploy.python_api.offline import LLM
 from quintet.wire.params import OutputKind
@@ -25,8 +25,8 @@ from quintet.wire.params import OutputKind
 class Completions:
     """Adds columns ``text``, ``finish_reason``, ``num_tokens`` and ``error`` to batches with a column of prompts.
 
-    ``flags`` are those of `LLM`. A prompt that cannot be served has its error beside it, and the others go on. An actor that
-    dies is Ray's affair: it gives the batch to another, whose answers are the same, for the same seed or at temperature 0.
+    ``flags`` are those of `LLM`. A failed prompt sets its ``error`` and does not affect the others. Ray retries the batch of a
+    failed actor; outputs are the same for the same seed, or at temperature 0.
     """
 
     def __init__(
@@ -39,12 +39,14 @@ class Completions:
     ) -> None:
         self._column = column
         self._params = None if sampling is None else params_by_name(sampling, OutputKind.FINAL_ONLY)
-        self._llm = LLM(model, **with_its_processors(flags))
+        self._llm = LLM(model, **with_assigned_threads(flags))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Complete the prompts of one batch together."""
+        """Complete the prompts of one batch."""
         if self._column not in batch:
-            raise KeyError(f"the batch has columns {sorted(batch)}, not {self._column!r}; pass column=…")
+            raise KeyError(
+                f"the batch has the columns {sorted(batch)}, but not {self._column!r}; set column=…"
+            )
         prompts = [str(prompt) for prompt in batch[self._column]]
         outputs = self._llm.generate(prompts, self._params, use_tqdm=False, errors="return")
         ended = [None if output.error else output.outputs[0] for output in outputs]

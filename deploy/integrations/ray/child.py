@@ -1,8 +1,7 @@
-"""``python -m quintet.deploy.integrations.ray.child``: `quintet serve` for an actor, which ends when the actor does,
-however it does.
+"""``python -m quintet.deploy.integrations.ray.child``: `quintet serve` as a child of a Ray actor.
 
-The actor holds the write end of the pipe behind ``--parent-fd``. The folder of ``--config`` was made for this process, which
-removes it at its end.
+The actor holds the write end of the ``--parent-fd`` pipe, so the server also stops if the actor crashes. The process owns the
+folder of ``--config`` and removes it at exit.
 """
 
 from __future__ import annotations
@@ -20,18 +19,20 @@ from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 
 def main() -> int:
-    """Serve, on a Unix socket unless it is a host that answers nobody."""
+    """Serve on a Unix socket, or as a headless host without HTTP."""
     parser = argparse.ArgumentParser(
         prog="python -m quintet.deploy.integrations.ray.child", description=__doc__
     )
     parser.add_argument(
-        "--config", type=Path, required=True, help="YAML file of flags, in a folder of its own"
+        "--config", type=Path, required=True, help="YAML file of flags; its folder is removed at exit"
     )
-    parser.add_argument("--uds", help="socket to listen on")
-    parser.add_argument("--parent-fd", type=int, required=True, help="read end; its end of file means: stop")
-    parser.add_argument("--words-fd", type=int, help="where the words of a refusal are written")
+    parser.add_argument("--uds", help="Unix socket to listen on")
+    parser.add_argument(
+        "--parent-fd", type=int, required=True, help="read end of a pipe; end of file stops the server"
+    )
+    parser.add_argument("--words-fd", type=int, help="pipe for the message of a configuration error")
     arguments = parser.parse_args()
-    claim = run_dirs.claim(arguments.config.parent)  # so that it is swept if this is killed
+    claim = run_dirs.claim(arguments.config.parent)  # so that it is removed later if this process is killed
     try:
         options, notes = merged_options(arguments.config, {"uds": arguments.uds} if arguments.uds else {})
         return serve(options, notes, arguments.parent_fd)

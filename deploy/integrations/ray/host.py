@@ -1,4 +1,4 @@
-"""The actor of a host that is not the first: `quintet serve --headless` on its node, which ends when the actor does."""
+"""Ray actor of a worker host: runs `quintet serve --headless` on its node."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from quintet.process.sockets import make_run_dir
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a host came to its end by itself."""
+    """Exit of a host process."""
 
     address: str
-    """Of its node."""
+    """Address of the node."""
     status: int
     words: str
-    """Why it cannot be a host; none where it did not say."""
+    """Message of a configuration error; empty without one."""
 
 
 class Host:
-    """Made anew for each time that the host is started. Its calls may be in several threads."""
+    """Actor for one start of the host. Methods may run in several threads."""
 
     def __init__(self) -> None:
-        self._life = contextlib.ExitStack()
-        """Holds the pipe by which the host lives."""
+        self._lifeline = contextlib.ExitStack()
+        """Owns the pipe whose end of file stops the host."""
 
     def end(self) -> None:
-        """End the host; `run` returns."""
-        self._life.close()
+        """Stop the host; `run` returns."""
+        self._lifeline.close()
 
     def address(self) -> str:
-        """Return that of the node."""
+        """Return the node's IP address."""
         return str(ray.util.get_node_ip_address())
 
     def run(self, flags: Mapping[str, str | int | bool], key: bytes) -> Ended:
-        """Be a host for as long as it lives. The key is in a file that its user alone can read, in no log and no command."""
+        """Run the host until it exits. The key is passed in a file with mode 600, not in logs or arguments."""
         folder = make_run_dir()
-        (held, lifeline), (words, written) = os.pipe(), os.pipe()
-        self._life.callback(os.close, lifeline)
+        (parent_read, parent_write), (message_read, message_write) = os.pipe(), os.pipe()
+        self._lifeline.callback(os.close, parent_write)
         try:
             key_file, config = folder / "group.key", folder / "server.yaml"
             with open(os.open(key_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -61,14 +61,15 @@ class Host:
                 str(config),
             ]
             process = subprocess.Popen(
-                [*command, "--parent-fd", str(held), "--words-fd", str(written)], pass_fds=[held, written]
+                [*command, "--parent-fd", str(parent_read), "--words-fd", str(message_write)],
+                pass_fds=[parent_read, message_write],
             )
-            os.close(written)
-            with open(words, encoding="utf-8", closefd=False) as file_of_words:
-                said = file_of_words.read()
-            return Ended(self.address(), process.wait(), said)
+            os.close(message_write)
+            with open(message_read, encoding="utf-8", closefd=False) as messages:
+                message = messages.read()
+            return Ended(self.address(), process.wait(), message)
         finally:
             self.end()
-            os.close(held)
-            os.close(words)
+            os.close(parent_read)
+            os.close(message_read)
             shutil.rmtree(folder, ignore_errors=True)

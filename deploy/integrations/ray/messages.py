@@ -1,4 +1,4 @@
-"""What the first host and its driver say to each other: lines of JSON, over pipes that nobody else has."""
+"""Messages between host 0 and its Ray driver: JSON lines over private pipes."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import msgspec
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """What is to be placed. It has the key, so it is no argument of a command."""
+    """Placement order. Contains the group key, so it is not a command-line argument."""
 
     count: int
-    """Hosts, the first among them."""
+    """Number of hosts, host 0 included."""
     ranks_per_host: int
     threads: int
-    """Of each rank; 0 where a host takes its node whole."""
+    """Threads per rank; 0: a host uses its whole node."""
     address: str
-    """Where the first host listens: ``--master-addr``."""
+    """Address of host 0: ``--master-addr``."""
     key: bytes
     flags: dict[str, str | int | bool]
-    """Those that the other hosts have in common."""
+    """Common flags of the other hosts."""
     log_level: str
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """The driver is of the cluster, and waits for the order."""
+    """The driver is connected to the cluster, and waits for the order."""
 
     address: str
-    """This node's, as the others know it."""
+    """Ray address of this node."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """What was ordered cannot be."""
+    """The order cannot be fulfilled."""
 
     words: str
 

@@ -163,7 +163,7 @@ def check_refusals(cluster: Cluster, model: Path) -> None:
     assert re.search(r"takes 3 CPUs of its node.*; lower --threads", Server("--threads", "3").refused())
     # It is where the server is, and not where the actor is.
     words = Server("/proc/self/cwd/model", cwd=model.parent).refused()
-    assert re.search(r"ray: host 1, on \S+: MODEL '/proc/self/cwd/model': there is no such", words), words
+    assert re.search(r"ray: host 1, on \S+: MODEL '/proc/self/cwd/model': folder not found", words), words
     until(is_left_alone, "the end of what was refused")
     assert keys() == []
     print("ok: refusals")

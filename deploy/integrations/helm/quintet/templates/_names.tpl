@@ -1,10 +1,10 @@
-{{/* Name of every object: the release's, with the chart's unless it is in there already. */}}
+{{/* Object name: the release name, plus the chart name unless contained in it. */}}
 {{- define "quintet.name" -}}
 {{- $name := ternary .Release.Name (printf "%s-quintet" .Release.Name) (contains "quintet" .Release.Name) -}}
 {{- $name | trunc 52 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* What selects the pods, and never changes in the life of a release. */}}
+{{/* Selector of pods; constant over the life of a release. */}}
 {{- define "quintet.selector" -}}
 app.kubernetes.io/name: quintet
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -24,36 +24,36 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
-{{/* What selects the pods that compute prompts for others. */}}
+{{/* Selector of prefill pods. */}}
 {{- define "quintet.prefillSelector" -}}
 app.kubernetes.io/name: quintet-prefill
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{/* What selects the pods that compute for the first of their group. */}}
+{{/* Selector of worker pods of multi-host groups. */}}
 {{- define "quintet.workerSelector" -}}
 app.kubernetes.io/name: quintet-worker
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{/* What selects servers of both kinds, where there are two. */}}
+{{/* Selector of servers of all kinds. */}}
 {{- define "quintet.anyServer" -}}
 app.kubernetes.io/component: server
 {{- end -}}
 
-{{/* What selects the router's pods. */}}
+{{/* Selector of router pods. */}}
 {{- define "quintet.routerSelector" -}}
 app.kubernetes.io/name: quintet-router
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end -}}
 
-{{/* Rights of a pod, and of its container. */}}
+{{/* Security context of a pod and its container. */}}
 {{- define "quintet.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
 runAsGroup: 10001
 fsGroup: 10001
-# A volume of many weights is not walked again at each start.
+# Do not change the ownership of all files of the volume at each start.
 fsGroupChangePolicy: OnRootMismatch
 seccompProfile:
   type: RuntimeDefault
@@ -65,7 +65,7 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* Name of the claim behind /cache; empty for a folder of the pod. */}}
+{{/* Claim name of /cache; empty for an emptyDir volume. */}}
 {{- define "quintet.claim" -}}
 {{- if .Values.cache.existingClaim -}}
 {{- .Values.cache.existingClaim -}}
@@ -74,13 +74,13 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
-{{/* The most servers there may be at once. */}}
+{{/* Maximum number of servers. */}}
 {{- define "quintet.mostPods" -}}
 {{- $servers := ternary .Values.replicas .Values.autoscaling.maxReplicas (eq .Values.autoscaling.kind "none") -}}
 {{- add .Values.prefill.replicas (mul $servers .Values.hosts.size) -}}
 {{- end -}}
 
-{{/* What an autoscaler scales: servers that are a pod each, or groups of pods. */}}
+{{/* Scale target of autoscalers: the Deployment, or the LeaderWorkerSet. */}}
 {{- define "quintet.scaled" -}}
 {{- if gt (int .Values.hosts.size) 1 -}}
 apiVersion: leaderworkerset.x-k8s.io/v1
@@ -93,7 +93,7 @@ name: {{ include "quintet.name" . }}
 {{- end -}}
 {{- end -}}
 
-{{/* Rules of a NetworkPolicy: where names are known, where models are fetched, and where KV is, of up to 64 engines. */}}
+{{/* NetworkPolicy egress rules: DNS, model downloads, and KV transfer of up to 64 engines. */}}
 {{- define "quintet.toNames" -}}
 - ports:
     - port: 53

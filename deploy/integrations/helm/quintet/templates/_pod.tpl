@@ -1,5 +1,5 @@
-{{/* The pod of a server, as a Deployment or a LeaderWorkerSet starts it. Its kind: server, which answers, by itself or as the first
-     of several hosts (leader); prefill, which computes prompts for servers; worker, which computes for its leader. */}}
+{{/* Pod template of a Deployment or LeaderWorkerSet. Kinds: server (single host), leader (host 0 of several), worker (other hosts),
+     prefill (prefill server). */}}
 {{- define "quintet.pod" -}}
 {{- $root := .root -}}
 {{- $kind := .kind -}}
@@ -22,7 +22,7 @@ metadata:
     {{- toYaml . | nindent 4 }}
     {{- end }}
   annotations:
-    # Flags are read once: other ones need other pods.
+    # Flags are read at start: changed flags need new pods.
     checksum/flags: {{ include (print $root.Template.BasePath "/config.yaml") $root | sha256sum }}
     {{- with .Values.podAnnotations }}
     {{- toYaml . | nindent 4 }}
@@ -75,7 +75,7 @@ spec:
         - --kv-peer-key=/etc/quintet-kv/key
         {{- end }}
         {{- if $isLeader }}
-        # As long as the startup probe waits: the other pods may be fetching the model still.
+        # Equal to the startup probe: the other pods may still be downloading the model.
         - --boot-timeout={{ .Values.startSeconds }}
         - --node-rank=0
         - --master-addr=$(POD_IP)
@@ -115,7 +115,7 @@ spec:
         - name: http
           containerPort: 8000
         {{- if $isPrefill }}
-        # Of the first engine; each further one has the next.
+        # Port of engine 0; engine i uses port + i.
         - name: kv
           containerPort: 5600
         {{- end }}
@@ -123,7 +123,7 @@ spec:
         - name: hosts
           containerPort: 29501
         {{- end }}
-      # Ready for the first time: until then nobody else is asked.
+      # Startup: the other probes begin after the first success.
       startupProbe:
         httpGet:
           path: /readyz
@@ -131,7 +131,7 @@ spec:
         periodSeconds: 5
         timeoutSeconds: 5
         failureThreshold: {{ max 1 (div .Values.startSeconds 5) }}
-      # Requests go to pods that could serve one now.
+      # Readiness: the Service routes only to pods that accept requests.
       readinessProbe:
         httpGet:
           path: /readyz
@@ -139,8 +139,8 @@ spec:
         periodSeconds: 2
         timeoutSeconds: 2
         failureThreshold: 2
-      # Whether it lives, not whether it is well: a server whose process is being replaced heals itself, and a restart
-      # would only make the pause longer. One that cannot heal ends by itself.
+      # Liveness, not health: a server that restarts one of its processes recovers by itself, and restarting the pod would
+      # prolong the interruption. A server that cannot recover exits.
       livenessProbe:
         httpGet:
           path: /livez
@@ -183,7 +183,7 @@ spec:
         {{- end }}
         - name: cache
           mountPath: /cache
-        # Sockets, the key of the seal, kept responses.
+        # Sockets, the HMAC key of frames, stored responses.
         - name: run
           mountPath: /tmp
   volumes:
@@ -219,7 +219,7 @@ spec:
       emptyDir:
         sizeLimit: {{ .Values.cache.emptyDirLimit }}
       {{- end }}
-  # Several pods on one node would share its memory bandwidth, which is what a decode step waits for.
+  # Spread over nodes: pods on one node share its memory bandwidth, which limits decode.
   topologySpreadConstraints:
     - maxSkew: 1
       topologyKey: kubernetes.io/hostname

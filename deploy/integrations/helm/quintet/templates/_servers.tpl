@@ -1,4 +1,4 @@
-{{/* A Deployment of servers: those that compute prompts for others (prefill), or all others. */}}
+{{/* Deployment of servers: prefill servers, or all others. */}}
 {{- define "quintet.servers" -}}
 {{- $kind := .kind -}}
 {{- $selector := printf "quintet.%sSelector" $kind -}}
@@ -17,7 +17,7 @@ spec:
   selector:
     matchLabels: {{- include $selector . | nindent 6 }}
   strategy: {{- toYaml .Values.strategy | nindent 4 }}
-  # A boot that fetches its model is no failed rollout.
+  # A start that downloads its model must not count as a failed rollout.
   progressDeadlineSeconds: {{ add .Values.startSeconds 60 }}
   template:
     {{- include "quintet.pod" (dict "root" . "kind" $kind) | nindent 4 }}

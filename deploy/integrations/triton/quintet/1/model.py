@@ -1,7 +1,7 @@
-"""Text generation as a model of Triton's Python backend, decoupled: a request is answered in one piece or in many.
+"""Text generation model of Triton's Python backend, in decoupled mode: one or several responses per request.
 
-``config.pbtxt`` above this folder says what comes in and goes out. The engine runs in processes of its own; here is a thread
-with its event loop, on which every request is a task.
+``config.pbtxt`` in the parent folder defines inputs and outputs. The engine runs in its own processes; requests are tasks on an
+event loop in a background thread.
 """
 
 from __future__ import annotations
@@ -26,25 +26,27 @@ _LATER = frozenset({ErrorCode.OVERLOADED, ErrorCode.UNAVAILABLE})
 
 
 class TritonPythonModel:
-    """What the backend looks for by this name."""
+    """Model class; the backend requires this name."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Boot the engine. Raises `ConfigError` for flags that cannot work."""
+        """Start the engine. Raises `ConfigError` for invalid flags."""
         parameters = json.loads(args["model_config"]).get("parameters", {})
-        told = {name: value["string_value"] for name, value in parameters.items()}
-        self._llm = AsyncLLM(told.get("model") or None, **(yaml.safe_load(told.get("flags", "")) or {}))
+        settings = {name: value["string_value"] for name, value in parameters.items()}
+        self._llm = AsyncLLM(
+            settings.get("model") or None, **(yaml.safe_load(settings.get("flags", "")) or {})
+        )
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="quintet-triton", daemon=True)
         self._thread.start()
 
     def execute(self, requests: Sequence[Any]) -> None:
-        """Begin to answer; what comes of it goes through each request's sender."""
+        """Start the requests; responses go through each request's sender."""
         for request in requests:
             prompt = _text(pb_utils.get_input_tensor_by_name(request, "prompt"))
             sampling = pb_utils.get_input_tensor_by_name(request, "sampling")
-            words = "{}" if sampling is None else _text(sampling)
+            settings = "{}" if sampling is None else _text(sampling)
             asyncio.run_coroutine_threadsafe(
-                self._answer(prompt, words, request.get_response_sender()), self._loop
+                self._answer(prompt, settings, request.get_response_sender()), self._loop
             )
 
     async def _answer(self, prompt: str, sampling: str, sender: Any) -> None:
@@ -55,8 +57,8 @@ class TritonPythonModel:
                 pb_utils.TritonError.UNAVAILABLE if error.code in _LATER else pb_utils.TritonError.INVALID_ARG
             )
             _end(sender, pb_utils.TritonError(error.message, kind))
-        except Exception as error:  # whatever it is, Triton's client has to hear of an ending
-            _end(sender, pb_utils.TritonError(f"the server made a mistake: {error!r}"))
+        except Exception as error:  # Triton's client must receive a final response
+            _end(sender, pb_utils.TritonError(f"internal server error: {error!r}"))
             raise
 
     async def _send(self, prompt: str, sampling: str, sender: Any) -> None:
@@ -66,7 +68,7 @@ class TritonPythonModel:
         async with aclosing(self._llm.generate(prompt, params)) as outputs:
             async for output in outputs:
                 if sender.is_cancelled():
-                    break  # which ends the request
+                    break  # closing the iterator aborts the request
                 [choice] = output.outputs
                 sender.send(
                     pb_utils.InferenceResponse(
@@ -79,7 +81,7 @@ class TritonPythonModel:
         sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def finalize(self) -> None:
-        """End the engine; requests in flight end with it."""
+        """Stop the engine and requests in flight."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._llm.shutdown()
@@ -90,11 +92,11 @@ def _read(sampling: str) -> dict[str, object]:
     try:
         settings = json.loads(sampling)
     except ValueError as error:
-        raise RequestError(ErrorCode.INVALID, f"sampling is no JSON: {error}", "sampling") from None
+        raise RequestError(ErrorCode.INVALID, f"sampling is not valid JSON: {error}", "sampling") from None
     if not isinstance(settings, dict):
         raise RequestError(
             ErrorCode.INVALID,
-            f'sampling is {sampling}; send a mapping like {{"max_tokens": 64}}.',
+            f'sampling is {sampling}; send a JSON object like {{"max_tokens": 64}}.',
             "sampling",
         )
     return settings
