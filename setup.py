@@ -122,7 +122,7 @@ def selected_sets(sets: Sets) -> set[tuple[str, Path]] | None:
 
 
 def complete_sets(sets: Sets, chosen: set[tuple[str, Path]]) -> list[str]:
-    """Return the sets whose kernels, inherited ones included, are all built."""
+    """Return the sets with all kernels built, inherited ones included."""
     order = list(sets)
     best = max((name for name, _ in chosen), key=order.index)
     fallback = max((name for name, _ in chosen if name != MATRIX_UNIT), key=order.index)

@@ -231,7 +231,7 @@ def _groups(kv: KvSpec, max_model_len: int, step_tokens: int) -> list[GroupPlan]
     ]
 
 
-def _in_words(group: GroupPlan) -> str:
+def _group_text(group: GroupPlan) -> str:
     kind = {
         "full": "full attention",
         "sliding": f"sliding window of {group.window:,} tokens",
@@ -272,7 +272,7 @@ def _stages(config: EngineConfig) -> str | None:
     spec, stages = _spec_of(config.model), config.executor.pipeline_parallel_size
     if spec is None or stages == 1:
         return None
-    ranges = [f"{begin} to {end - 1}" for begin, end in stage_layers(spec, stages)]
+    ranges = [f"{first} to {end - 1}" for first, end in stage_layers(spec, stages)]
     return f"layers {', '.join(ranges)}"
 
 
@@ -336,7 +336,7 @@ def plan_lines(plan: Plan) -> list[str]:
         ("memory available", format_size(plan.available_memory_bytes)),
         ("KV per token", format_size(plan.kv_bytes_per_token)),
         *_format_rows(plan.kv_formats),
-        *(("KV group", _in_words(group)) for group in plan.kv_groups if len(plan.kv_groups) > 1),
+        *(("KV group", _group_text(group)) for group in plan.kv_groups if len(plan.kv_groups) > 1),
         (
             "KV memory",
             f"{format_size(plan.kv_memory_bytes)}: {plan.num_blocks:,} blocks of {plan.block_size} tokens"

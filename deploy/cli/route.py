@@ -102,7 +102,7 @@ def _add_servers(servers: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="URL",
-        help="URL whose DNS name resolves to all servers; resolved periodically; repeat for more",
+        help="URL with a DNS name of all servers, resolved periodically; repeat for more",
     )
     servers.add_argument("--engines-at", action=RenamedFlag, dest="engine_dns", appends=True)
     servers.add_argument(

@@ -124,7 +124,7 @@ def serve(options: Options, notes: list[str], parent_fd: int | None = None) -> i
         from quintet.deploy.cli.headless import serve_headless
 
         return serve_headless(options, parent_fd)
-    signal.signal(signal.SIGTERM, _leave)  # until the supervisor installs its handlers
+    signal.signal(signal.SIGTERM, _exit_on_signal)  # until the supervisor installs its handlers
     setproctitle.setproctitle("quintet-supervisor")
     configure_logging("supervisor", options.log_level)
     run_dirs.sweep_stale()
@@ -190,7 +190,7 @@ def check_peer_ports(config: EngineConfig) -> None:
             check_free(host.strip("[]"), int(port) + engine, "--kv-peer-listen")
 
 
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
+def _exit_on_signal(number: int, frame: FrameType | None) -> NoReturn:
     """Exit through all ``finally`` blocks, which remove the run folder."""
     raise SystemExit(128 + number)
 

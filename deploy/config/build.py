@@ -134,8 +134,8 @@ def resolve(options: Options, run_dir: Path, http: bool = True, external_fronten
     weight_bytes //= num_ranks
     stages, hosts = options.pipeline_parallel_size, options.nnodes
     if kind == "torch" and device == "cpu":
-        ranks_here = num_ranks * stages // hosts
-        notes.extend(filter(None, (crowding(options.data_parallel_size, ranks_here, usable_cores()),)))
+        local_ranks = num_ranks * stages // hosts
+        notes.extend(filter(None, (crowding(options.data_parallel_size, local_ranks, usable_cores()),)))
     available_bytes = available_ram_bytes() // (options.data_parallel_size * num_ranks)
     if kind == "torch" and device == "cpu":
         check_weights_fit(weight_bytes // hosts, available_bytes, options.data_parallel_size, num_ranks)
@@ -288,8 +288,8 @@ def _kv_memory(
     """
     together = options.decode_context_parallel_size
     if options.kv_cache_memory is not None:
-        asked_bytes = parse_size(options.kv_cache_memory, "--kv-cache-memory")
-        return asked_bytes * together // options.tensor_parallel_size
+        requested_bytes = parse_size(options.kv_cache_memory, "--kv-cache-memory")
+        return requested_bytes * together // options.tensor_parallel_size
     if kind == "mock":
         return rules.cap_kv_memory(kv, 1 << 62, options.max_num_seqs, max_model_len, step_tokens)
     if device == "cuda":

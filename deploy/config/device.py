@@ -34,7 +34,7 @@ def sees_a_gpu(environment: Mapping[str, str], root: Path = Path("/")) -> bool:
 
 
 def num_gpus(environment: Mapping[str, str], root: Path = Path("/")) -> int | None:
-    """Return the number of visible NVIDIA GPUs; None if device files do not tell (WSL 2)."""
+    """Return the number of visible NVIDIA GPUs; None if it is unknown from device files (WSL 2)."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     files = len(list((root / "dev").glob("nvidia[0-9]*")))
     if visible is None:

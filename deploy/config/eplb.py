@@ -33,19 +33,19 @@ def eplb_config(options: Options) -> EplbConfig | None:
     ranks = options.tensor_parallel_size
     example = f'{{"{NUMBER}": {ranks}}}'
     try:
-        asked = msgspec.json.decode(options.eplb_config or "{}", type=_EplbJson)
+        parsed = msgspec.json.decode(options.eplb_config or "{}", type=_EplbJson)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{DETAILS} {options.eplb_config}: {error}; write JSON such as {example}") from None
-    for name, number in (("window_size", asked.window_size), ("step_interval", asked.step_interval)):
+    for name, number in (("window_size", parsed.window_size), ("step_interval", parsed.step_interval)):
         if not 0 < number < 1 << 31:
             raise ConfigError(f"{DETAILS}: {name} is {number}; it must be a positive number of steps")
-    copies = asked.num_redundant_experts
+    copies = parsed.num_redundant_experts
     if copies <= 0 or copies % ranks:
         raise ConfigError(
             f"{FLAG}: {NUMBER} is {copies}; it must be a positive multiple of the {ranks} ranks, such as"
             f" {DETAILS} '{example}'"
         )
-    return EplbConfig(asked.window_size, asked.step_interval, copies)
+    return EplbConfig(parsed.window_size, parsed.step_interval, copies)
 
 
 def check_copies(eplb: EplbConfig, spec: DecoderSpec, share: Share) -> None:

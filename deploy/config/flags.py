@@ -50,7 +50,7 @@ class Flag:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Alternative name -> choice."""
     takes_several: bool = False
-    """Whether one occurrence of a list flag accepts several values."""
+    """True if one occurrence of a list flag accepts several values."""
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -75,7 +75,7 @@ def _check_division(options: Options) -> None:
     if stages > 1 and stages % count:
         raise ConfigError(
             f"--nnodes {count} with --pipeline-parallel-size {stages}: stages must divide evenly among hosts; valid sizes:"
-            f" {fitting}, …, or 1, whose ranks are divided among hosts"
+            f" {fitting}, …, or 1 with ranks divided among hosts"
         )
     if stages > 1:
         return

@@ -47,7 +47,7 @@ def _introduced(architecture: str) -> str:
 
 
 def check_transformers_card(card: ModelCard, architecture: str) -> None:
-    """Reject models that transformers cannot run with a paged KV cache, as far as ``config.json`` tells."""
+    """Reject models that transformers cannot run with a paged KV cache, as far as ``config.json`` shows."""
     reason = None
     if card.values.get("is_encoder_decoder") is True:
         reason = "encoder-decoder models are not supported"

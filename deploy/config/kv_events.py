@@ -29,35 +29,35 @@ def kv_events_config(options: Options, kv: KvSpec, *, has_prefix_cache: bool) ->
     if options.kv_events_config is None:
         return None
     try:
-        asked = msgspec.json.decode(options.kv_events_config, type=_EventsJson)
+        parsed = msgspec.json.decode(options.kv_events_config, type=_EventsJson)
     except msgspec.MsgspecError as error:
         raise ConfigError(
             f"{FLAG} {options.kv_events_config}: {error}; write JSON such as"
             ' {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557"}'
         ) from None
-    publisher = asked.publisher or ("zmq" if asked.enable_kv_cache_events else "null")
+    publisher = parsed.publisher or ("zmq" if parsed.enable_kv_cache_events else "null")
     if publisher not in ("zmq", "null"):
         raise ConfigError(f"{FLAG}: publisher is {publisher!r}; it must be zmq or null")
-    if not asked.enable_kv_cache_events or publisher == "null":
+    if not parsed.enable_kv_cache_events or publisher == "null":
         return None
     if not has_prefix_cache:
         raise ConfigError(f"{FLAG} requires prefix caching, which is disabled: drop one of the two")
     if all(group.is_state for group in kv.groups):
         raise ConfigError(f"{FLAG}: this model has only recurrent states, and no KV blocks: drop it")
-    for name, address in (("endpoint", asked.endpoint), ("replay_endpoint", asked.replay_endpoint)):
+    for name, address in (("endpoint", parsed.endpoint), ("replay_endpoint", parsed.replay_endpoint)):
         if address is not None and not address.startswith(("tcp://", "ipc://")):
             raise ConfigError(f"{FLAG}: {name} is {address!r}; write tcp://HOST:PORT or ipc://PATH")
         if address is not None and address.startswith("tcp://"):
             _check_port(name, address, options.data_parallel_size)
-    for name, number in (("buffer_steps", asked.buffer_steps), ("hwm", asked.hwm)):
+    for name, number in (("buffer_steps", parsed.buffer_steps), ("hwm", parsed.hwm)):
         if not 0 < number < 1 << 31:
             raise ConfigError(f"{FLAG}: {name} is {number}; it must be from 1 to 2147483647")
     return KvEventsConfig(
-        endpoint=asked.endpoint,
-        replay_endpoint=asked.replay_endpoint,
-        buffer_steps=asked.buffer_steps,
-        hwm=asked.hwm,
-        topic=asked.topic,
+        endpoint=parsed.endpoint,
+        replay_endpoint=parsed.replay_endpoint,
+        buffer_steps=parsed.buffer_steps,
+        hwm=parsed.hwm,
+        topic=parsed.topic,
     )
 
 

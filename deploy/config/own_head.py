@@ -1,4 +1,4 @@
-"""Detection of untied output layers in checkpoints whose ``config.json`` ties word embeddings.
+"""Detection of untied output layers in checkpoints with tied word embeddings in ``config.json``.
 
 Fine-tunes often keep the base model's ``config.json``. transformers uses the separate output layer, and so does Quintet. Reads
 the headers of safetensors files, and both tensors up to the first difference.
@@ -33,7 +33,7 @@ class _StoredTensor:
 def has_own_head(folder: Path, names: Names) -> bool:
     """Return whether a checkpoint has an output layer that differs from the embedding. Raises `ConfigError`.
 
-    False for GGUF files, whose config is derived from their tensors, and for pickled files, which have no header.
+    False for GGUF files (config derived from tensors) and for pickled files (no header).
     """
     if is_gguf(folder):
         return False

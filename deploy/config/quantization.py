@@ -75,7 +75,7 @@ def weight_bytes_of(
 
 
 def check_weights_fit(weight_bytes: int, available_bytes: int, num_engines: int, num_ranks: int) -> None:
-    """Reject a model whose weights exceed the available memory. Both sizes are per rank of an engine."""
+    """Reject a model with weights larger than the available memory. Both sizes are per rank of an engine."""
     if weight_bytes > available_bytes:
         shares = [f"{num_ranks} ranks"] * (num_ranks > 1) + [f"{num_engines} engines"] * (num_engines > 1)
         each = f" for each of {' of each of '.join(shares)}" if shares else ""

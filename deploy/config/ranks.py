@@ -146,7 +146,7 @@ def sum_leaves(options: Options, facts: ModelFacts) -> int:
 
 
 def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes: int) -> None:
-    """Reject shards whose rows are not multiples of 16 bytes, where only kernels that require this are used."""
+    """Reject shards with rows that are not multiples of 16 bytes, where the only kernels require this."""
     size = options.tensor_parallel_size
     spec = _spec_of(facts) if device == "cuda" and size > 1 else None
     for layer in () if spec is None else spec.layers:
@@ -166,7 +166,7 @@ def check_gpu_rows(options: Options, facts: ModelFacts, device: str, dtype_bytes
 
 
 def _norms_parts_of_weights(state: StateSpec, size: int) -> bool:
-    """Return whether each rank has one norm group, whose weights a kernel reads in place."""
+    """Return whether each rank has one norm group, with weights that a kernel reads in place."""
     return isinstance(state, Mamba2Spec) and state.norm is not None and state.groups == size
 
 
@@ -232,7 +232,7 @@ def _rotates_by_length(spec: DecoderSpec) -> bool:
 
 
 def _check_context(options: Options, spec: DecoderSpec, path: Path) -> None:
-    """Reject a context-parallel size whose ranks use different KV heads."""
+    """Reject a context-parallel size where ranks use different KV heads."""
     size, context = options.tensor_parallel_size, options.decode_context_parallel_size
     fitting = context_sizes_that_fit(spec, size)
     if context == 1 or context in fitting:

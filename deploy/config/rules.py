@@ -137,7 +137,7 @@ def check_prompt_embeds(options: Options, facts: ModelFacts) -> None:
 
 
 def check_expert_widths(facts: ModelFacts, device: str, dtype_bytes: int) -> None:
-    """Reject experts whose row size is not a multiple of 16 bytes, as GPU kernels require."""
+    """Reject experts with a row size that is not a multiple of 16 bytes, which GPU kernels require."""
     odd = sorted(depth for depth in facts.expert_depths if depth * dtype_bytes % 16)
     if device == "cuda" and odd:
         raise ConfigError(
@@ -253,23 +253,23 @@ def derive_max_num_batched_tokens(options: Options, device: str, max_model_len: 
 
     It must hold one token of every running request, and without chunked prefill a whole prompt.
     """
-    asked = options.max_num_batched_tokens
+    requested = options.max_num_batched_tokens
     needed = (
         options.max_num_seqs if options.enable_chunked_prefill else max(options.max_num_seqs, max_model_len)
     )
-    if asked is None:
+    if requested is None:
         return most_step_tokens(options, device, max_model_len)
-    if asked < options.max_num_seqs:
+    if requested < options.max_num_seqs:
         raise ConfigError(
-            f"--max-num-batched-tokens is {asked}, less than --max-num-seqs {options.max_num_seqs}: "
-            f"each running request needs one token per step; raise it, or lower --max-num-seqs to {asked}"
+            f"--max-num-batched-tokens is {requested}, less than --max-num-seqs {options.max_num_seqs}: "
+            f"each running request needs one token per step; raise it, or lower --max-num-seqs to {requested}"
         )
-    if asked < needed:
+    if requested < needed:
         raise ConfigError(
-            f"--max-num-batched-tokens is {asked}, but without chunked prefill a prompt of up to "
+            f"--max-num-batched-tokens is {requested}, but without chunked prefill a prompt of up to "
             f"{max_model_len} tokens runs in one step: raise it, lower --max-model-len, or enable chunked prefill"
         )
-    return asked
+    return requested
 
 
 def derive_step_target_ms(options: Options, kind: str, device: str) -> int:
@@ -279,16 +279,16 @@ def derive_step_target_ms(options: Options, kind: str, device: str) -> int:
     return _CPU_STEP_TARGET_MS if kind == "torch" and device == "cpu" else 0
 
 
-def derive_max_model_len(asked: int | None, of_model: int, config_path: Path) -> int:
+def derive_max_model_len(requested: int | None, of_model: int, config_path: Path) -> int:
     """Return the maximum context length: the model's, or the shorter requested one."""
-    if asked is None:
+    if requested is None:
         return of_model
-    if asked > of_model:
+    if requested > of_model:
         raise ConfigError(
-            f"--max-model-len is {asked}, but the model's context length is {of_model} tokens ({config_path}); "
+            f"--max-model-len is {requested}, but the model's context length is {of_model} tokens ({config_path}); "
             f"set at most {of_model}, or add RoPE scaling to config.json"
         )
-    return asked
+    return requested
 
 
 def fit_max_model_len(
@@ -296,10 +296,10 @@ def fit_max_model_len(
     memory_bytes: int,
     max_model_len: int,
     step_tokens: int,
-    asked: bool,
+    requested: bool,
     memory_flag_given: bool,
 ) -> int:
-    """Return the maximum context length whose KV fits into memory.
+    """Return the maximum context length with KV that fits into memory.
 
     A default length is reduced to fit. A requested length that does not fit raises `ConfigError` with the largest one that
     does. step_tokens: maximum number of tokens of one request in a step.
@@ -308,7 +308,7 @@ def fit_max_model_len(
     if fitting >= max_model_len:
         return max_model_len
     needed = format_size(kv.most_blocks(max_model_len, step_tokens) * kv.bytes_per_block)
-    if fitting < 2 * kv.block_size or asked:
+    if fitting < 2 * kv.block_size or requested:
         more = f"--kv-cache-memory {needed.replace(' ', '')}" + (
             "" if memory_flag_given else " or a larger --kv-cache-memory-share"
         )
@@ -333,20 +333,20 @@ def cap_kv_memory(
     return min(memory_bytes, (max_num_seqs * blocks_per_sequence + 1) * kv.bytes_per_block)
 
 
-def derive_swap_bytes(asked_gib: float | None, device: str, kind: str, available_bytes: int) -> int:
+def derive_swap_bytes(swap_gib: float | None, device: str, kind: str, available_bytes: int) -> int:
     """Return the swap space for KV of preempted requests; 0 by default on a CPU, where KV is already in host memory."""
-    if asked_gib is None:
+    if swap_gib is None:
         return min(_DEFAULT_SWAP_BYTES, available_bytes // 4) if device == "cuda" else 0
-    swap_bytes = int(asked_gib * (1 << 30))
+    swap_bytes = int(swap_gib * (1 << 30))
     if swap_bytes < 0:
-        raise ConfigError(f"--swap-space is {asked_gib:g}; it must be at least 0 GiB")
+        raise ConfigError(f"--swap-space is {swap_gib:g}; it must be at least 0 GiB")
     if swap_bytes and kind == "mock":
         raise ConfigError(
-            f"--swap-space {asked_gib:g}: the mock executor has no KV cache to swap; drop the flag"
+            f"--swap-space {swap_gib:g}: the mock executor has no KV cache to swap; drop the flag"
         )
     if swap_bytes > available_bytes:
         raise ConfigError(
-            f"--swap-space is {asked_gib:g} GiB, but {format_size(available_bytes)} of memory is free; lower it"
+            f"--swap-space is {swap_gib:g} GiB, but {format_size(available_bytes)} of memory is free; lower it"
         )
     return swap_bytes
 
@@ -386,7 +386,7 @@ def _usable_default(name: str, value: float, max_model_len: int) -> float | int:
 
 
 def check_run_dir_length(run_dir: Path) -> None:
-    """Reject a run folder whose socket paths would exceed `MAX_SOCKET_PATH`."""
+    """Reject a run folder if its socket paths would exceed `MAX_SOCKET_PATH`."""
     longest = len(str(run_dir)) + _LONGEST_SOCKET_NAME
     if longest > MAX_SOCKET_PATH:
         raise ConfigError(

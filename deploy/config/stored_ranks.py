@@ -1,4 +1,4 @@
-"""Tensor-parallel checks of quantized checkpoints, as far as the configuration tells."""
+"""Tensor-parallel checks of quantized checkpoints, as far as the configuration shows."""
 
 from __future__ import annotations
 

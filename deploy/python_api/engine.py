@@ -163,7 +163,7 @@ class LocalServer:
 
     @property
     def is_ours(self) -> bool:
-        """Whether this process started the engine, rather than being forked from it."""
+        """True if this process started the engine, rather than being forked from it."""
         return os.getpid() == self._owner
 
     def check(self) -> None:

@@ -107,7 +107,7 @@ def _read_dict(given: Mapping[str, object], vocab_size: int) -> ReadPrompt:
         )
     text, ids, salt = given.get("prompt"), given.get("prompt_token_ids"), given.get("cache_salt", "")
     if not isinstance(salt, str):
-        raise _bad(f"a dictionary whose cache_salt is {salt!r}; it must be a string")
+        raise _bad(f"a dictionary with the cache_salt {salt!r}; it must be a string")
     read_text(salt, "cache_salt")
     if isinstance(text, str) and ids is None:
         return ReadPrompt(TextPrompt(read_text(text, "prompt")), text, salt)
@@ -129,11 +129,11 @@ def _read_embeds(given: object) -> EmbedsPrompt:
         )
     except (TypeError, ValueError) as error:
         raise _bad(
-            f"a dictionary whose prompt_embeds is a {type(given).__name__} ({error}); pass a tensor"
+            f"a dictionary with prompt_embeds of the type {type(given).__name__} ({error}); pass a tensor"
         ) from None
     if numbers.ndim != 2 or not numbers.size:
         raise _bad(
-            f"a dictionary whose prompt_embeds has the shape {list(numbers.shape)}; it must be [num_tokens, width]"
+            f"a dictionary with prompt_embeds of the shape {list(numbers.shape)}; it must be [num_tokens, width]"
         )
     return EmbedsPrompt("F32", numbers.shape[1], numbers.tobytes())
 
@@ -231,7 +231,7 @@ _SHAPE = frozenset({"n", "output_kind", "detokenize", "logprobs", "prompt_logpro
 
 
 def params_by_name(settings: Mapping[str, object], output_kind: OutputKind) -> SamplingParams:
-    """Parse sampling parameters of a protocol whose responses are a single text.
+    """Parse sampling parameters of a protocol with single-text responses.
 
     Raises `RequestError` for unknown parameters, and for those that change the structure of a response.
     """

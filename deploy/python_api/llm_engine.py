@@ -84,11 +84,11 @@ class LLMEngine:
         """Abort requests, without further outputs. Unknown ids are ignored."""
         for name in [request_ids] if isinstance(request_ids, str) else list(request_ids):
             if name in self._open:
-                stream = self._forget(name)
+                stream = self._remove(name)
                 self._loop.run_until_complete(_close(stream))
 
     def get_num_unfinished_requests(self) -> int:
-        """Return the number of requests whose last output `step` has not returned yet."""
+        """Return the number of requests with outputs that `step` has not returned yet."""
         return len(self._open)
 
     def has_unfinished_requests(self) -> bool:
@@ -135,12 +135,12 @@ class LLMEngine:
             if batch.error is not None:
                 output = assembler.failed(batch.error)
             if has_ended:
-                self._forget(name)
+                self._remove(name)
             if output is not None:
                 outputs.append(output)
         return outputs
 
-    def _forget(self, name: str) -> Stream:
+    def _remove(self, name: str) -> Stream:
         stream, _ = self._open.pop(name)
         del self._names[stream.request_id]
         return stream

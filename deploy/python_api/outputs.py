@@ -43,7 +43,7 @@ class CompletionOutput:
 
     @property
     def finished(self) -> bool:
-        """Whether the output has ended."""
+        """True if the output has ended."""
         return self.finish_reason is not None
 
 

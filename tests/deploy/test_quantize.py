@@ -113,7 +113,7 @@ def test_a_folder_that_is_no_models_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_model_inside_of_the_target_is_not_lost(tmp_path: Path) -> None:
     (tmp_path / "out" / "model").mkdir(parents=True)
     for source in ("out", "out/model"):
-        with pytest.raises(ConfigError, match="is OUT .*, or inside it"):
+        with pytest.raises(ConfigError, match=r"is OUT .*, or inside it"):
             target.check_apart(tmp_path / "out", tmp_path / source)
     target.check_apart(tmp_path / "out" / "other", tmp_path / "out" / "model")
 

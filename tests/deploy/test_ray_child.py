@@ -38,7 +38,7 @@ def child(folder: Path, **flags: object) -> Iterator[tuple[subprocess.Popen[byte
         str(folder / "server.yaml"),
     ]
     process = subprocess.Popen(
-        [*command, "--parent-fd", str(held), "--words-fd", str(written)], pass_fds=[held, written]
+        [*command, "--parent-fd", str(held), "--message-fd", str(written)], pass_fds=[held, written]
     )
     os.close(held)
     os.close(written)

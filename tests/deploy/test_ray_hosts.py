@@ -222,4 +222,4 @@ def test_a_driver_that_ends_without_a_word_is_told_of() -> None:
         hosts.join(30)
         hosts.place(ORDER)
         failure = next_failure(hosts)
-        assert "ended with status 1, and the other hosts with it" in failure.cause and failure.exit_code == 1
+        assert "exited with status 1, and the other hosts with it" in failure.cause and failure.exit_code == 1

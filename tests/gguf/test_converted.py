@@ -106,4 +106,4 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.Cap
     (tmp_path / "there/config.json").write_text(json.dumps({}))
     assert "already exists" in refused(file, tmp_path / "there")
     assert "choose another path" in refused(file, tmp_path, "--overwrite") and file.exists()
-    assert "--overwrite is for OUT" in refused(tmp_path, "--overwrite")
+    assert "--overwrite requires OUT" in refused(tmp_path, "--overwrite")

@@ -54,5 +54,5 @@ def _ending_ids(metadata: Mapping[str, Value], tokens: Sequence[str]) -> list[in
     ids = [each for each in named if type(each) is int and 0 <= each < len(tokens)]
     found = {token: index for index, token in enumerate(tokens) if token in _ENDINGS}
     if "<|end|>" in found and "<|return|>" in found:
-        del found["<|end|>"]  # ends a message in gpt-oss, whose responses have several messages
+        del found["<|end|>"]  # ends a message in gpt-oss, but a response has several messages
     return list(dict.fromkeys([*ids, *sorted(found.values())]))

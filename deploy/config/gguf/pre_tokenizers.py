@@ -72,9 +72,9 @@ class PreTokenizer:
 
     cuts: tuple[str, ...]
     whole_words: bool = False
-    """Whether a word that is a token is used without merges (``ignore_merges``)."""
-    begins: bool = False
-    """Whether BOS is added by default."""
+    """True if a word that is a token is used without merges (``ignore_merges``)."""
+    adds_bos: bool = False
+    """True if BOS is added by default."""
 
 
 _NAMES_OF: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
@@ -83,7 +83,7 @@ _NAMES_OF: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
         ("default",),
     ),
     (
-        PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, begins=True),
+        PreTokenizer((_words(r"\p{N}{1,3}"),), whole_words=True, adds_bos=True),
         ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"),
     ),
     (PreTokenizer((_words(r"\p{N}{1,3}"),)), ("dbrx", "smaug-bpe", "glm4", "chatglm-bpe")),
@@ -112,7 +112,7 @@ _NAMES_OF: tuple[tuple[PreTokenizer, tuple[str, ...]], ...] = (
         ),
         ("bailingmoe", "bailingmoe2", "llada-moe"),
     ),
-    (PreTokenizer((_cased(r"\p{N}", ""),), whole_words=True, begins=True), ("tekken",)),
+    (PreTokenizer((_cased(r"\p{N}", ""),), whole_words=True, adds_bos=True), ("tekken",)),
     (PreTokenizer((_cased(r"\p{N}{1,3}", _SHORT + "?"),)), ("gpt-4o", "llama4", "kanana2", "minimax-m2")),
     (
         PreTokenizer((_GPT2,)),

@@ -186,7 +186,7 @@ class _Vocabulary:
         return PRE_TOKENIZERS[name]
 
     def _merges(self) -> list[tuple[str, str]]:
-        """Return the file's merges by priority, except those whose parts or result are not tokens."""
+        """Return the file's merges by priority, except merges with parts or results that are not tokens."""
         pairs, ids = [], self._ids
         for merge in _texts(self._parts, "merges"):
             between = merge.find(" ", 1)
@@ -232,8 +232,8 @@ class _Vocabulary:
         ]
 
     def _post_processor(self) -> dict[str, Any] | None:
-        begins = True if self._is_spm else self._pre_tokenizer().begins
-        first = self._special("bos") if self._flag("add_bos_token", begins) else None
+        adds_bos = True if self._is_spm else self._pre_tokenizer().adds_bos
+        first = self._special("bos") if self._flag("add_bos_token", adds_bos) else None
         last = self._special("eos") if self._flag("add_eos_token", False) else None
         if first is None and last is None:
             return None

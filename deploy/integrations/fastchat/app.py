@@ -78,7 +78,7 @@ class App:
             await exchange.respond_error(error)
         except ClientDisconnected:
             pass
-        except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, and tell its client
+        except Exception:  # noqa: BLE001 - isolates failures of single requests
             _log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
             message = f"Internal worker error (request {exchange.request_id})."
             await _respond_error(exchange, WorkerError(Code.INTERNAL, message))
@@ -117,7 +117,7 @@ class App:
 
     async def _stream(self, exchange: HttpRequest, body: bytes) -> None:
         params = read(body, Params)
-        flow = await self._server.begin("POST", COMPLETIONS, await self._request_of(params, is_streamed=True))
+        flow = await self._server.send("POST", COMPLETIONS, await self._request_of(params, is_streamed=True))
         try:
             if not flow.is_stream:
                 whole = await flow.whole
@@ -131,7 +131,7 @@ class App:
                     await exchange.write(msgspec.json.encode(each) + b"\0")
             await exchange.write(b"", last=True)
         finally:
-            self._server.leave(flow)
+            self._server.release(flow)
 
     async def _generate(self, exchange: HttpRequest, body: bytes) -> None:
         params = read(body, Params)

@@ -22,8 +22,8 @@ class Peer:
     def __str__(self) -> str:
         return f"{self._target.host}:{self._target.port}"
 
-    async def begin(self, method: str, path: str, body: object = None) -> ResponseFlow:
-        """Send a request with a JSON body, and wait for the response head; call `leave` later. Raises `ConnectionError`."""
+    async def send(self, method: str, path: str, body: object = None) -> ResponseFlow:
+        """Send a request with a JSON body, and wait for the response head; call `release` later. Raises `ConnectionError`."""
         request = self._target.request(method, path, b"" if body is None else msgspec.json.encode(body))
         is_fresh = False
         while True:
@@ -39,7 +39,7 @@ class Peer:
                 continue
             return flow
 
-    def leave(self, flow: ResponseFlow) -> None:
+    def release(self, flow: ResponseFlow) -> None:
         """Release a response; the server aborts one that was not fully read."""
         self._pool.give_back(flow)
 
@@ -48,11 +48,11 @@ class Peer:
     ) -> HttpAnswer:
         """Send a request and return the full response. Raises `ConnectionError`, or `TimeoutError` after ``within_s``."""
         async with asyncio.timeout(within_s):
-            flow = await self.begin(method, path, body)
+            flow = await self.send(method, path, body)
             try:
                 return await flow.whole
             finally:
-                self.leave(flow)
+                self.release(flow)
 
     def hang_up(self) -> None:
         """Close all connections."""

@@ -64,7 +64,7 @@ class Registration:
         """Context length of the last served model."""
         self._num_silent = 0
         self._is_up_to_date = True
-        """Whether the controller has the current state."""
+        """True if the controller has the current state."""
         self._due_s = 0.0
         self._problems: dict[Peer, str] = {}
         """Last logged problem of each peer."""

@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument(
         "--parent-fd", type=int, required=True, help="read end of a pipe; end of file stops the server"
     )
-    parser.add_argument("--words-fd", type=int, help="pipe for the message of a configuration error")
+    parser.add_argument("--message-fd", type=int, help="pipe for the message of a configuration error")
     arguments = parser.parse_args()
     claim = run_dirs.claim(arguments.config.parent)  # so that it is removed later if this process is killed
     try:
@@ -38,8 +38,8 @@ def main() -> int:
         return serve(options, notes, arguments.parent_fd)
     except ConfigError as error:
         print(f"quintet: {error}", file=sys.stderr)
-        if arguments.words_fd is not None:
-            os.write(arguments.words_fd, str(error).encode())
+        if arguments.message_fd is not None:
+            os.write(arguments.message_fd, str(error).encode())
         return EXIT_CONFIG
     finally:
         shutil.rmtree(arguments.config.parent, ignore_errors=True)

@@ -32,7 +32,7 @@ class Host:
 
     def __init__(self) -> None:
         self._lifeline = contextlib.ExitStack()
-        """Owns the pipe whose end of file stops the host."""
+        """Owns the lifeline pipe; its end of file stops the host."""
 
     def end(self) -> None:
         """Stop the host; `run` returns."""
@@ -61,7 +61,7 @@ class Host:
                 str(config),
             ]
             process = subprocess.Popen(
-                [*command, "--parent-fd", str(parent_read), "--words-fd", str(message_write)],
+                [*command, "--parent-fd", str(parent_read), "--message-fd", str(message_write)],
                 pass_fds=[parent_read, message_write],
             )
             os.close(message_write)

@@ -124,7 +124,7 @@ class HostRunner:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread ended by an error of Ray, so that a new driver is needed."""
+        """True if the thread ended by an error of Ray, so that a new driver is needed."""
         return not self._thread.is_alive()
 
     def _run(self) -> None:

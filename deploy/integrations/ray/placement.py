@@ -126,7 +126,7 @@ class PlacedHosts:
             return None
         reports = self._driver.receive()
         if reports is None:
-            return self._lost(self._driver, now)
+            return self._restart_later(self._driver, now)
         failure = None
         for report in reports:
             match report:
@@ -138,7 +138,7 @@ class PlacedHosts:
                     failure = Failure("ray", words, "", EXIT_CONFIG)
         return failure
 
-    def _lost(self, driver: Driver, now: float) -> Failure | None:
+    def _restart_later(self, driver: Driver, now: float) -> Failure | None:
         """Schedule a new driver."""
         self._restart_at_s = now + RestartPolicy().pause_s(self._deaths, now)
         message = f"{self._ended(driver)}, and the other hosts with it"

@@ -102,7 +102,7 @@ class Connection(asyncio.Protocol):
         self._done: asyncio.Future[HttpAnswer] | None = None
         self.num_exchanges = 0
         self.heard = False
-        """Whether any byte of the current response has arrived."""
+        """True if any byte of the current response has arrived."""
         self.lost: asyncio.Future[None] = loop.create_future()
         """Done when the connection is closed."""
 
@@ -129,7 +129,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_streaming(self) -> bool:
-        """Whether the body of the current response goes to the sink."""
+        """True if the body of the current response goes to the sink."""
         return self._streaming
 
     def pause(self, is_full: bool) -> None:
@@ -139,7 +139,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def reusable(self) -> bool:
-        """Whether another request may be sent."""
+        """True if another request may be sent."""
         return (
             self._keep
             and self._done is None
@@ -182,8 +182,8 @@ class Connection(asyncio.Protocol):
         error: Exception | None = None
         try:
             parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as what:
-            error = what
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as parse_error:
+            error = parse_error
         if self._streaming and self._sink is not None and self._body:
             self._sink.feed(b"".join(self._body), now_s)
             self._body.clear()

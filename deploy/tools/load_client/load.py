@@ -81,7 +81,7 @@ def ask(target: Target, method: str, path: str, body: bytes = b"", timeout_s: fl
         return runner.run(send())
 
 
-def error_words(body: bytes) -> str:
+def error_message(body: bytes) -> str:
     """Return the message of an error response, or the start of its body in an unknown format."""
     try:
         chunk = msgspec.json.decode(body, type=Chunk)
@@ -158,9 +158,9 @@ async def _request(load: Load, pool: Pool, body: bytes, due_s: float) -> Outcome
     tally.finish(end_s)
     if failure is None:
         if answer.status != 200:
-            failure, message = f"HTTP {answer.status}", error_words(answer.body)
+            failure, message = f"HTTP {answer.status}", error_message(answer.body)
         elif tally.error is not None:
             failure, message = "error in the stream", tally.error
         elif not tally.done:
-            failure, message = "stream without [DONE]", error_words(answer.body)
+            failure, message = "stream without [DONE]", error_message(answer.body)
     return Outcome(due_s, start_s, end_s, tally, failure, message)

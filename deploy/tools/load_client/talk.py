@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from quintet.deploy.tools.load_client.connection import BadUrl, Target
-from quintet.deploy.tools.load_client.load import error_words
+from quintet.deploy.tools.load_client.load import error_message
 from quintet.deploy.tools.load_client.tally import Chunk
 
 _CONNECT_S = 10.0
@@ -129,7 +129,7 @@ class Client:
                 "Start one with `quintet serve`, or set --url."
             ) from None
         if answer.status != 200:
-            message = error_words(answer.read())
+            message = error_message(answer.read())
             answer.close()
             hint = " Set --api-key." if answer.status == 401 else ""
             raise ServerError(f"{message} (HTTP {answer.status}){hint}")

@@ -90,7 +90,7 @@ class StreamTally:
     usage: Usage | None = None
     error: str | None = None
     done: bool = False
-    """Whether the stream ended with ``[DONE]``."""
+    """True if the stream ended with ``[DONE]``."""
     _buffer: bytearray = field(default_factory=lambda: bytearray(b"     \n"))
     _scanned: int = 6
 

@@ -36,7 +36,7 @@ class Playback:
     """The recorded inbox, outboxes and clock of one process.
 
     With ``in_order``, each loop iteration must send the recorded frames in order. Otherwise all frames are compared as a
-    multiset, for processes whose threads reorder replies.
+    multiset, for processes with threads that reorder replies.
     """
 
     def __init__(self, recording: Recording, *, in_order: bool = True) -> None:
@@ -82,7 +82,7 @@ class Playback:
     # --- as a bus ---
 
     def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
-        """Return an outbox whose frames are compared with the recording."""
+        """Return an outbox that compares frames with the recording."""
         return _RecordedOutbox(worker, None if worker.role is Role.SUPERVISOR else self._sent)
 
     def close(self) -> None:

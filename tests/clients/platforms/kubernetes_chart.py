@@ -93,23 +93,23 @@ VARIANTS: dict[str, dict[str, object]] = {
 
 REFUSED = {
     "additional properties 'replics' not allowed": {"replics": 2},
-    "up to 3 pods cannot share a claim that is ReadWriteOnce": {"cache": {"create": True}, "replicas": 3},
-    "give one of the two": {"cache": {"create": True, "existingClaim": "models"}},
+    "up to 3 pods cannot share a claim with access mode ReadWriteOnce": {"cache": {"create": True}, "replicas": 3},
+    "set one of the two": {"cache": {"create": True, "existingClaim": "models"}},
     "up to 3 pods cannot share a claim": {
         "cache": {"create": True}, "prefill": PREFILL, "router": {"enabled": True},
     },
-    "compute what a router sends them": {"prefill": PREFILL},
+    "requires the router": {"prefill": PREFILL},
     "set prefill.secret": {"prefill": {"replicas": 1}, "router": {"enabled": True}},
-    "has no prompt computed apart": {"prefill": PREFILL, "router": {"enabled": True}, "inferencePool": {"enabled": True}},
-    "flags.role is the chart's own affair": {"flags": {"role": "decode"}},
-    "flags.drain-timeout is the chart's own affair": {"flags": {"drain_timeout": 3}},
+    "does not support disaggregated prefill": {"prefill": PREFILL, "router": {"enabled": True}, "inferencePool": {"enabled": True}},
+    "flags.role is set by the chart": {"flags": {"role": "decode"}},
+    "flags.drain-timeout is set by the chart": {"flags": {"drain_timeout": 3}},
     "set autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
     "is more than autoscaling.maxReplicas (2)": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
-    "set router.enabled, which picks as well": {"inferencePool": {"enabled": True}},
+    "requires an endpoint picker": {"inferencePool": {"enabled": True}},
     "is for the router's endpoint picker": {
         "inferencePool": {"enabled": True, "pickerService": "picker", "tlsSecret": "picker"},
     },
-    "that endpoint picker presents no key": {
+    "an external endpoint picker sends no key": {
         "inferencePool": {"enabled": True, "pickerService": "picker"}, "apiKey": {"secret": "quintet"},
     },
     "set maxSurge to 0 and maxUnavailable to 1": {"cache": {"create": True}},
@@ -121,12 +121,12 @@ REFUSED = {
     "to a multiple of 3": {**HOSTS, "flags": {"pipeline-parallel-size": 2}},
     "or, without stages, flags.tensor-parallel-size": {**HOSTS, "flags": {}},
     "set hosts.secret": {**HOSTS, "hosts": {"size": 3}},
-    "as long as startSeconds says": {**HOSTS, "flags": {**HOSTS["flags"], "boot-timeout": 60}},
+    "the chart derives it from startSeconds": {**HOSTS, "flags": {**HOSTS["flags"], "boot-timeout": 60}},
     "gpus (1) with hosts.size 3": {**HOSTS, "gpus": 1},
     "prefill.replicas (2) with hosts.size 3": {**HOSTS, "prefill": PREFILL, "router": {"enabled": True}},
-    "groups of pods are only ever rolled": {**HOSTS, "strategy": {"type": "Recreate", "rollingUpdate": None}},
+    "groups support RollingUpdate only": {**HOSTS, "strategy": {"type": "Recreate", "rollingUpdate": None}},
     "up to 3 pods cannot share": {**HOSTS, "cache": {"create": True}, "strategy": {"rollingUpdate": {"maxSurge": 0}}},
-    "flags.nnodes is the chart's own affair": {"flags": {"nnodes": 2}},
+    "flags.nnodes is set by the chart": {"flags": {"nnodes": 2}},
 }  # fmt: skip
 
 MODELS = {"PodMonitor": prometheus.PodMonitor, "ScaledObject": keda.ScaledObject}
