@@ -116,10 +116,7 @@ def check_mock_only_flags(options: Options) -> None:
 
 
 def check_gpu_only_flags(options: Options, device: str) -> None:
-    """Reject ``--attention-backend`` on a CPU.
-
-    ``--batch-invariant`` and ``--enforce-eager`` are accepted there: a CPU is always batch-invariant and uses no CUDA graphs.
-    """
+    """Reject ``--attention-backend`` on a CPU, where ``--batch-invariant`` and ``--enforce-eager`` change nothing."""
     if device != "cuda" and options.attention_backend != "auto":
         raise ConfigError(
             f"--attention-backend {options.attention_backend} is for GPUs, but the model runs on the CPU: drop it, or set "

@@ -100,7 +100,9 @@ REFUSED = {
     },
     "requires the router": {"prefill": PREFILL},
     "set prefill.secret": {"prefill": {"replicas": 1}, "router": {"enabled": True}},
-    "does not support disaggregated prefill": {"prefill": PREFILL, "router": {"enabled": True}, "inferencePool": {"enabled": True}},
+    "does not support disaggregated prefill": {
+        "prefill": PREFILL, "router": {"enabled": True}, "inferencePool": {"enabled": True},
+    },
     "flags.role is set by the chart": {"flags": {"role": "decode"}},
     "flags.drain-timeout is set by the chart": {"flags": {"drain_timeout": 3}},
     "set autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
