@@ -263,7 +263,7 @@ def test_notes_on_the_configuration_are_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def resolved(*_: object, **__: object) -> SimpleNamespace:
-        return SimpleNamespace(config=None, notes=["a default of the generation config is ignored"])
+        return SimpleNamespace(config=None, notes=["a sampling default of the generation config is ignored"])
 
     monkeypatch.setattr(engine, "resolve", resolved)
     with pytest.raises(AttributeError):  # there is no configuration to go on with

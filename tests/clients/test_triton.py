@@ -136,8 +136,8 @@ def test_a_request_is_answered_in_one_piece_or_many_and_ends_once(model: Any) ->
 @pytest.mark.parametrize(
     ("sampling", "said"),
     [
-        ("nonsense", "sampling is no JSON"),
-        ("[1]", "send a mapping"),
+        ("nonsense", "sampling is not valid JSON"),
+        ("[1]", "send a JSON object"),
         ('{"beams": 2}', "beams is not a supported parameter"),
         ('{"temperature": -1}', "temperature"),
     ],

@@ -275,7 +275,7 @@ def test_what_cannot_be_read_is_told_as_an_error() -> None:
                 (told,) = await w.told_of(path, body)
                 assert told["error_code"] == 40001 and "Invalid request" in told["text"]
             (told,) = await w.told_of(STREAM, {"prompt": "x", "images": ["…"]})
-            assert told["error_code"] == 40302 and "reads text" in told["text"]
+            assert told["error_code"] == 40302 and "supports text only" in told["text"]
             (told,) = await w.told_of("/worker_get_embeddings", {"input": ["x"]})
             assert told["error_code"] == 40301
             status, said = await w.ask("/nowhere", {})

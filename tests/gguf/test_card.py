@@ -148,7 +148,7 @@ def test_facts_are_the_files(file: Path) -> None:
 
 
 def test_transformers_computes_no_file(file: Path) -> None:
-    with pytest.raises(ConfigError, match="drop --model-impl"):
+    with pytest.raises(ConfigError, match="--model-impl transformers does not support GGUF"):
         read_facts(file, model_impl="transformers")
 
 

@@ -95,7 +95,7 @@ def test_plan_says_who_computes_and_whether_it_can(
     flags = ["--device", "cpu", "--model-impl", "transformers"]
     write(tmp_path / "good", "ApertusConfig")
     assert main(["plan", str(tmp_path / "good"), *flags]) == 0
-    assert "transformers' layers over Quintet's KV memory" in capsys.readouterr().out
+    assert "transformers, with Quintet's paged KV cache" in capsys.readouterr().out
     write(tmp_path / "bad", "DogeConfig")
     assert main(["plan", str(tmp_path / "bad"), *flags]) == EXIT_CONFIG
     assert "computes with its attention's mask itself" in capsys.readouterr().err

@@ -13,13 +13,13 @@ from tests.models.test_equal import ROWS
 from quintet.wire.errors import ConfigError
 
 WORDS = (
-    "cannot be divided: ",
-    "cannot be cut: ",
-    "sizes that fit: ",
+    "cannot be sharded: ",
+    "cannot be divided into stages: ",
+    "valid sizes: ",
     "has no experts",
     "add --enable-expert-parallel",
-    "no two ranks keep the same one",
-    "has layers with states, of which each rank keeps its own",
+    "no two ranks share a KV head",
+    "has recurrent states, which ranks cannot share",
 )
 
 

@@ -173,14 +173,14 @@ def test_other_kinds_of_layers_are_divided(
     [
         (quantized.gptq(4, 64, symmetric=True), "inputs 0 to 96, no whole groups of 64"),
         (quantized.awq(32, "gemv"), "whose codes are no whole words"),
-        (quantized.bitsandbytes("nf4"), "stored as bitsandbytes are not divided yet, only gptq"),
+        (quantized.bitsandbytes("nf4"), "bitsandbytes weights cannot be sharded; supported formats: gptq"),
         (FORMATS_OF_ONE["torchao, 4 bits"], "tensors of this format are not divided yet"),
     ],
     ids=["groups", "words", "formats", "tensors"],
 )
 def test_inputs_that_no_rank_can_read_alone_are_refused(written: Written, words: str, tmp_path: Path) -> None:
     ours, _ = write(tmp_path, written, wide(intermediate_size=192))
-    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2: .* cannot be divided: .*{words}"):
+    with pytest.raises(ConfigError, match=rf"--tensor-parallel-size 2: .* cannot be sharded: .*{words}"):
         config_of(ours, 2, 1, "float32", "none", "auto", None, experts=False)
 
 

@@ -102,7 +102,7 @@ async def check_predictor(url: str, grpc: str, expected: list[str], process: sub
         assert text_of(await client.infer(tensor("toy", PROMPTS, as_text))) == expected
 
     await refused(v1.infer(url, {"instances": [5]}, model_name="toy"), "The prompt is 5; send a text")
-    await refused(v1.infer(url, {"instances": []}, model_name="toy"), "with one prompt at least")
+    await refused(v1.infer(url, {"instances": []}, model_name="toy"), "with at least one prompt")
     warm = {"instances": ["x"], "parameters": {"temperature": -1}}
     await refused(v1.infer(url, warm, model_name="toy"), "temperature")
     await refused(

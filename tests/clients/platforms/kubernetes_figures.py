@@ -25,7 +25,13 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.deploy.queries import labels_of, queries, variables
 
 Labels = dict[str, set[str]]
-SILENT_IF_WELL = ("are errors", "turned away", "make room", "deaths cost", "started again")
+SILENT_IF_WELL = (
+    "HTTP errors",
+    "Rejected requests",
+    "Preemptions",
+    "Effects of process failures",
+    "Process restarts",
+)
 """Panels that may have nothing to show of a server that is asked one good request."""
 
 

@@ -150,7 +150,7 @@ def is_left_alone() -> bool:
 
 
 def check_refusals(cluster: Cluster, model: Path) -> None:
-    assert re.search(r"--nnodes 2: .* there are 1: .* start more", Server().refused())
+    assert re.search(r"--nnodes 2: .* the cluster has 1: .* add nodes", Server().refused())
     (FOLDER / "other").mkdir()
     (FOLDER / "other" / "quintet.py").write_text("")
     other = cluster.add_node(**NODE, env_vars={"PYTHONPATH": str(FOLDER / "other")})
@@ -222,7 +222,7 @@ def nodes() -> Iterator[Cluster]:
 def main(server: str, _model: str) -> None:
     expected = text_of(server)
     os.environ["RAY_ADDRESS"] = f"127.0.0.1:{free_port()}"
-    assert "no Ray cluster is there" in Server().refused()
+    assert "cannot connect to a Ray cluster" in Server().refused()
     model = FOLDER / "there" / "model"
     shutil.copytree(embedded.default_model_path(), model)
     with nodes() as cluster:
