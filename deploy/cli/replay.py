@@ -21,9 +21,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "replay",
         help="replay a recording on one process, and compare its output",
-        description="Replay the messages that one process received under `quintet serve --record FOLDER`, in the same "
-        "batches and with the same clock values, and compare its output with the recording. Exit status: 0 if all "
-        "output is equal, 1 at a difference, 2 if there is no recording.",
+        description="Replay a recording of `quintet serve --record FOLDER` on one process. Batches and clock values are "
+        "those of the recording, and output is compared with it. Exit status: 0 if all output is equal, 1 at a "
+        "difference, 2 if there is no recording.",
     )
     parser.add_argument("folder", type=Path, help="folder given to --record")
     parser.add_argument("worker", metavar="WORKER", help="process: role, index and epoch, e.g. core-0.1")

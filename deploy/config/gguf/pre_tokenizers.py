@@ -1,7 +1,7 @@
 """Pre-tokenizers of GGUF files, by name (``tokenizer.ggml.pre``).
 
-Each is a list of regular expressions, applied in order to the pieces that earlier ones left unsplit, as in the
-``tokenizer.json`` of the model that it is named after. Source of the names: llama-vocab.cpp of ggml-org/llama.cpp.
+Each is a list of regular expressions. They are applied in order, each to the pieces left unsplit by the previous ones, as in the
+``tokenizer.json`` of the model of that name. Source of the names: llama-vocab.cpp of ggml-org/llama.cpp.
 """
 
 from __future__ import annotations

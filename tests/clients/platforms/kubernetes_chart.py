@@ -105,7 +105,7 @@ REFUSED = {
     },
     "flags.role is set by the chart": {"flags": {"role": "decode"}},
     "flags.drain-timeout is set by the chart": {"flags": {"drain_timeout": 3}},
-    "set autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
+    "requires autoscaling.prometheusAddress": {"autoscaling": {"kind": "keda"}},
     "is more than autoscaling.maxReplicas (2)": {"autoscaling": {"minReplicas": 3, "maxReplicas": 2}},
     "requires an endpoint picker": {"inferencePool": {"enabled": True}},
     "is for the router's endpoint picker": {
