@@ -11,7 +11,7 @@ from importlib import import_module
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("quintet.deploy.cli.serve", "answer HTTP requests with a model"),
+    "serve": ("quintet.deploy.cli.serve", "serve a model over HTTP"),
     "chat": ("quintet.deploy.cli.chat", "chat with a running server in the terminal"),
     "complete": ("quintet.deploy.cli.complete", "complete a text with a running server"),
     "plan": (

@@ -260,7 +260,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             NETWORK,
             "API keys that clients must present; accepts several values, and may be repeated",
             "KEY",
-            "none: no authentication",
+            "no authentication",
             takes_several=True,
         ),
     ] = []
@@ -270,7 +270,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             NETWORK,
             "key for the administrative /kv endpoints; client API keys do not grant access",
             "KEY",
-            "none: only `quintet admin` on this machine",
+            "only `quintet admin` on this machine has access",
         ),
     ] = ""
     uds: Annotated[
@@ -280,7 +280,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str, Flag(NETWORK, "PEM file with the private key of the TLS certificate", "FILE", "none")
     ] = ""
     ssl_certfile: Annotated[
-        str, Flag(NETWORK, "PEM file with the TLS certificate chain; enables HTTPS", "FILE", "none: HTTP")
+        str, Flag(NETWORK, "PEM file with the TLS certificate chain; enables HTTPS", "FILE", "HTTP")
     ] = ""
     ssl_ca_certs: Annotated[
         str,
@@ -288,7 +288,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             NETWORK,
             "PEM file with the CA certificates that verify client certificates (mutual TLS)",
             "FILE",
-            "none: no client certificate required",
+            "no client certificate required",
         ),
     ] = ""
     allowed_origins: Annotated[
