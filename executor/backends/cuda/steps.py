@@ -52,7 +52,7 @@ class DeviceSteps:
         self._device = runner.device
         self.staging = staging
         scheduler = config.scheduler
-        self._words = PinnedRing(self._device, scheduler.depth + 1, len(staging))
+        self._words = PinnedRing(self._device, scheduler.max_steps_in_flight + 1, len(staging))
         self.graphs: DecodeGraphs[DecodeGraph] | None = None
         if not config.executor.enforce_eager:
             agree = None if ranks is None else ranks.all_say

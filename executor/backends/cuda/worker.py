@@ -132,7 +132,7 @@ class DeviceWorker:
         )
         self._untold: list[tuple[StepMasks, DeviceStep]] = []
         """Steps with structured outputs, whose matchers have not heard what was drawn."""
-        in_flight = scheduler.depth + 1
+        in_flight = scheduler.max_steps_in_flight + 1
         self._tokens = PinnedRing(device, in_flight + 1, scheduler.max_num_seqs)
         self._num_without_graph = 0
         self._clock = StepClock()
