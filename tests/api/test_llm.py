@@ -435,7 +435,7 @@ def test_a_forked_child_leaves_its_parents_engine_alone() -> None:
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     refusal, count = ended.stdout.splitlines()
-    assert "forked" in refusal and count == "2"
+    assert "after fork" in refusal and count == "2"
 
 
 def _check_forms(llm: quintet.LLM) -> None:
