@@ -15,6 +15,7 @@ QUINTET_KERNELS in the environment chooses which instruction sets:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import runpy
@@ -30,7 +31,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("csrc/cpu")
-NAMES = runpy.run_path("executor/backends/cpu/ops/host_sources.py")
+NAMES = runpy.run_path("src/quintet/executor/backends/cpu/ops/host_sources.py")
 
 NAMED = ("library.cpp", "dispatch.cpp")
 """Carry what names the sources, and which instruction sets are built: compiled each time."""
@@ -69,7 +70,7 @@ MACHINES = {"AMD64": "x86_64"}  # other systems' names
 KERNELS = os.environ.get("QUINTET_KERNELS", "all")
 if KERNELS not in {"all", "native", "quick", "none"}:
     sys.exit(f"QUINTET_KERNELS is {KERNELS!r}; it must be all, native, quick or none")
-MATRIX_UNIT = "amx"  # an operating system may refuse it, which shows at run time only
+MATRIX_UNIT = "amx"  # an operating system may refuse it
 EMULATED = "amx_emulated"  # never chosen, but too slow when it is optimised less
 
 FLAGS = (
@@ -115,19 +116,28 @@ def best_of_here(sets: Sets) -> set[tuple[str, Path]] | None:
     return {(name, path) for path, name in best.items()}
 
 
+def grants_matrix_unit() -> bool:
+    """Return whether the operating system lets this process use AMX tiles (Linux 5.16, arch/x86/xstate.rst)."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    try:
+        return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    except (OSError, AttributeError):
+        return False
+
+
 def chosen_here(sets: Sets) -> set[tuple[str, Path]] | None:
-    """Return `best_of_here`, with what is chosen where the operating system refuses the matrix unit."""
-    best = best_of_here(sets)
-    without = best_of_here({name: kernels for name, kernels in sets.items() if name != MATRIX_UNIT})
-    return None if best is None or without is None else best | without
+    """Return `best_of_here`, without the matrix unit where the operating system refuses it."""
+    return best_of_here(
+        sets
+        if grants_matrix_unit()
+        else {name: kernels for name, kernels in sets.items() if name != MATRIX_UNIT}
+    )
 
 
 def complete_sets(sets: Sets, chosen: set[tuple[str, Path]]) -> list[str]:
     """Return the sets whose kernels, their own and those of lesser sets, are all built."""
     order = list(sets)
-    best = max((name for name, _ in chosen), key=order.index)
-    lesser = max((name for name, _ in chosen if name != MATRIX_UNIT), key=order.index)
-    return list(dict.fromkeys(("baseline", lesser, best)))
+    return list(dict.fromkeys(("baseline", max((name for name, _ in chosen), key=order.index))))
 
 
 class Progress:
