@@ -72,20 +72,12 @@ def main() -> None:
     """Build both packages and check each."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        build = (
-            UV,
-            "build",
-            "--quiet",
-            "--no-build-isolation",
-            "--python",
-            sys.executable,
-            "--out-dir",
-            folder,
-        )
-        run(*build, "--sdist", ROOT, cwd=folder)
-        [sdist] = folder.glob("*.tar.gz")
-        run(*build, "--wheel", ROOT, cwd=folder)
-        [wheel] = folder.glob("*.whl")
+        run(
+            *(UV, "build", "--quiet", "--no-build-isolation", "--python", sys.executable),
+            *("--out-dir", folder, ROOT),
+            cwd=folder,
+        )  # the wheel is built from the sdist
+        [sdist], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
         for package in (sdist, wheel):
             print(f"{package.name}: {package.stat().st_size / 1e6:.1f} MB", flush=True)
             check(package, folder)
