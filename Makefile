@@ -22,7 +22,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
 NPM_CLIENTS := $(patsubst tests/clients/requirements/%.json,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.json))
 
-.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients real-models chart dist-check fuzz gpu-check clean
+.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients real-models chart dist-check docs fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -90,6 +90,10 @@ clients: $(CLIENTS) $(NPM_CLIENTS)  ## make the environments of other people's c
 
 real-models: .venv/clients/real/installed  ## download the real weights of the whole suite (0.5 GB) into the user's cache folder
 	$(BIN)/python -m tests.real.models $(ARGS)
+
+docs: .venv/clients/docs/installed $(PACKAGES)  ## check the generated pages, build the site into build/site
+	$(BIN)/python -m bench.docs.reference --check
+	NO_MKDOCS_2_WARNING=1 .venv/clients/docs/bin/mkdocs build --strict --quiet
 
 dist-check: $(PACKAGES)  ## install sdist and wheel outside of the checkout, and complete a prompt with each
 	$(BIN)/python tests/clients/platforms/installed_packages.py
