@@ -93,6 +93,7 @@ real-models: .venv/clients/real/installed  ## download the real weights of the w
 
 docs: .venv/clients/docs/installed $(PACKAGES)  ## check the generated pages, build the site into build/site
 	$(BIN)/python -m bench.docs.reference --check
+	$(BIN)/python -m bench.docs.plots --check
 	NO_MKDOCS_2_WARNING=1 .venv/clients/docs/bin/mkdocs build --strict --quiet
 
 dist-check: $(PACKAGES)  ## install sdist and wheel outside of the checkout, and complete a prompt with each
