@@ -136,6 +136,13 @@ $(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKA
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
 	@touch $@
 
+# Open WebUI's package lists what its back end needs without models in its own process: no torch among it.
+.venv/clients/open_webui/installed: tests/clients/requirements/open_webui.txt | $(PACKAGES)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D) --no-deps --requirement $<
+	$(BIN)/uv pip install --quiet --python $(@D) --requirement $$(echo $(@D)/lib/*/site-packages/requirements-slim.txt)
+	@touch $@
+
 # These compare with transformers, of this project's packages.
 REFERENCES := .venv/clients/lm_eval/installed .venv/clients/real/installed
 $(REFERENCES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKAGES)

@@ -1,4 +1,4 @@
-"""The table of families in the documentation, made from the registry: ``python -m tests.models.documented_families`` writes it."""
+"""The table of families in docs/models.md: ``python -m tests.models.documented_families`` writes it from the registry."""
 
 from __future__ import annotations
 
