@@ -88,7 +88,7 @@ cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; pa
 
 clients: $(CLIENTS) $(NPM_CLIENTS)  ## make the environments of other people's clients, which the whole suite runs
 
-real-models: .venv/clients/real/installed  ## download the real weights of the whole suite (0.5 GB) into the user's cache folder
+real-models: .venv/clients/real/installed  ## download the real weights of the whole suite (0.34 GB) into the user's cache folder
 	$(BIN)/python -m tests.real.models $(ARGS)
 
 docs: .venv/clients/docs/installed $(PACKAGES)  ## check the generated pages, build the site into build/site
