@@ -19,7 +19,7 @@ from quintet.executor.backends.cuda.ops.peers import (
     HALF_BYTES,
     MAILBOX_BYTES,
     Peers,
-    RanksApart,
+    RankDesyncError,
     pieces_of,
 )
 
@@ -168,7 +168,7 @@ def test_a_rank_that_never_comes_is_an_error_and_not_a_hang() -> None:
     alone.check()
     for _ in range(2):
         all_reduce(devices[0], alone, torch.ones(4000, 8))
-        with pytest.raises(RanksApart, match=r"rank 0 of 2 waited 0\.01 s"):
+        with pytest.raises(RankDesyncError, match=r"rank 0 of 2 waited 0\.01 s"):
             alone.check()
     [patient, _] = peers_of(devices, patience_s=3600.0)
     patient._counts[0] = 1  # as after an earlier one

@@ -83,7 +83,7 @@ def test_a_library_that_disagrees_is_not_used(
     library, run = ScaledMm(device), run_of(device)
     with caplog.at_level(logging.INFO, "quintet"):
         library.probe([run])
-    assert not library.takes(run, 100, BF16)
+    assert not library.supports(run, 100, BF16)
     assert "_scaled_mm differs by" in caplog.text
 
 
@@ -97,11 +97,11 @@ def test_a_library_that_refuses_is_not_used(
     library, run = ScaledMm(device), run_of(device)
     with caplog.at_level(logging.INFO, "quintet"):
         library.probe([run])
-    assert not library.takes(run, 100, BF16)
+    assert not library.supports(run, 100, BF16)
     assert "only bf16 output is supported" in caplog.text and "trace" not in caplog.text
 
 
 def test_shapes_that_it_does_not_take_are_ours(device: Device) -> None:
     library, run = ScaledMm(device), run_of(device, columns=24)
     library.probe([run])
-    assert not library.takes(run, 100, BF16)
+    assert not library.supports(run, 100, BF16)

@@ -26,7 +26,7 @@ AS_LONG_AS_IT_TAKES_NS = 2**63 - 1
 """While kernels are compiled, which takes minutes, at one rank perhaps and not at another: at boot."""
 
 
-class RanksApart(RuntimeError):
+class RankDesyncError(RuntimeError):
     """A rank waited too long for another one: what its device has computed since is worthless."""
 
 
@@ -54,9 +54,9 @@ class Peers:
         return (self._mailboxes, self.rank, self._counts, self._alarm, self._patience_ns)
 
     def check(self) -> None:
-        """Raise `RanksApart` if an exchange that has ended waited too long."""
+        """Raise `RankDesyncError` if an exchange that has ended waited too long."""
         if int(self._alarm[0]):
-            raise RanksApart(
+            raise RankDesyncError(
                 f"rank {self.rank} of {self.size} waited {self._patience_ns / 1e9:g} s for what another one's device was to"
                 " write: a device hangs, or ranks were told different things"
             )
