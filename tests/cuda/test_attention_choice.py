@@ -36,7 +36,8 @@ NEEDS = AttentionNeeds(torch.bfloat16, torch.bfloat16, 4, 2, 64, 16, 0.125, 300)
 def make_plan(device: Device, needs: AttentionNeeds) -> AttentionPlan:
     return AttentionPlan(
         device, 8, 160, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.max_model_len,
-        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant, sights=tuple(map(AttentionWindow, needs.windows)),
+        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant,
+        attention_windows=tuple(map(AttentionWindow, needs.windows)),
     )  # fmt: skip
 
 

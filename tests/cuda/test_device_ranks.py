@@ -29,9 +29,9 @@ from tests.models.test_engine import House, changed
 from quintet.executor.backends.cuda.device import Kernel, Size
 from quintet.executor.backends.cuda.group import ONE_SHOT_BYTES, DeviceGroup
 from quintet.executor.backends.cuda.ops.peers import (
-    AS_LONG_AS_IT_TAKES_NS,
     EXCHANGE,
-    PATIENCE_S,
+    NO_TIMEOUT_NS,
+    WAIT_TIMEOUT_S,
     Peers,
     RankDesyncError,
 )
@@ -232,27 +232,27 @@ def test_waits_are_limited_once_every_rank_has_loaded_what_steps_launch(tmp_path
 
     def watched(rank: int, launch: Callable[..., None]) -> Callable[..., None]:
         def watch(kernel: Kernel, grid: Size, block: Size, args: Sequence[Any], **more: int) -> None:
-            patience_ns = args[len(EXCHANGE) - 1] if kernel.kinds.startswith(EXCHANGE) else None
-            launches.append((rank, kernel, patience_ns))
+            timeout_ns = args[len(EXCHANGE) - 1] if kernel.kinds.startswith(EXCHANGE) else None
+            launches.append((rank, kernel, timeout_ns))
             launch(kernel, grid, block, args, **more)
 
         return watch
 
     def of_waits() -> set[int]:
-        return {patience_ns for _, _, patience_ns in launches if patience_ns is not None}
+        return {timeout_ns for _, _, timeout_ns in launches if timeout_ns is not None}
 
     with ExitStack() as stack:
         for rank, device in enumerate(devices_of(2)):
             stack.enter_context(mock.patch.object(device, "launch", watched(rank, device.launch)))
         worker = stack.enter_context(leading_worker(config, captured=False))
         loaded = {(rank, kernel.module) for rank, kernel, _ in launches}
-        assert of_waits() == {AS_LONG_AS_IT_TAKES_NS}
+        assert of_waits() == {NO_TIMEOUT_NS}
         launches.clear()
         house = House(config, worker)
         for i, each in enumerate(expected):
             house.admit(i, each.prompt, GREEDY)
         house.run()
-    assert of_waits() == {int(PATIENCE_S * 1e9)}
+    assert of_waits() == {int(WAIT_TIMEOUT_S * 1e9)}
     assert {(rank, kernel.module) for rank, kernel, _ in launches} <= loaded
 
 

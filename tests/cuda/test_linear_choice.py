@@ -173,7 +173,7 @@ def test_an_output_layer_gives_float32_whoever_multiplies(device: Device, backen
     x = torch.randn(3, 64).to(torch.bfloat16).to(device.torch_device)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure(
-        [one], clock([1 if way is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 4)
+        [one], clock([1 if backend is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 4)
     )
     y = linears.apply(one, x)
     assert y.dtype is torch.float32

@@ -164,13 +164,13 @@ def test_what_one_rank_has_goes_to_all_in_place(num_tokens: int) -> None:
 def test_a_rank_that_never_comes_is_an_error_and_not_a_hang() -> None:
     """And what is launched behind it does not wait once more."""
     devices = devices_of(2)
-    [alone, _] = peers_of(devices, patience_s=0.01)
+    [alone, _] = peers_of(devices, timeout_s=0.01)
     alone.check()
     for _ in range(2):
         all_reduce(devices[0], alone, torch.ones(4000, 8))
-        with pytest.raises(RankDesyncError, match=r"rank 0 of 2 waited 0\.01 s"):
+        with pytest.raises(RankDesyncError, match=r"rank 0 of 2 timed out after 0\.01 s"):
             alone.check()
-    [patient, _] = peers_of(devices, patience_s=3600.0)
+    [patient, _] = peers_of(devices, timeout_s=3600.0)
     patient._counts[0] = 1  # as after an earlier one
     all_reduce(devices[0], patient, torch.ones(1, 8))
 
@@ -205,7 +205,7 @@ def test_mailboxes_are_as_large_as_the_kernels_think() -> None:
             ),
             "x: expected 3 rows of 2",
         ),
-        (lambda device, peers: Peers(device, 0, [1, 2, 3]), "expected a rank of one of"),
+        (lambda device, peers: Peers(device, 0, [1, 2, 3]), "ranks, and a rank among them"),
     ],
 )
 def test_what_kernels_would_read_wrongly_is_refused(

@@ -153,7 +153,9 @@ def _select_prompt_attention(
     if plan is None or len(scales) > 1 or has_kv_scales:
         log.info("attention of prompts: quintet (layers differ in heads or scale)")
         return None
-    is_usual = plan.head_dim == plan.value_dim and not any(sight.chunk for sight in plan.sights)
+    is_usual = plan.head_dim == plan.value_dim and not any(
+        attention_window.chunk for attention_window in plan.attention_windows
+    )
     if not is_usual or not all(layer.is_product for layer in layers):
         log.info("attention of prompts: quintet (softcap, ALiBi, sinks, chunks, or another width of values)")
         return None
@@ -166,7 +168,7 @@ def _select_prompt_attention(
         block_size=config.model.kv.block_size,
         scale=scales.pop(),
         max_model_len=config.model.max_model_len,
-        windows=tuple(sight.window for sight in plan.sights),
+        windows=tuple(attention_window.window for attention_window in plan.attention_windows),
         batch_invariant=config.executor.batch_invariant,
     )
     wanted, stopwatch = config.executor.attention_backend, captured_stopwatch(device)

@@ -40,12 +40,14 @@ class AttentionPlans:
                 kv_dtype,
                 fixed_splits=config.executor.batch_invariant,
                 value_dim=heads.value_width,
-                sights=tuple(dict.fromkeys(layer.sight for layer in layers if layer.heads == heads)),
+                attention_windows=tuple(
+                    dict.fromkeys(layer.sight for layer in layers if layer.heads == heads)
+                ),
             )
             for heads in dict.fromkeys(layer.heads for layer in layers)
         }
         block_size = config.model.kv.block_size
-        if not all(plan.reads_blocks_of(block_size) for plan in self._plans.values()):
+        if not all(plan.supports_block_size(block_size) for plan in self._plans.values()):
             raise ConfigError(
                 f"the block size is {block_size} tokens, which the GPU kernels do not support for sequences of"
                 f" {config.model.max_model_len} tokens: set --block-size 16, or another size of at least 2"
