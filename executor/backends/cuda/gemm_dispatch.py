@@ -178,10 +178,10 @@ class DeviceLinears:
         if ranks is not None:
             received = ranks.as_first_says(msgspec.json.encode(selected))
             selected = msgspec.json.decode(received, type=dict[str, tuple[GemmBackend, ...]])
-            self._backends = {
-                shape: selected.get(str(shape)) or self._fastest(weights, stopwatch)
-                for shape, weights in by_shape.items()
-            }
+        self._backends = {
+            shape: selected.get(str(shape)) or self._fastest(weights, stopwatch)
+            for shape, weights in by_shape.items()
+        }
         log.info(
             "linear layers of %s rows: %s; more rows: cublas",
             ", ".join(map(str, MEASURED_ROWS)),

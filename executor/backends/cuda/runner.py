@@ -182,7 +182,7 @@ class DeviceRunner:
             raise RankDesyncError(
                 f"this rank launched a step only in part, and the other ranks wait: {error}"
             ) from error
-            output = self._output(drawn)
+        output = self._output(drawn)
         self._device.synchronize()
 
         def step() -> None:

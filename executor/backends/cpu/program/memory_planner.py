@@ -198,6 +198,6 @@ class MemoryPlanner:
         padding = 0
         if value.width * dtype.itemsize % (2 * _LINE_BYTES) == 0 and id(value) not in self._kept:
             padding = _LINE_BYTES // dtype.itemsize
-            shape = (self._max_rows[value.extent], value.width + padding)
+        shape = (self._max_rows[value.extent], value.width + padding)
         self.memory.append(lazy_zeros(shape, dtype, torch.device("cpu"))[:, : value.width])
         return self.memory[-1]

@@ -113,8 +113,8 @@ class DeviceDraw:
         if masks is not None:
             selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
             logits, rows = masks.applied(selected, slots), None
-            row_settings = settings[slots]
-            is_greedy = not row_settings["temperature"].any()
+        row_settings = settings[slots]
+        is_greedy = not row_settings["temperature"].any()
         words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)
         records, columns = np.split(words, [count * (RECORD.itemsize // 4)])
         records[:] = row_settings.view(np.int32)

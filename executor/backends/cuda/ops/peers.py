@@ -34,7 +34,7 @@ class Peers:
     """Mailboxes of all ranks, as seen by one rank. All exchanges run in one stream."""
 
     def __init__(self, device: Device, rank: int, mailboxes: Sequence[int]) -> None:
-        """mailboxes: device address of each rank's `MAILBOX_BYTES`, initially zeros. Waits have no timeout before `limit_waits`."""
+        """mailboxes: device address of each rank's `MAILBOX_BYTES`, initially zeros. Waits have no timeout at first."""
         if len(mailboxes) not in SIZES or not 0 <= rank < len(mailboxes):
             raise ValueError(
                 f"rank is {rank} of {len(mailboxes)}; expected {SIZES} ranks, and a rank among them"
