@@ -261,7 +261,7 @@ def test_what_is_not_held_exactly_is_refused() -> None:
     ):
         with pytest.raises(PackedWeightError, match=message):
             weight.fill_codes(*arguments)
-    with pytest.raises(PackedWeightError, match="the weight.s group 32"):
+    with pytest.raises(PackedWeightError, match="the weight's group 32"):
         weight.fill_codes(codes, factors, group=48)
     with pytest.raises(PackedWeightError, match="columns 1 to 65"):
         weight.fill_codes(codes, factors, first_column=1)

@@ -104,7 +104,7 @@ def test_plan_says_who_computes_and_whether_it_can(
 def test_a_rotation_by_the_longest_of_a_step_is_refused_beyond_its_first_length(tmp_path: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     write(tmp_path, "ApertusConfig", rope_parameters=scaling, max_position_embeddings=64)
-    assert "--max-model-len 64 or less" in refusal(tmp_path)
+    assert "--max-model-len to 64 or less" in refusal(tmp_path)
 
 
 def test_a_kind_that_nobody_knows_is_told_the_nearest(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_kind_that_nobody_knows_is_told_the_nearest(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(card | changes))
     words = refusal(tmp_path)
     assert (
-        "knows model_type 'qwen5'" in words
+        "supports model_type 'qwen5'" in words
         and "most similar architecture of Quintet is Qwen3_5ForCausalLM" in words
     )
 

@@ -171,9 +171,9 @@ def _select_prompt_attention(
         windows=tuple(attention_window.window for attention_window in plan.attention_windows),
         batch_invariant=config.executor.batch_invariant,
     )
-    wanted, stopwatch = config.executor.attention_backend, captured_stopwatch(device)
+    requested, stopwatch = config.executor.attention_backend, captured_stopwatch(device)
 
     def choose(name: str) -> BackendChoice:
         return choose_attention(name, device, plan, needs, stopwatch)
 
-    return (choose(wanted) if ranks is None else choose_for_ranks(wanted, ranks, choose)).backend
+    return (choose(requested) if ranks is None else choose_for_ranks(requested, ranks, choose)).backend

@@ -48,7 +48,7 @@ class Compilation:
     compiler: Compiler
     folder: Path
     keeps: bool
-    """Whether the output is shipped; otherwise only its record is kept."""
+    """True if the output is shipped; otherwise only its record is kept."""
 
     @property
     def cubin(self) -> Path:
@@ -130,8 +130,10 @@ def table(logs: dict[tuple[str, int], str]) -> Iterator[str]:
         f"  {f'sm_{target}':>10}" for target in TARGETS
     )
     for name, row in sorted(rows.items()):
-        found = (row.get(target) for target in TARGETS)
-        cells = [f"{use.registers:>4}{use.shared_bytes:>6}" if use else f"{'-':>10}" for use in found]
+        usages_by_target = (row.get(target) for target in TARGETS)
+        cells = [
+            f"{use.registers:>4}{use.shared_bytes:>6}" if use else f"{'-':>10}" for use in usages_by_target
+        ]
         yield f"{name:{width}}" + "".join(f"  {cell}" for cell in cells)
 
 
@@ -185,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown module {', '.join(unknown)}; allowed are {', '.join(known)}")
     try:
         first = find_nvcc() if options.only == "nvcc" else find_nvrtc(quick=options.check)
-        kept = None if options.check else first
+        output_compiler = None if options.check else first
         folder = BUILT / "checked" if options.check else BUILT
         compilers: list[tuple[Compiler, Path, Sequence[int]]] = [(first, folder, options.targets)]
         if options.only is None and not options.check:
@@ -195,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     prune(BUILT, known)
     jobs = [
-        Compilation(module, source_text(module), target, compiler, folder, compiler is kept)
+        Compilation(module, source_text(module), target, compiler, folder, compiler is output_compiler)
         for compiler, folder, targets in compilers
         for module in options.modules or known
         for target in targets
@@ -207,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for job in jobs
             if job.compiler is compiler and is_current(job)
         }
-        lines = [compiler.version, *(table(logs) if compiler is kept else ())]
+        lines = [compiler.version, *(table(logs) if compiler is output_compiler else ())]
         lines += [] if options.check else warnings(logs)
         print("\n".join(lines))
     print("\n\n".join(failures), file=sys.stderr, end="\n" if failures else "")

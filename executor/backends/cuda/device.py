@@ -75,7 +75,7 @@ class Device(Protocol):
         ...
 
     checks_arguments: bool
-    """Whether operations check shapes, strides and addresses before a launch. The checks take half of the host time of an eager
+    """True if operations check shapes, strides and addresses before a launch. The checks take half of the host time of an eager
     step, so they are off after startup, once the largest step has passed them."""
 
     @property

@@ -52,7 +52,7 @@ class DeviceGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which draws tokens."""
+        """True if this is rank 0, which draws tokens."""
         return self.share.rank == 0
 
     def check(self) -> None:

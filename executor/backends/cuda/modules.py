@@ -23,7 +23,7 @@ BUILT = Path(__file__).parent / "cubins"
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
 """Line of the assembler's log that names a kernel."""
 
-OLDEST = (8, 0)
+MIN_CAPABILITY = (8, 0)
 """Minimum compute capability: the kernels use asynchronous copies and bf16 matrix instructions."""
 
 Kind = Literal["cubin", "ptx", "source"]
@@ -67,7 +67,7 @@ def forms(
 
     Machine code runs on devices of the same major and the same or a later minor capability; PTX runs on all later ones.
     """
-    found, missing = [], []
+    usable, missing = [], []
     device = f"compute capability {capability[0]}.{capability[1]}"
     source = sources / f"{module}.cu"
     current = digest(source_text(module, sources)) if source.is_file() else None
@@ -84,12 +84,12 @@ def forms(
         elif current is not None and _compiled_from(form.path) != current:
             missing.append(f"{_shown(form.path)} was compiled from other sources")
         else:
-            found.append(form)
+            usable.append(form)
     if current is not None:
-        found.append(Form("source", source, f"source, compiled by NVRTC for {device}"))
+        usable.append(Form("source", source, f"source, compiled by NVRTC for {device}"))
     else:
         missing.append(f"{source} does not exist")
-    return found, missing
+    return usable, missing
 
 
 class ModuleStore(Generic[LoadedT]):
@@ -120,8 +120,8 @@ class ModuleStore(Generic[LoadedT]):
         return loaded
 
     def _load(self, module: str) -> LoadedT:
-        found, missing = forms(module, self._capability, self._built, self._sources)
-        for form in found:
+        usable, missing = forms(module, self._capability, self._built, self._sources)
+        for form in usable:
             if form.kind not in self._kinds:
                 continue
             try:

@@ -18,7 +18,7 @@ from quintet.executor.checkpoints.quant.coded import Fp8Run
 
 log = logging.getLogger("quintet")
 
-LEAST_ROWS = 33
+MIN_ROWS = 33
 """Minimum number of rows. Up to 32 rows, one tile of our kernel reads the weight once at memory bandwidth."""
 PROBED_ROWS = 48
 WIDTH_UNIT = 16
@@ -46,7 +46,7 @@ class ScaledMm:
 
     def supports(self, run: Fp8Run, num_rows: int, dtype: torch.dtype) -> bool:
         """Return whether to use ``_scaled_mm`` for this weight and number of rows."""
-        return num_rows >= LEAST_ROWS and self._works.get((*run.weight.shape, dtype), False)
+        return num_rows >= MIN_ROWS and self._works.get((*run.weight.shape, dtype), False)
 
     def multiply(self, x: torch.Tensor, run: Fp8Run, out: torch.Tensor) -> None:
         """Quantize x to e4m3 and write ``x @ (weight * scales).T + bias`` to ``out [num_rows, columns]``."""

@@ -171,7 +171,7 @@ class DeviceWorker:
 
     @property
     def has_chores(self) -> bool:
-        """Whether graphs are left to capture while no step is in flight."""
+        """True if graphs are left to capture while no step is in flight."""
         return self.steps.graphs is not None and self.steps.graphs.num_missing > 0
 
     @torch.inference_mode()

@@ -10,7 +10,7 @@ import logging
 import torch
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.modules import OLDEST
+from quintet.executor.backends.cuda.modules import MIN_CAPABILITY
 from quintet.executor.backends.cuda.sources import modules
 from quintet.executor.backends.platforms.cores import default_threads, usable_cores
 from quintet.executor.backends.platforms.platform import Platform
@@ -90,10 +90,10 @@ def extra_for(cuda_version: str | None) -> str:
 
 def _open(index: int) -> Device:
     capability = torch.cuda.get_device_capability(index)
-    if capability < OLDEST:
+    if capability < MIN_CAPABILITY:
         raise ConfigError(
             f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]};"
-            f" the kernels need {OLDEST[0]}.{OLDEST[1]} or later"
+            f" the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
         )
     try:
         from quintet.executor.backends.cuda.cupy_device import CupyDevice

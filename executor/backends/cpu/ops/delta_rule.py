@@ -40,10 +40,10 @@ def delta_rule(
 
     for tokens, active in rows.steps():
         decay = torch.exp(a * F.softplus(alpha[tokens].float() + dt_bias))
-        key, kept = unit_length(k[tokens]), state * decay[..., None, None]
+        key, decayed = unit_length(k[tokens]), state * decay[..., None, None]
         values = v[tokens].float().view(-1, heads, head_dim)
-        delta = (values - (kept * key).sum(2)) * torch.sigmoid(beta[tokens].float())[..., None]
-        state = keep_where(active, kept + key * delta[:, :, None], state)
+        delta = (values - (decayed * key).sum(2)) * torch.sigmoid(beta[tokens].float())[..., None]
+        state = keep_where(active, decayed + key * delta[:, :, None], state)
         scanned.put(tokens, active, (state * unit_length(q[tokens])).sum(2) * key_dim**-0.5)
     rows.save(states, state)
     return scanned.lines

@@ -51,10 +51,10 @@ def route(
     choices = values if correction is None else values + correction
     if routing.groups > 1:
         grouped = choices.unflatten(-1, (routing.groups, -1))
-        worth = grouped.topk(routing.group_best).values.sum(-1)
-        kept = torch.zeros_like(worth, dtype=torch.bool)
-        kept.scatter_(1, _largest(worth, routing.chosen_groups), True)
-        choices = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        group_scores = grouped.topk(routing.group_best).values.sum(-1)
+        is_kept = torch.zeros_like(group_scores, dtype=torch.bool)
+        is_kept.scatter_(1, _largest(group_scores, routing.chosen_groups), True)
+        choices = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
     ids = _largest(choices, routing.chosen)
     weights = values.gather(1, ids)
     if routing.scoring is Scoring.SPARSE_MIXER:

@@ -41,8 +41,8 @@ def head_scan(
     for tokens, active in rows.steps():
         inputs = x[tokens].float().view(-1, heads, head_dim)
         width = F.softplus(dt[tokens].float() + dt_bias).clamp(*dt_limits)[..., None]  # [R, heads, 1]
-        kept = state * torch.exp(width * a[:, None])[..., None]
-        state = keep_where(active, kept + of_heads(b[tokens]) * (width * inputs)[:, :, None], state)
+        decayed = state * torch.exp(width * a[:, None])[..., None]
+        state = keep_where(active, decayed + of_heads(b[tokens]) * (width * inputs)[:, :, None], state)
         y = (state * of_heads(c[tokens])).sum(2) + skip[:, None] * inputs
         if gate is not None:
             y = y * F.silu(gate[tokens].float()).view(-1, heads, head_dim)

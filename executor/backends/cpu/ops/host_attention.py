@@ -150,9 +150,9 @@ def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_s
     for norm in norms or ():
         weight = norm.weight
         if weight is None or weight.dtype is not dtype or weight.shape != (layer.head_dim,):
-            found = "none" if weight is None else f"{weight.dtype}{list(weight.shape)}"
+            actual = "none" if weight is None else f"{weight.dtype}{list(weight.shape)}"
             raise ValueError(
-                f"the weight of a norm is {found}; expected contiguous {dtype}[{layer.head_dim}]"
+                f"the weight of a norm is {actual}; expected contiguous {dtype}[{layer.head_dim}]"
             )
     if layer.scale <= 0 or (layer.softcap is not None and layer.softcap <= 0):
         raise ValueError(

@@ -74,42 +74,42 @@ class WeightFormat(IntEnum):
 
     @property
     def is_float(self) -> bool:
-        """Whether the weight is stored in a dtype of activations."""
+        """True if the weight is stored in a dtype of activations."""
         return self <= WeightFormat.FP32
 
     @property
     def has_zeros(self) -> bool:
-        """Whether groups have zero points."""
+        """True if groups have zero points."""
         return self in (WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS) or self.has_real_zeros
 
     @property
     def has_real_zeros(self) -> bool:
-        """Whether zero points are fp32; otherwise they are bytes."""
+        """True if zero points are fp32; otherwise they are bytes."""
         return self in (WeightFormat.INT4_SINGLE_ZEROS, WeightFormat.INT8_SINGLE_ZEROS)
 
     @property
     def has_singles(self) -> bool:
-        """Whether integer groups have fp32 scales; such a format is only filled from codes."""
+        """True if integer groups have fp32 scales; such a format is only filled from codes."""
         return WeightFormat.INT4_SINGLE <= self <= WeightFormat.INT8_SINGLE_ZEROS
 
     @property
     def has_tables(self) -> bool:
-        """Whether each column has its own table; such a format is only filled from codes."""
+        """True if each column has its own table; such a format is only filled from codes."""
         return self is WeightFormat.TABLES
 
     @property
     def has_own_group(self) -> bool:
-        """Whether the format defines its group size, so ``group`` is 0; such a format is only filled from codes or blocks."""
+        """True if the format defines its group size, so ``group`` is 0; such a format is only filled from codes or blocks."""
         return WeightFormat.Q4_1 <= self <= WeightFormat.NVFP4
 
     @property
     def is_coded_float(self) -> bool:
-        """Whether codes decode to floating-point values; activations are then not quantized."""
+        """True if codes decode to floating-point values; activations are then not quantized."""
         return WeightFormat.FP8 <= self <= WeightFormat.FP4 or self.has_tables
 
     @property
     def is_integer(self) -> bool:
-        """Whether the multiplication is in integers; activations are then quantized."""
+        """True if the multiplication is in integers; activations are then quantized."""
         return not self.is_float and not self.is_coded_float
 
     @property

@@ -252,19 +252,19 @@ def _out(y: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _grouped(
-    x: torch.Tensor, groups: int, **given: torch.Tensor | None
+    x: torch.Tensor, groups: int, **vectors: torch.Tensor | None
 ) -> tuple[tuple[int, int], list[int | None], bool]:
     """Return groups and their width, the vectors' addresses, and whether the vectors are as wide as the rows of ``x``."""
     width = x.shape[1] // groups
     if width * groups != x.shape[1]:
         raise ValueError(f"x is {list(x.shape)}; expected a width divisible by {groups} groups")
-    per_group = any(vector is not None and vector.shape != (width,) for vector in given.values())
-    for name, vector in given.items():
+    per_group = any(vector is not None and vector.shape != (width,) for vector in vectors.values())
+    for name, vector in vectors.items():
         if vector is not None:
             _like(x, name, vector, x.shape[1:] if per_group else (width,))
             if not vector.is_contiguous():
                 raise ValueError(f"{name} has stride {vector.stride()}; expected a contiguous vector")
-    addresses = [None if vector is None else vector.data_ptr() for vector in given.values()]
+    addresses = [None if vector is None else vector.data_ptr() for vector in vectors.values()]
     return (groups, width), addresses, per_group
 
 

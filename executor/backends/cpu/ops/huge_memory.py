@@ -33,8 +33,8 @@ SLACK_S = 0.03
 would delay small pages as well."""
 BYTES_PER_S = 1.5e9
 """Lower bound of a thread's rate with free huge pages; measured 2e9 to 12e9."""
-PAGES_PER_STALL, LEAST_STALLS = 8, 16
-"""Memory counts as fragmented if 1 of ``PAGES_PER_STALL`` pages needed compaction or failed, and at least ``LEAST_STALLS``
+PAGES_PER_STALL, MIN_STALLS = 8, 16
+"""Memory counts as fragmented if 1 of ``PAGES_PER_STALL`` pages needed compaction or failed, and at least ``MIN_STALLS``
 did. The kernel's counters include other processes."""
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COUNTS = Path("/proc/vmstat")
@@ -53,7 +53,7 @@ class HugeMemory:
         """Offset of the first huge page in ``map``; the bytes before it are unused."""
         self._address = address + self.offset
         self.is_scattered = False
-        """Whether memory is too fragmented to populate the rest with huge pages."""
+        """True if memory is too fragmented to populate the rest with huge pages."""
         self._taken = self._until = 0
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -136,7 +136,7 @@ class HugeMemory:
             return is_slow
         compacted, failed, taken = (a - b for a, b in zip((*now, self._taken), self._initial, strict=True))
         stalls = compacted * is_slow + failed
-        return stalls >= LEAST_STALLS and stalls * PAGES_PER_STALL * PAGE_BYTES > taken
+        return stalls >= MIN_STALLS and stalls * PAGES_PER_STALL * PAGE_BYTES > taken
 
 
 def in_pages(size_bytes: int) -> int:

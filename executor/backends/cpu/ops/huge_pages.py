@@ -40,7 +40,7 @@ class HugePages:
 
     @property
     def is_scattered(self) -> bool:
-        """Whether small pages are left for `gather`."""
+        """True if small pages are left for `gather`."""
         return self._gathered < self._length
 
     def gather(self, seconds: float) -> None:

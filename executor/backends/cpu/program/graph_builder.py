@@ -81,7 +81,7 @@ class GraphBuilder:
         """Experts of each mixture-of-experts layer, in order."""
         self.embedded: Value | None = None
         """Result of the embedding; valid until the next operation."""
-        self.given: Value | None = None
+        self.received_hidden: Value | None = None
         """Hidden states from the previous stage; None in the first stage."""
         self.handle = library.new()
         self._input = partial(input_place, max_tokens, dtype=dtype, ranks=ranks)
@@ -109,9 +109,9 @@ class GraphBuilder:
 
     def of_stage_before(self, width: int) -> Value:
         """See `ForwardPass`. Its memory is never reused, because other ranks read it too."""
-        self.given = Value(width, Extent.TOKENS, self._input(width))
-        self.keep(self.given)
-        return self.given
+        self.received_hidden = Value(width, Extent.TOKENS, self._input(width))
+        self.keep(self.received_hidden)
+        return self.received_hidden
 
     def norm(self, x: Value, norm: Norm) -> Value:
         """See `ForwardPass`."""

@@ -44,7 +44,7 @@ class ProgramRunner:
 
     def __init__(self, stage: Stage, config: EngineConfig, span: Span = no_span) -> None:
         """stage: with all layers. In a tensor-parallel model only rank 0 has a runner; the others execute its orders."""
-        assert stage.logits is not None and stage.given is None, stage.share
+        assert stage.logits is not None and stage.received_hidden is None, stage.share
         self._span = span
         self._stage = stage
         self.max_outputs, self.spans = stage.max_outputs, stage.spans

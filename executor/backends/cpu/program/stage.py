@@ -67,7 +67,7 @@ class Stage:
         """End of the last operation, which may be that of the logits."""
         self.layers_end = recorded.parts[0] if recorded.parts else self.end
         """End of the last operation of the layers."""
-        self.given = None if builder.given is None else builder.given.tensor
+        self.received_hidden = None if builder.received_hidden is None else builder.received_hidden.tensor
         """``[max_tokens, hidden]``: hidden states from the previous stage; None in the first stage."""
         self.hidden = hidden.tensor
         """``[max_tokens, hidden]``: hidden states for the next stage."""
@@ -129,15 +129,15 @@ class Stage:
 
     def take(self, rows: torch.Tensor) -> None:
         """Load the hidden states and rotations that the previous stage sent."""
-        assert self.given is not None, self.share
+        assert self.received_hidden is not None, self.share
         self.wait_for_ranks()  # they may still read the last step's
-        width = self.given.shape[1]
-        self.given[: len(rows)].copy_(rows[:, :width])
+        width = self.received_hidden.shape[1]
+        self.received_hidden[: len(rows)].copy_(rows[:, :width])
         self.rotations.take(rows[:, width:])
 
     @property
     def has_chores(self) -> bool:
-        """Whether expert load balancing has idle work: a decision or a copy between ranks."""
+        """True if expert load balancing has idle work: a decision or a copy between ranks."""
         return self._balancer is not None and self._balancer.has_chores
 
     def do_chore(self) -> None:

@@ -56,26 +56,26 @@ class BackendChoice:
 
 
 def choose_attention(
-    wanted: str,
+    requested: str,
     device: Device,
     plan: AttentionPlan,
     needs: AttentionNeeds,
     stopwatch: Stopwatch,
     backends: Mapping[str, str] = BACKENDS,
 ) -> BackendChoice:
-    """Return the backend for ``--attention-backend wanted``; `ConfigError` for an unregistered name."""
+    """Return the backend for ``--attention-backend requested``; `ConfigError` for an unregistered name."""
     ours: OpenBackend = import_string(backends[OURS])
-    choice = _choose(wanted, device, plan, needs, stopwatch, backends, ours(device, plan, needs))
+    choice = _choose(requested, device, plan, needs, stopwatch, backends, ours(device, plan, needs))
     log.info("attention of prompts: %s (%s)", choice.name, choice.reason)
     return choice
 
 
-def choose_for_ranks(wanted: str, ranks: Ranks, choose: Callable[[str], BackendChoice]) -> BackendChoice:
+def choose_for_ranks(requested: str, ranks: Ranks, choose: Callable[[str], BackendChoice]) -> BackendChoice:
     """Return rank 0's choice at every rank, or our kernels if some rank cannot use it. All ranks call it.
 
     The ranks must agree, because backends round differently, and measured times differ between ranks.
     """
-    own = choose(wanted) if ranks.share.rank == 0 else None
+    own = choose(requested) if ranks.share.rank == 0 else None
     name = ranks.as_first_says(b"" if own is None else own.name.encode()).decode()
     choice = own or choose(name)
     if ranks.all_say(choice.name == name):
@@ -85,7 +85,7 @@ def choose_for_ranks(wanted: str, ranks: Ranks, choose: Callable[[str], BackendC
 
 
 def _choose(
-    wanted: str,
+    requested: str,
     device: Device,
     plan: AttentionPlan,
     needs: AttentionNeeds,
@@ -93,9 +93,9 @@ def _choose(
     backends: Mapping[str, str],
     ours: AttentionBackend,
 ) -> BackendChoice:
-    if wanted == OURS:
+    if requested == OURS:
         return BackendChoice(OURS, ours, "set by --attention-backend")
-    paths = {name: _path(name, backends) for name in (CANDIDATES if wanted == "auto" else (wanted,))}
+    paths = {name: _path(name, backends) for name in (CANDIDATES if requested == "auto" else (requested,))}
     if needs.batch_invariant:
         return BackendChoice(OURS, ours, "--batch-invariant needs fixed splits, which only our kernels have")
     reasons = []
@@ -106,7 +106,7 @@ def _choose(
             open_backend: OpenBackend = import_string(path)
             backend = open_backend(device, plan, needs)
             compare(backend, ours, plan, random_step(device, plan, needs, probe_rows(needs)), needs)
-            if wanted == "auto":
+            if requested == "auto":
                 times_ms[name] = _time(backend, device, plan, needs, stopwatch)
         except UnsupportedError as error:
             reasons.append(f"{name}: {error}")
@@ -118,9 +118,9 @@ def _choose(
             usable[name] = backend
     if not usable:
         return BackendChoice(OURS, ours, "; ".join(reasons))
-    if wanted != "auto":
+    if requested != "auto":
         return BackendChoice(
-            wanted, usable[wanted], "set by --attention-backend; a probe agrees with our kernels"
+            requested, usable[requested], "set by --attention-backend; a probe agrees with our kernels"
         )
     return _fastest(usable, times_ms, _time(ours, device, plan, needs, stopwatch), ours, reasons)
 

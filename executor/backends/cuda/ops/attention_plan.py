@@ -31,7 +31,7 @@ THREADS = 128
 _PLAN_THREADS = 1024
 _MAX_STAGES = 8
 _FIXED_SPLITS = 32
-_LEAST_FIXED_SPLIT = 256
+_MIN_FIXED_SPLIT = 256
 _DECODE_PATCHES_PER_BLOCK = 8
 _CHUNK_PATCHES_PER_BLOCK = 2
 _UNSPLIT_TILES = 1 << 30
@@ -58,9 +58,9 @@ class Fit:
         ``max_shared_bytes`` is the dynamic limit of one block.
         """
         half = (max_shared_bytes + 1024) // 2 - 1024
-        for blocks, available, least in ((2, half, 4), (1, max_shared_bytes, 2)):
+        for blocks, available, min_stages in ((2, half, 4), (1, max_shared_bytes, 2)):
             stages = min(_MAX_STAGES, (available - 128 - fixed_bytes) // unit_bytes)
-            if stages >= least:
+            if stages >= min_stages:
                 return cls(blocks, stages, fixed_bytes + stages * unit_bytes)
         raise ValueError(
             f"attention needs {fixed_bytes + 2 * unit_bytes + 128} bytes of shared memory per block; the device has"
@@ -112,7 +112,7 @@ def supports_matrix_kernels(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim:
 def fixed_split_size(max_model_len: int) -> int:
     """Return the positions of a fixed split, for batch-invariant results: at most 32 splits of a row."""
     size = -(-max_model_len // _FIXED_SPLITS)
-    return max(_LEAST_FIXED_SPLIT, 1 << (size - 1).bit_length())
+    return max(_MIN_FIXED_SPLIT, 1 << (size - 1).bit_length())
 
 
 class AttentionPlan:

@@ -42,7 +42,7 @@ class Code(StrEnum):
 
     @property
     def is_integer(self) -> bool:
-        """Whether codes are integers with a zero point."""
+        """True if codes are integers with a zero point."""
         return self in (Code.INT4, Code.INT8)
 
 
@@ -56,7 +56,7 @@ class CodedLayout:
     group: int
     """Number of adjacent inputs per scale, a multiple of 16; 0: all inputs."""
     has_zeros: bool = False
-    """Whether each group has its own zero point."""
+    """True if each group has its own zero point."""
     has_minima: bool = False
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 STEP_BYTES = 128
 """Bytes of a row of x per stage."""
-MOST_RUNS = 4
+MAX_RUNS = 4
 """Maximum number of runs per step of csrc/cuda/linear_coded.cu; a stage holds their scales, minima and zeros."""
 
 
@@ -48,7 +48,7 @@ class CodedTile:
         by_run = TILE_COLUMNS * (4 + 4 + 1)
         codes = TILE_COLUMNS * 64 * code.bits // 8
         return (
-            self.rows * STEP_BYTES + codes + MOST_RUNS * by_run
+            self.rows * STEP_BYTES + codes + MAX_RUNS * by_run
         ) * self.stages + self.rows * TILE_COLUMNS * 4
 
 

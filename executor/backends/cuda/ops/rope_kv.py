@@ -61,7 +61,7 @@ class HeadTransform:
     rotary_first: int = 0
     """First rotated dimension."""
     interleaved: bool = False
-    """Whether RoPE pairs are adjacent dimensions."""
+    """True if RoPE pairs are adjacent dimensions."""
     temperature: Temperature | None = None
     """Scaling of queries by position."""
     kv_scales: tuple[float, float] = (1.0, 1.0)
@@ -69,7 +69,7 @@ class HeadTransform:
 
     @property
     def is_default(self) -> bool:
-        """Whether the register kernels support the transform."""
+        """True if the register kernels support the transform."""
         return not (self.norm_offset or self.rotary_first or self.interleaved or self.temperature)
 
 
