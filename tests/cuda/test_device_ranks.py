@@ -218,7 +218,9 @@ def test_a_graph_that_one_rank_cannot_capture_nobody_has(
             worker.steps.graph_of_size(2, worker.steps.staging)
     assert [house.outputs[i] for i in range(len(expected))] == [each.outputs for each in expected]
     reasons = [
-        record.getMessage() for record in caplog.records if "graphs of 1, 2 rows" in record.getMessage()
+        record.getMessage()
+        for record in caplog.records
+        if "steps of 1, 2 rows run eagerly" in record.getMessage()
     ]
     assert len(reasons) == 2
     assert {"another rank" in reason for reason in reasons} == {True, False}

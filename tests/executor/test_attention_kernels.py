@@ -570,9 +570,9 @@ def test_an_int8_cache_takes_what_the_core_counts() -> None:
 
 
 def test_what_is_not_taken_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"blocks of 24 tokens.*--block-size"):
+    with pytest.raises(ConfigError, match=r"block size is 24 tokens.*--block-size"):
         kv_block_bytes(BF16, 2, 64, 64, 24)
-    with pytest.raises(ConfigError, match=r"heads of 640 numbers in keys and 64 in values.*576 and 512"):
+    with pytest.raises(ConfigError, match=r"head dimensions are 640 \(keys\) and 64 \(values\).*576 and 512"):
         kv_block_bytes(BF16, 2, 640, 64, 16)
     shape = Shape(BF16, 2, 2, 64)
     layer, kv = PLAIN.layer(shape, 0.1), PagedKv.of_blocks(1, BF16, 2, 64, 16)
@@ -582,7 +582,7 @@ def test_what_is_not_taken_is_named() -> None:
         attend(step, layer, torch.zeros(2, 128, dtype=BF16), kv)
     with pytest.raises(ValueError, match="2 KV heads of dimensions 64 and 64, the cache 2 of 64 and 32"):
         attend(step, layer, torch.zeros(1, 128, dtype=BF16), PagedKv.of_blocks(1, BF16, 2, 64, 16, 32))
-    with pytest.raises(ValueError, match=r"cache holds torch.bfloat16 and q is torch.float32"):
+    with pytest.raises(ValueError, match=r"KV cache is torch.bfloat16 and q is torch.float32"):
         attend(step, layer, torch.zeros(1, 128), kv)
     with pytest.raises(ValueError, match="scale is 0"):
         attend(step, PLAIN.layer(shape, 0.0), torch.zeros(1, 128, dtype=BF16), kv)
