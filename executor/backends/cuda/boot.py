@@ -99,9 +99,7 @@ def open_runner(
     runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
     if is_gpu(device):  # times of the emulator are meaningless
         linears.measure(runner.linears, ranks=ranks)
-        runner.prompt_attention = _select_prompt_attention(
-            device, attention, runner.attentions, config, ranks
-        )
+        runner.prompt_attention = _prompt_attention(device, attention, runner.attentions, config, ranks)
     # Captures emptied the allocator's cache: allocate the largest step's memory again before the KV cache takes the rest.
     runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
     device.checks_arguments = not is_gpu(device)
@@ -134,7 +132,7 @@ def is_gpu(device: Device) -> bool:
     return device.torch_device.type == "cuda"
 
 
-def _select_prompt_attention(
+def _prompt_attention(
     device: Device,
     plans: AttentionPlans,
     layers: Sequence[AttentionLayer],

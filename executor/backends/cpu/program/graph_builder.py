@@ -348,11 +348,11 @@ class GraphBuilder:
             queries.place = context_ranks.queries(queries.width)
             self.keep(queries)
         place = kv.place(layer.index)
-        descriptor = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
+        c_layer = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
 
         def emit_write() -> None:
             library.rope_kv_write(
-                *(self.handle, ctypes.byref(descriptor)),
+                *(self.handle, ctypes.byref(c_layer)),
                 *(q.address, q.stride, k.address, k.stride, v.address, v.stride),
                 *(ctypes.byref(place), queries.address, queries.stride),
             )
@@ -361,16 +361,10 @@ class GraphBuilder:
 
         def emit_attend() -> None:
             if context_ranks is not None:
-                context_ranks.attention(descriptor, queries, place, y)
+                context_ranks.attention(c_layer, queries, place, y)
                 return
             library.attention(
-                *(
-                    self.handle,
-                    ctypes.byref(descriptor),
-                    queries.address,
-                    queries.stride,
-                    ctypes.byref(place),
-                ),
+                *(self.handle, ctypes.byref(c_layer), queries.address, queries.stride, ctypes.byref(place)),
                 *(y.address, y.stride, self._max_rows[Extent.TOKENS]),
             )
 
@@ -415,10 +409,7 @@ class GraphBuilder:
         return self._append("take outputs", emit, (x,), y)
 
     def gather_logits(self, logits: Value) -> Value:
-        """Return the logits of all ranks.
-
-        Each rank writes its vocabulary columns directly into shared memory; a barrier makes them visible.
-        """
+        """Return the logits of all ranks. Each rank writes its columns directly into shared memory, before a barrier."""
         ranks = self._ranks
         assert ranks is not None, "a single rank has all logits"
         dtype = logits.dtype or self._dtype

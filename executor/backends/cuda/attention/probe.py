@@ -41,29 +41,29 @@ def random_step(
     Cache entries that no row may read are NaN, to detect a backend that multiplies them by 0.
     """
     size, limit = needs.block_size, needs.max_model_len
-    selected = [(min(start, limit - 1), count) for start, count in rows[: plan.max_rows]]
-    starts = np.array([start for start, _ in selected], np.int32)
-    share = max(1, plan.max_tokens // len(selected))
-    counts = np.array([min(count, limit - start, share) for start, count in selected], np.int32)
+    kept = [(min(start, limit - 1), count) for start, count in rows[: plan.max_rows]]
+    starts = np.array([start for start, _ in kept], np.int32)
+    share = max(1, plan.max_tokens // len(kept))
+    counts = np.array([min(count, limit - start, share) for start, count in kept], np.int32)
     lengths = starts + counts
     blocks = -(-lengths // size)
     num_tokens = int(counts.sum())
     padding = min(PADDING, plan.max_tokens - num_tokens)
     generator = np.random.default_rng(0)
     order = generator.permutation(int(blocks.sum()) + 1).astype(np.int32)
-    table = np.zeros((len(selected), int(blocks.max()) + 1), np.int32)
+    table = np.zeros((len(kept), int(blocks.max()) + 1), np.int32)
     bounds = np.concatenate([[0], np.cumsum(blocks)])
-    for row in range(len(selected)):
+    for row in range(len(kept)):
         table[row, : blocks[row]] = order[bounds[row] : bounds[row + 1]]
 
     def on_device(values: np.ndarray[tuple[int, ...], np.dtype[np.int32]]) -> torch.Tensor:
         return torch.from_numpy(values.astype(np.int32)).to(device.torch_device)
 
     step = StepRows(
-        num_rows=len(selected),
+        num_rows=len(kept),
         num_tokens=num_tokens + padding,
         max_count=int(counts.max()),
-        slots=on_device(np.arange(len(selected), dtype=np.int32)),
+        slots=on_device(np.arange(len(kept), dtype=np.int32)),
         starts=on_device(starts),
         counts=on_device(counts),
         offsets=on_device(np.concatenate([[0], np.cumsum(counts)])),
@@ -73,9 +73,7 @@ def random_step(
                 [*(np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)), np.full(padding, -1)]
             )
         ),
-        token_rows=on_device(
-            np.concatenate([np.repeat(np.arange(len(selected)), counts), np.full(padding, -1)])
-        ),
+        token_rows=on_device(np.concatenate([np.repeat(np.arange(len(kept)), counts), np.full(padding, -1)])),
         block_table=on_device(table),
         block_size=size,
     )

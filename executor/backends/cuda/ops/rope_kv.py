@@ -124,7 +124,7 @@ def rope_kv(
     """Return the rotated queries ``[num_tokens, num_heads, head_dim]`` and write keys and values into ``kv``.
 
     - q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_dim]``. Heads of a token are
-      contiguous, tokens may be strided; they may be views of one tensor.
+      contiguous, tokens may be strided. out: like ``q``; may be ``q`` if the transform is default.
     - cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as from
       `quintet.executor.models.layers.rope`. Only the first half is read, because both halves are equal. None: no rotation.
     - kv: keys and values, of the same dtype or float8_e4m3fn. fp8 stores the value divided by the scale, saturating at 448.
@@ -170,13 +170,8 @@ def rope_kv(
         (
             *(*heads, cos, sin, *norms, transform.norm_offset, keys, values, rows.kv_rows, rows.positions),
             *(num_heads, num_kv_heads, head_dim, value_dim),
-            *(
-                rotary_dim,
-                transform.rotary_first,
-                int(transform.interleaved),
-                keys.stride(0),
-                rows.block_size,
-            ),
+            *(rotary_dim, transform.rotary_first, int(transform.interleaved)),
+            *(keys.stride(0), rows.block_size),
             *(temperature.growth, temperature.period, temperature.shift, int(not temperature.whole)),
             *transform.kv_scales,
         ),
