@@ -129,11 +129,9 @@ def rope_kv(
       `quintet.executor.models.layers.rope`. Only the first half is read, because both halves are equal. None: no rotation.
     - kv: keys and values, of the same dtype or float8_e4m3fn. fp8 stores the value divided by the scale, saturating at 448.
       Values that are a prefix of the keys are not written separately.
-    - out: like ``q``; may be ``q`` if the transform is default.
 
-    Padding tokens write no KV, and their queries are zeros. In bf16 and fp16 the bits equal the reference's, because products of
-    two such values are exact in fp32. Exception: the mean of a norm is summed in another order. In fp32 the last product and sum
-    are fused. A token's bits depend only on that token.
+    Padding tokens write no KV, and their queries are zeros. A token's bits depend only on that token. In bf16 and fp16 they
+    equal the reference's, except for the order of summation in a norm. In fp32 the last product and sum are fused.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     rotary_dim = 0 if cos is None else cos.shape[-1]
