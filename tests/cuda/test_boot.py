@@ -35,7 +35,7 @@ def test_kv_is_sized_while_the_largest_step_holds_its_memory(
     monkeypatch.setattr(boot, "num_kv_blocks", record_size)
     monkeypatch.setattr(boot.DeviceLinears, "measure", record_measure)
     monkeypatch.setattr(boot, "is_gpu", lambda device: True)
-    monkeypatch.setattr(boot, "_attention_of_prompts", lambda *arguments: None)
+    monkeypatch.setattr(boot, "_prompt_attention", lambda *arguments: None)
     open_worker(TOY, "cpu", tmp_path)
     assert done == ["largest step", "measured", "largest step", "KV is sized"]
 
@@ -52,7 +52,7 @@ def test_arguments_are_checked_until_boot_has_computed_the_largest_step(
 
     monkeypatch.setattr(DeviceRunner, "run_largest_step", record_step)
     monkeypatch.setattr(boot.DeviceLinears, "measure", lambda *arguments, **more: None)
-    monkeypatch.setattr(boot, "_attention_of_prompts", lambda *arguments: None)
+    monkeypatch.setattr(boot, "_prompt_attention", lambda *arguments: None)
     monkeypatch.setattr(boot, "is_gpu", lambda device: True)
     _, device = open_worker(TOY, "cpu", tmp_path)
     assert isinstance(device, HostOnlyDevice)

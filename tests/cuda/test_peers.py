@@ -198,12 +198,12 @@ def test_mailboxes_are_as_large_as_the_kernels_think() -> None:
     [
         (lambda device, peers: all_reduce(device, peers, torch.ones(4, 8)[:, :4]), "x: expected contiguous"),
         (lambda device, peers: all_reduce(device, peers, torch.ones(1, 8), torch.ones(4)), "bias: expected"),
-        (lambda device, peers: Columns(device, (3, 3), 1), "columns of"),
+        (lambda device, peers: Columns(device, (3, 3), 1), "columns have"),
         (
             lambda device, peers: gather(
                 device, peers, Columns(device, (2, 2), 4), 3, torch.ones(2, 2), None
             ),
-            "x: expected 3 rows of 2",
+            "x: expected 3 contiguous rows of 2",
         ),
         (lambda device, peers: Peers(device, 0, [1, 2, 3]), "ranks, and a rank among them"),
     ],
