@@ -5,7 +5,7 @@ each has its own pool, and they share another stream.
 
 Reasons, all of torch's caching allocator:
 
-* A pool whose last graph died cannot be captured into again while cuBLAS's workspace of the capture stream still lies in
+* A pool without live graphs cannot be captured into again while cuBLAS's workspace of the capture stream still lies in
   it (`use_count > 0 INTERNAL ASSERT FAILED`, torch 2.11; vLLM issue 28426). An anchor graph keeps the step pool in use.
 * Destroying a graph frees the cuBLAS workspace of its capture stream, which live graphs of that stream still address
   (torch 2.12; pytorch issue 193402). No step graph is destroyed, failed captures included.

@@ -1,7 +1,7 @@
 """Size and tensors of the KV cache on a device.
 
 The size is measured rather than estimated: the model is loaded and its largest step runs first. The memory free after that is
-available, except for graphs, whose memory is bounded here.
+available, except for an upper bound of the memory of graphs.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class DeviceWorker:
             Grammars(scheduler.max_num_seqs, model),
         )
         self._pending_masks: list[tuple[StepMasks, DeviceStep]] = []
-        """Steps with structured output whose tokens the grammar matchers have not consumed yet."""
+        """Steps with structured output; the grammar matchers have not consumed their tokens yet."""
         in_flight = scheduler.depth + 1
         self._tokens = PinnedRing(device, in_flight + 1, scheduler.max_num_seqs)
         self._num_without_graph = 0

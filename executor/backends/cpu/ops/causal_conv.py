@@ -1,4 +1,4 @@
-"""Depthwise causal convolution whose state is the last inputs of a row."""
+"""Depthwise causal convolution; its state is the last inputs of a row."""
 
 from __future__ import annotations
 

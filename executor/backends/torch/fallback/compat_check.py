@@ -23,7 +23,7 @@ from quintet.executor.model_config.spec import KvNeed
 from quintet.wire.errors import ConfigError
 
 ATTENDING = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Layer types of cards whose only state is keys and values."""
+"""Layer types of cards with no state other than keys and values."""
 
 BY_LENGTH = {"dynamic", "longrope"}
 """RoPE types that transformers computes for the longest sequence of a step."""
