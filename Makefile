@@ -22,7 +22,7 @@ PARALLEL := --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 CLIENTS := $(patsubst tests/clients/requirements/%.txt,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.txt))
 NPM_CLIENTS := $(patsubst tests/clients/requirements/%.json,.venv/clients/%/installed,$(wildcard tests/clients/requirements/*.json))
 
-.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients real-models chart fuzz gpu-check clean
+.PHONY: help install packages kernels serve chat test test-all collect lint types check bench-overhead model cubins clients real-models chart dist-check docs fuzz gpu-check clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:[^#]*##/\t/' | expand -t 18
@@ -88,8 +88,16 @@ cubins: $(PACKAGES) $(TOOLCHAIN)  ## compile the CUDA kernels, without a GPU; wh
 
 clients: $(CLIENTS) $(NPM_CLIENTS)  ## create the environments of third-party clients for the whole suite
 
-real-models: .venv/clients/real/installed  ## download real weights for the whole suite (0.5 GB) into the cache folder
+real-models: .venv/clients/real/installed  ## download real weights for the whole suite (0.34 GB) into the cache folder
 	$(BIN)/python -m tests.real.models $(ARGS)
+
+docs: .venv/clients/docs/installed $(PACKAGES)  ## check generated pages, and build the site into build/site
+	$(BIN)/python -m bench.docs.reference --check
+	$(BIN)/python -m bench.docs.plots --check
+	NO_MKDOCS_2_WARNING=1 .venv/clients/docs/bin/mkdocs build --strict --quiet
+
+dist-check: $(PACKAGES)  ## install sdist and wheel outside the checkout, and test a completion with each
+	$(BIN)/python tests/clients/platforms/installed_packages.py
 
 chart: .venv/clients/kubernetes/installed  ## validate the rendered chart with the schemas of the newest Kubernetes
 	.venv/clients/kubernetes/bin/python tests/clients/platforms/kubernetes_chart.py --newest
@@ -126,6 +134,13 @@ $(STORES): .venv/clients/%/installed: tests/clients/requirements/%.txt | $(PACKA
 	$(BIN)/uv pip install --quiet --python $(@D) --requirement $<
 	@{ $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; echo $(CURDIR)/src; } \
 	  > $$(echo $(@D)/lib/*/site-packages)/quintet.pth
+	@touch $@
+
+# Open WebUI's slim requirements: no torch.
+.venv/clients/open_webui/installed: tests/clients/requirements/open_webui.txt | $(PACKAGES)
+	$(BIN)/uv venv --quiet --clear --python $(BIN)/python $(@D)
+	$(BIN)/uv pip install --quiet --python $(@D) --no-deps --requirement $<
+	$(BIN)/uv pip install --quiet --python $(@D) --requirement $$(echo $(@D)/lib/*/site-packages/requirements-slim.txt)
 	@touch $@
 
 # These compare with transformers from this project's environment.

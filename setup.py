@@ -14,6 +14,7 @@ The environment variable QUINTET_KERNELS selects the instruction sets:
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import runpy
@@ -29,7 +30,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 SOURCES = Path("csrc/cpu")
-NAMES = runpy.run_path("executor/backends/cpu/ops/host_sources.py")
+NAMES = runpy.run_path("src/quintet/executor/backends/cpu/ops/host_sources.py")
 
 NAMED = ("library.cpp", "dispatch.cpp")
 """Contain the source hash and the list of built instruction sets, so they are always compiled."""
@@ -114,19 +115,28 @@ def native_sets(sets: Sets) -> set[tuple[str, Path]] | None:
     return {(name, path) for path, name in best.items()}
 
 
+def grants_matrix_unit() -> bool:
+    """Return whether the operating system allows AMX tiles (Linux 5.16, arch/x86/xstate.rst)."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    try:
+        return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    except (OSError, AttributeError):
+        return False
+
+
 def selected_sets(sets: Sets) -> set[tuple[str, Path]] | None:
-    """Return `native_sets`, plus the sets selected if the operating system refuses the matrix unit."""
-    best = native_sets(sets)
-    without = native_sets({name: kernels for name, kernels in sets.items() if name != MATRIX_UNIT})
-    return None if best is None or without is None else best | without
+    """Return `native_sets`, without the matrix unit if the operating system refuses it."""
+    return native_sets(
+        sets
+        if grants_matrix_unit()
+        else {name: kernels for name, kernels in sets.items() if name != MATRIX_UNIT}
+    )
 
 
 def complete_sets(sets: Sets, chosen: set[tuple[str, Path]]) -> list[str]:
     """Return the sets with all kernels built, inherited ones included."""
     order = list(sets)
-    best = max((name for name, _ in chosen), key=order.index)
-    fallback = max((name for name, _ in chosen if name != MATRIX_UNIT), key=order.index)
-    return list(dict.fromkeys(("baseline", fallback, best)))
+    return list(dict.fromkeys(("baseline", max((name for name, _ in chosen), key=order.index))))
 
 
 class Progress:

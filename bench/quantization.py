@@ -1,15 +1,18 @@
-"""What quantization costs the embedded model: held-out loss, and how often its greedy choice stays the same.
+"""Measure what number formats lose: perplexity, KL divergence and top token beside the model in float32.
 
-The text is the library files that were kept from the model when it was trained (``bench.embedded.corpus``), read in windows
-through the Python API: the same kernels, processes and steps as any request. Losses of two rows may be compared with each
-other, not with a larger model's: the smaller a model, the more a lost bit hurts it.
+    python -m bench.quantization [--made | --formats] [--model MODEL] [--only NAME]... [--int8-activations]
+        [--windows N] [--json FILE]
 
-    python -m bench.quantization [--formats | --made] [--only NAME]... [--int8-activations] [--windows N] [--json FILE]
+The rows are what a server makes of a model while loading it (``--quantization``, ``--kv-cache-dtype``). With ``--made`` they are
+what `quintet quantize` writes. With ``--formats`` they are formats of quantized checkpoints, made by rounding each number to the
+nearest: calibration, which their publishers use, is not in them. With ``--int8-activations`` each row of integer weights comes a
+second time, with ``--activation-dtype int8``.
 
-With ``--formats`` the rows are formats of quantized checkpoints instead, which are made of the embedded model by rounding each
-number to the nearest: what their publishers do better is not in it. With ``--made`` they are what `quintet quantize` writes,
-GPTQ and AWQ calibrated with library files that the model was trained on. With ``--int8-activations`` each row whose weights are
-integers comes a second time, computed with ``--activation-dtype int8``.
+MODEL is a packaged model (default: ``smollm2``), a GGUF file or a folder; a file is first dequantized to float32. The text is the
+standard library's documentation (`bench.documentation`). ``--model embedded`` is the model that ships with Quintet, measured on
+library files that its training data lacks (`bench.embedded.corpus`). Compare rows of one model and text only.
+
+Rows that FILE holds are not measured again.
 """
 
 from __future__ import annotations
@@ -17,16 +20,22 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
-from collections.abc import Collection, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 
+from bench import documentation
+from bench.distributions import Reference, Score, score, table
 from bench.embedded.corpus import Kind, build_corpus
+from bench.peers.records import this_commit, this_machine
 from bench.quantized import (
     Written,
     awq,
@@ -39,31 +48,36 @@ from bench.quantized import (
     in_format,
 )
 from bench.quantized_tools import hqq, squeezellm, torchao
-from quintet.deploy.cli import main as cli
+from quintet.deploy.cli.convert import convert_gguf
+from quintet.deploy.cli.main import main as cli
+from quintet.deploy.config.source import locate_model
 from quintet.deploy.embedded import default_model_path
-from quintet.deploy.tools.quantize.loss import measure, table
 from quintet.deploy.tools.quantize.settings import WINDOW
-from quintet.deploy.tools.quantize.windows import windows_of
+from quintet.deploy.tools.quantize.windows import first_tokens, windows_of
 from quintet.executor.checkpoints.gguf.writing.type_mixes import MIXES
 from quintet.executor.checkpoints.quantize_tool.targets import TARGETS
+from quintet.wire.errors import ConfigError
+from quintet.wire.model_files import is_gguf
 
 END_OF_TEXT = 0
-"""Documents begin with it, as in training."""
+"""The embedded model's documents begin with it, as in training."""
 SEED = 5
-"""The seed of the training run; it only picks the wording of chats, which are not read here."""
+"""The seed of the embedded model's training run; it only picks the wording of chats, which are not read here."""
+NUM_WINDOWS = 12
+EMBEDDED = "embedded"
+REFERENCE = "float32"
 
-VARIANTS: Mapping[str, Mapping[str, str]] = {
+LOADED: Mapping[str, Mapping[str, str]] = {
     "bf16": {},
     "int8": {"quantization": "int8"},
     "w8a8": {"quantization": "w8a8"},
     "int4": {"quantization": "int4"},
     "bf16, int8 KV": {"kv_cache_dtype": "int8"},
-    "int4, int8 KV": {"quantization": "int4", "kv_cache_dtype": "int8"},
     "bf16, fp8 KV": {"kv_cache_dtype": "fp8"},
     "bf16, int4 KV": {"kv_cache_dtype": "int4"},
+    "int4, int8 KV": {"quantization": "int4", "kv_cache_dtype": "int8"},
     "int4, int4 KV": {"quantization": "int4", "kv_cache_dtype": "int4"},
 }
-
 
 GROUPS = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
 BY_ROW = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
@@ -115,90 +129,179 @@ FLOATS = {
 """Of these weights are multiplied as floating-point numbers, and so are inputs."""
 
 
-def held_out(max_windows: int | None) -> list[list[int]]:
-    """Return the held-out text in windows."""
-    tokenizer = Tokenizer.from_file(str(Path(default_model_path()) / "tokenizer.json"))
-    documents = build_corpus(SEED)
-    texts = (each.text for each in documents if each.held_out and each.kind is Kind.LIBRARY)
-    return list(islice(windows_of(tokenizer, texts, [END_OF_TEXT]), max_windows))
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model in float numbers, and what it reads."""
+
+    folder: Path
+    windows: Sequence[list[int]]
+    calibration: str
 
 
-def write(written: Written, folder: Path) -> dict[str, str]:
-    """Write the embedded model in a format into a folder; return the options that load it."""
-    source = Path(default_model_path())
-    shutil.copytree(source, folder)
-    kept, _ = in_format(written, load_file(source / "model.safetensors"))
-    save_file(kept, folder / "model.safetensors")
-    card = json.loads((folder / "config.json").read_bytes())
-    (folder / "config.json").write_text(json.dumps(card | {"quantization_config": written.section}))
-    return {"model": str(folder)}
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One load."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    write: Callable[[Source, Path], Path] | None = None
+    """Writes what is loaded into a folder; returns it. None: the source itself is loaded."""
+    is_integer: bool = True
+    """Whether weights are multiplied as integers."""
 
 
-def with_int8_activations(variants: Mapping[str, Mapping[str, str]]) -> Mapping[str, Mapping[str, str]]:
-    """Return the rows, and behind each whose weights are integers the same with inputs in 8 bits."""
-    found = {}
-    for name, options in variants.items():
-        found[name] = options
-        if name not in FLOATS and options.keys() & {"quantization", "model"}:
-            found[f"{name}, int8 activations"] = {**options, "activation_dtype": "int8"}
-    return found
+def open_source(model: str, max_windows: int, scratch: Path) -> Source:
+    """Return a model as a folder. A GGUF file becomes one in float32, in ``scratch``."""
+    if model == EMBEDDED:
+        return _embedded(max_windows)
+    located = locate_model(model, with_weights=True)
+    folder = scratch / "float32"
+    if is_gguf(located):
+        convert_gguf(located, folder, "float32")
+    else:
+        folder = located
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    windows = windows_of(tokenizer, [documentation.held_text()], first_tokens(tokenizer))
+    return Source(folder, list(islice(windows, max_windows)), documentation.calibration_text())
 
 
-def made(folder: Path, only: Collection[str]) -> Mapping[str, Mapping[str, str]]:
-    """Have the embedded model written in every format that there is, or ``only`` these; return what loads each."""
-    text = folder / "calibration.txt"
-    documents = [each.text for each in build_corpus(SEED) if not each.held_out and each.kind is Kind.LIBRARY]
-    text.write_text("\n".join(documents[:: len(documents) // 20]))
-    found = {}
-    for name in (*TARGETS, *MIXES):
-        if only and name not in only:
-            continue
-        out = folder / (f"{name}.gguf" if name in MIXES else name)
-        more = ["--calibration", str(text)] if name in TARGETS and TARGETS[name].is_calibrated else []
-        assert cli.main(["quantize", str(default_model_path()), str(out), "--format", name, *more]) == 0
-        found[name] = {"model": str(out), "tokenizer": str(default_model_path())}
-    return found
+def _embedded(max_windows: int) -> Source:
+    folder = Path(default_model_path())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library = [each for each in build_corpus(SEED) if each.kind is Kind.LIBRARY]
+    held_out = (each.text for each in library if each.held_out)
+    known = [each.text for each in library if not each.held_out]
+    windows = windows_of(tokenizer, held_out, [END_OF_TEXT])
+    return Source(folder, list(islice(windows, max_windows)), "\n".join(known[:: len(known) // 20]))
 
 
-def main() -> None:
-    """Measure and print."""
+def _in_format(written: Written, source: Source, scratch: Path) -> Path:
+    """Write the model in a format of quantized checkpoints."""
+    out = scratch / "rounded"
+    shutil.copytree(source.folder, out)
+    kept, _ = in_format(written, load_file(source.folder / "model.safetensors"))
+    save_file(kept, out / "model.safetensors")
+    card = json.loads((source.folder / "config.json").read_bytes())
+    (out / "config.json").write_text(json.dumps(card | {"quantization_config": written.section}))
+    return out
+
+
+def _quantized(name: str, source: Source, scratch: Path) -> Path:
+    """Have `quintet quantize` write the model. Raises `ConfigError`, whose cause it has printed."""
+    out = scratch / (f"{name}.gguf" if name in MIXES else name)
+    flags = ["--format", name]
+    if name in TARGETS and TARGETS[name].is_calibrated:
+        text = scratch / "calibration.txt"
+        text.write_text(source.calibration)
+        flags += ["--calibration", str(text)]
+    if cli(["quantize", str(source.folder), str(out), *flags]):
+        raise ConfigError(f"`quintet quantize` does not write the model as {name}")
+    return out
+
+
+def rows_of(arguments: argparse.Namespace) -> Iterator[Row]:
+    """Yield the rows that the command line asks for, behind the reference."""
+    if arguments.formats:
+        for name, written in FORMATS.items():
+            yield Row(name, {}, lambda *to, written=written: _in_format(written, *to), name not in FLOATS)
+    elif arguments.made:
+        for name in (*MIXES, *TARGETS):
+            # The file decides where it is not quantized: computed in bf16, it would be the row of bf16.
+            own = {"dtype": "auto"} if name in ("f32", "f16") else {}
+            is_integer = name not in ("f32", "f16", "bf16")
+            yield Row(name, own, lambda *to, name=name: _quantized(name, *to), is_integer)
+    else:
+        for name, options in LOADED.items():
+            yield Row(name, options, is_integer="quantization" in options)
+
+
+def with_int8_activations(rows: Iterator[Row]) -> Iterator[Row]:
+    """Yield the rows, and each of integer weights once more, with inputs in 8 bits."""
+    for row in rows:
+        yield row
+        if row.is_integer:
+            name, more = f"{row.name}, int8 activations", {"activation_dtype": "int8"}
+            yield replace(row, name=name, options={**row.options, **more})
+
+
+def measured(row: Row, source: Source, reference: Reference) -> Score:
+    """Write what a row loads, load it, and score it. Raises `ConfigError`."""
+    base = {"model": str(source.folder), "tokenizer": str(source.folder), "dtype": "bfloat16"}
+    if row.write is None:
+        return score(row.name, {**base, **row.options}, source.windows, reference)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = row.write(source, Path(scratch))
+        files = [out] if out.is_file() else [*out.glob("*.safetensors")]
+        found = score(row.name, {**base, **row.options, "model": str(out)}, source.windows, reference)
+        return replace(found, file_mb=sum(file.stat().st_size for file in files) / 1e6)
+
+
+def read_scores(path: Path | None) -> dict[str, Score]:
+    """Return what an earlier run left, by row."""
+    if path is None or not path.exists():
+        return {}
+    return {each["name"]: Score(**each) for each in json.loads(path.read_bytes())["scores"]}
+
+
+def write_scores(path: Path, arguments: argparse.Namespace, scores: Sequence[Score]) -> None:
+    """Write the scores, and what they were measured with."""
+    machine = this_machine()
+    head = {
+        "command": " ".join(["python -m bench.quantization", *sys.argv[1:]]),
+        "date": f"{datetime.now(UTC):%Y-%m-%d}",
+        "machine": f"{machine.cpu}, {machine.cores} cores",
+        "python": machine.python,
+        "commit": this_commit(),
+        "model": arguments.model,
+    }
+    told = head | {"scores": [asdict(each) for each in scores]}
+    path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--formats", action="store_true", help="formats of checkpoints instead")
     parser.add_argument("--made", action="store_true", help="what `quintet quantize` writes instead")
-    parser.add_argument("--only", action="append", default=[], help="this row, besides bf16; may be repeated")
+    parser.add_argument("--model", default="smollm2", help="packaged model, GGUF file, folder, or embedded")
+    parser.add_argument("--only", action="append", default=[], help="this row; may be repeated")
     parser.add_argument(
         "--int8-activations",
         action="store_true",
         help="each row of integers once more, with inputs in 8 bits",
     )
-    parser.add_argument("--windows", type=int, help=f"read so many of {WINDOW} tokens alone")
-    parser.add_argument("--json", type=Path, help="also write the scores here")
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        variants = VARIANTS
-        if arguments.formats:
-            folders = {
-                name: write(each, Path(folder) / str(i))
-                for i, (name, each) in enumerate(FORMATS.items())
-                if name in arguments.only or not arguments.only
-            }
-            variants = {"bf16": {}, **folders}
-        if arguments.made:
-            variants = {
-                "bf16": {},
-                **{key: each for key, each in made(Path(folder), arguments.only).items() if key != "bf16"},
-            }
-        if arguments.only:
-            variants = {name: each for name, each in variants.items() if name in ("bf16", *arguments.only)}
-        if arguments.int8_activations:
-            variants = with_int8_activations(variants)
-        scores = list(measure(variants, held_out(arguments.windows)))
-    print(table(scores))
-    print(f"\n{scores[0].num_tokens} tokens of held-out library files, in windows of {WINDOW}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
+    parser.add_argument(
+        "--windows", type=int, default=NUM_WINDOWS, help=f"read so many of {WINDOW} tokens (%(default)s)"
+    )
+    parser.add_argument("--json", type=Path, help="keep the scores here, row by row")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    arguments = parse()
+    rows = rows_of(arguments)
+    if arguments.int8_activations:
+        rows = with_int8_activations(rows)
+    scores = read_scores(arguments.json)
+    wanted = [row for row in rows if not arguments.only or row.name.split(", int8 act")[0] in arguments.only]
+    with tempfile.TemporaryDirectory() as scratch:
+        source, reference = open_source(arguments.model, arguments.windows, Path(scratch)), Reference()
+        for row in (Row(REFERENCE, {"dtype": "float32"}), *wanted):
+            if row.name in scores and row.name != REFERENCE:
+                continue
+            try:
+                scores[row.name] = measured(row, source, reference)
+            except ConfigError as error:
+                print(f"{row.name}: {error}", file=sys.stderr, flush=True)
+                continue
+            print(table([scores[row.name]]).splitlines()[-1], file=sys.stderr, flush=True)
+            if arguments.json:
+                write_scores(arguments.json, arguments, list(scores.values()))
+    print(table(list(scores.values())))
+    print(f"\n{scores[REFERENCE].num_tokens} tokens, in windows of {WINDOW} at most")
 
 
 if __name__ == "__main__":

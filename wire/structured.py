@@ -47,7 +47,7 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omi
     compiled: str = ""
     """The same in words of the library that enforces it. Written by the tokenizer process, which drops all other fields."""
     calls: str = ""
-    """A structural tag, as JSON: calls of tools that the answer may be instead. Written by the frontend."""
+    """A structural tag, as JSON: calls of tools that the answer may be instead."""
 
     @property
     def kind(self) -> str:
@@ -81,7 +81,12 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, kw_only=True, omi
             sent = " and ".join(kinds) or "nothing"
             raise _bad(f"holds {sent}; it must hold exactly one of {', '.join(KINDS)}")
         is_json = kinds[0] in {"json", "json_object", "structural_tag"}
-        for name in ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"):
+        for name in (
+            "disable_any_whitespace",
+            "disable_additional_properties",
+            "whitespace_pattern",
+            "calls",
+        ):
             if getattr(given, name) and not is_json:
                 raise _bad(f"holds {name} with {kinds[0]}; it says something of JSON only: leave it out")
         if is_json and kinds[0] != "json_object":
@@ -114,7 +119,7 @@ def _json_text(given: str | bool | dict[str, Any], kind: str) -> str:
         raise _bad(f"holds {kind} nested deeper than {MAX_FORM_NESTING} levels; make it flatter") from None
     except (msgspec.MsgspecError, UnicodeError, TypeError, ValueError, OverflowError) as error:
         raise _bad(f"holds {kind} that is not JSON: {error}") from None
-    if not isinstance(value, dict | bool):
+    if not isinstance(value, dict | bool if kind == "json" else dict):
         raise _bad(f"holds {kind} that is no JSON object")
     if len(text) > MAX_FORM_CHARS:
         raise _bad(f"holds {len(text)} characters in {kind}; it must be at most {MAX_FORM_CHARS}")

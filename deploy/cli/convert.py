@@ -8,7 +8,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 from tqdm import tqdm
 
@@ -19,7 +19,7 @@ from quintet.deploy.config.memory import format_size
 from quintet.deploy.config.source import locate_model
 from quintet.deploy.tools.quantize.target import atomic_output, check_apart, check_space, check_target
 from quintet.executor.checkpoints.gguf.parts import read_parts
-from quintet.wire.config import ModelConfig
+from quintet.wire.config import Dtype, ModelConfig
 from quintet.wire.errors import ConfigError
 from quintet.wire.model_files import GGUF, is_gguf
 
@@ -31,8 +31,8 @@ MODEL with pytorch_model*.bin: write safetensors into the same folder. Quintet p
 the weights are memory-mapped instead of unpickled. The pickled files are read with torch's weights-only reader and are kept.
 
 MODEL.gguf OUT: write a folder with config.json, tokenizer, chat template and the weights as safetensors. Quantized weights are
-dequantized to bf16; other weights are unchanged. Quintet can serve the folder. Other programs can read it if they use the same
-tensor names for the model family.
+dequantized to bf16, or to --dtype; other weights are unchanged. Quintet can serve the folder. Other programs can read it if they
+use the same tensor names for the model family.
 """
 
 
@@ -43,12 +43,17 @@ def add_parser(subparsers: Subparsers) -> None:
         help="convert pytorch_model.bin or a GGUF file to safetensors",
         description=_DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        usage="quintet convert MODEL | quintet convert MODEL.gguf OUT [--overwrite]",
+        usage="quintet convert MODEL | quintet convert MODEL.gguf OUT [--dtype DTYPE] [--overwrite]",
         allow_abbrev=False,
     )
     parser.add_argument("model", metavar="MODEL", help="local folder, GGUF file, or hub name")
     parser.add_argument(
         "out", metavar="OUT", type=Path, nargs="?", help="output folder, for a GGUF file only"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=get_args(Dtype),
+        help="data type of dequantized weights of a GGUF file; float32 is exact (default: the served data type)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
 
@@ -64,16 +69,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if out is not None:
         check_target(out, arguments.overwrite)
-    elif arguments.overwrite:
+    elif arguments.overwrite or arguments.dtype:
+        flag = "--overwrite" if arguments.overwrite else "--dtype"
         raise ConfigError(
-            "--overwrite requires OUT, the output folder for a GGUF file: give OUT, or drop the flag"
+            f"{flag} requires OUT, the output folder for a GGUF file: give OUT, or drop the flag"
         )
     source = locate_model(arguments.model, with_weights=True)
     if out is None:
         convert(source, print)
     elif is_gguf(source):
         check_apart(out, source)
-        _convert_gguf(source, out)
+        convert_gguf(source, out, arguments.dtype or "auto")
     else:
         raise ConfigError(
             f"OUT {str(out)!r} is for GGUF files only; safetensors of {str(source)!r} are written into the same folder: drop OUT"
@@ -81,13 +87,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _convert_gguf(file: Path, out: Path) -> None:
+def convert_gguf(file: Path, out: Path, dtype: Dtype | Literal["auto"] = "auto") -> None:
     """Write a GGUF file's model as a folder; show a progress bar on a terminal."""
     from quintet.executor.checkpoints.gguf.convert import Folder  # imports torch
     from quintet.executor.checkpoints.quant.blocks import read_blocks
 
     options = Options(
-        model=str(file), device="cpu", load_format="dummy", max_num_seqs=1, kv_cache_memory="1TiB"
+        model=str(file),
+        dtype=dtype,
+        device="cpu",
+        load_format="dummy",
+        max_num_seqs=1,
+        kv_cache_memory="1TiB",
     )
     model = resolve(options, Path(tempfile.gettempdir()) / "quintet-convert", http=False).config.model
     with tqdm(unit="weight", unit_scale=True, desc=out.name, file=sys.stderr, disable=None) as bar:

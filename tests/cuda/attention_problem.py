@@ -43,7 +43,7 @@ class Shape:
         return AttentionPlan(
             device, 32, 2048, self.num_heads, self.num_kv_heads, self.head_dim, self.max_model_len,
             self.dtype, self.kv_dtype or self.dtype, fixed_splits=fixed_splits, value_dim=self.value_dim,
-            sights=(*(AttentionWindow(window) for window in self.windows), *(AttentionWindow(None, chunk) for chunk in
+            attention_windows=(*(AttentionWindow(window) for window in self.windows), *(AttentionWindow(None, chunk) for chunk in
             self.chunks)),
         )  # fmt: skip
 

@@ -22,7 +22,7 @@ def devices_of(size: int) -> tuple[EmulatedDevice, ...]:
     return tuple(EmulatedDevice(seed=seed, rank=rank) for rank in range(size))
 
 
-def peers_of(devices: Sequence[EmulatedDevice], patience_s: float = 60.0) -> list[Peers]:
+def peers_of(devices: Sequence[EmulatedDevice], timeout_s: float = 60.0) -> list[Peers]:
     """Return each rank's view of mailboxes that nobody has used."""
     handles = [device.share_memory(MAILBOX_BYTES)[1] for device in devices]
     peers = [
@@ -30,7 +30,7 @@ def peers_of(devices: Sequence[EmulatedDevice], patience_s: float = 60.0) -> lis
         for rank, device in enumerate(devices)
     ]
     for each in peers:
-        each.limit_waits(patience_s)
+        each.limit_waits(timeout_s)
     return peers
 
 

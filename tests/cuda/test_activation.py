@@ -56,7 +56,7 @@ def test_into_a_tensor_of_the_callers_and_from_rows_with_gaps(device: Device) ->
 
 def test_a_wrong_tensor_is_named(device: Device) -> None:
     x = noise(5, 32, dtype=torch.float16, where=device.torch_device)
-    with pytest.raises(ValueError, match="x: expected rows of two halves"):
+    with pytest.raises(ValueError, match="x: expected an even row width"):
         gated(device, x.view(-1)[:24].view(8, 3), Gate.SILU)
     with pytest.raises(ValueError, match=r"out: expected torch.float16\[5, 16\]"):
         gated(device, x, Gate.SILU, x)

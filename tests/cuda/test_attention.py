@@ -30,7 +30,7 @@ def test_blocks_as_large_as_a_state(device: Device) -> None:
     shape = Shape(block_size=1040, max_model_len=4096)
     rows: list[Row] = [(1100, 1), (1030, 12), (1039, 1), (1040, 1)]
     Problem(device, shape, [start + count for start, count in rows]).run(rows).check()
-    assert not Shape(block_size=1040, max_model_len=1 << 22).plan(device).reads_blocks_of(1040)
+    assert not Shape(block_size=1040, max_model_len=1 << 22).plan(device).supports_block_size(1040)
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 16, 48, 1040, 2080, 4096, 65520])
@@ -206,7 +206,7 @@ def test_errors_name_the_tensor(device: Device) -> None:
         call(q=step.q.half())
     with pytest.raises(ValueError, match=r"^keys: expected torch.bfloat16.*contiguous blocks"):
         call(kv=step.kv.transpose(2, 3))
-    with pytest.raises(ValueError, match=r"window=7.* was not among"):
+    with pytest.raises(ValueError, match=r"window=7.* is not a window of the plan"):
         call(window=7)
     with pytest.raises(ValueError, match=r"scale is 0\.0; expected a positive"):
         call(scale=0.0)
@@ -220,7 +220,7 @@ def _parts(plan: AttentionPlan, window: int | None, num_rows: int) -> tuple[list
     """How many pieces per patch and KV head each row has, by kernel."""
     first = 4 + plan.max_rows + 1
     decode, chunk = (
-        plan.table(AttentionWindow(window), of_chunks)[first : first + num_rows].tolist()
-        for of_chunks in (False, True)
+        plan.table(AttentionWindow(window), for_chunks)[first : first + num_rows].tolist()
+        for for_chunks in (False, True)
     )
     return decode, chunk

@@ -16,8 +16,8 @@ from quintet.executor.backends.cuda.attention.backend import AttentionNeeds, Uns
 from quintet.executor.backends.cuda.attention.choice import (
     BACKENDS,
     BackendChoice,
-    choose_as_first,
     choose_attention,
+    choose_for_ranks,
 )
 from quintet.executor.backends.cuda.attention.flashinfer import FlashInferAttention
 from quintet.executor.backends.cuda.attention.probe import probe_rows, random_step
@@ -36,7 +36,8 @@ NEEDS = AttentionNeeds(torch.bfloat16, torch.bfloat16, 4, 2, 64, 16, 0.125, 300)
 def make_plan(device: Device, needs: AttentionNeeds) -> AttentionPlan:
     return AttentionPlan(
         device, 8, 160, needs.num_heads, needs.num_kv_heads, needs.head_dim, needs.max_model_len,
-        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant, sights=tuple(map(AttentionWindow, needs.windows)),
+        needs.dtype, needs.kv_dtype, fixed_splits=needs.batch_invariant,
+        attention_windows=tuple(map(AttentionWindow, needs.windows)),
     )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def test_a_library_that_differs_is_not_taken(device: Device, wrong: str) -> None
     needs = replace(NEEDS, windows=(None, 200))
     choice = choose(device, "mine", needs=needs, mine=wrong)
     assert choice.name == "quintet"
-    assert "differs from ours by up to" in choice.reason
+    assert "differs from our kernels by up to" in choice.reason
 
 
 def test_one_that_is_asked_for_is_taken_if_it_agrees(device: Device) -> None:
@@ -107,7 +108,7 @@ def test_ours_where_bits_must_not_depend_on_the_batch(device: Device) -> None:
     choice = choose(device, "mine", needs=replace(NEEDS, batch_invariant=True), mine="Right")
     assert choice.name == "quintet"
     assert "--batch-invariant" in choice.reason
-    assert choose(device, "quintet").reason == "as --attention-backend asks"
+    assert choose(device, "quintet").reason == "set by --attention-backend"
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_rank_0_chooses_for_all(device: Device, own: dict[int, str], expected: s
         rank = ranks.share.rank
         times = {"flashinfer": 1.0, "torch": 0.8, "ours": 2.0 if rank == 0 else 0.1}
         fake = own.get(rank, "Right")
-        return choose_as_first(
+        return choose_for_ranks(
             "auto", ranks, lambda name: choose(device, name, times, flashinfer="Right", torch=fake)
         ).name
 
@@ -133,7 +134,7 @@ def test_rank_0_chooses_for_all(device: Device, own: dict[int, str], expected: s
 
 
 def test_an_unknown_name_is_the_users_mistake(device: Device) -> None:
-    with pytest.raises(ConfigError, match="--attention-backend is 'speedy'; it must be auto, quintet"):
+    with pytest.raises(ConfigError, match="--attention-backend is 'speedy'; allowed are auto, quintet"):
         choose(device, "speedy")
 
 
@@ -145,10 +146,10 @@ def test_every_backend_of_the_registry_can_be_imported() -> None:
 @pytest.mark.parametrize(
     ("backend", "changed", "reason"),
     [
-        (TorchAttention, {"kv_dtype": FP8}, "KV is torch.float8_e4m3fn"),
-        (TorchAttention, {"soft_cap": 30.0}, "caps its logits"),
-        (TorchAttention, {"head_dim": 288}, "heads of 288"),
-        (FlashInferAttention, {"head_dim": 96}, "heads of 96"),
+        (TorchAttention, {"kv_dtype": FP8}, "KV cache is torch.float8_e4m3fn"),
+        (TorchAttention, {"soft_cap": 30.0}, "softcap"),
+        (TorchAttention, {"head_dim": 288}, "head_dim is 288"),
+        (FlashInferAttention, {"head_dim": 96}, "head_dim is 96"),
         (FlashInferAttention, {"alibi": torch.ones(4)}, "ALiBi"),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_wrong_tensor_is_named(device: Device) -> None:
     memory = layers(where, 2, 4)
     with pytest.raises(ValueError, match="place 1: expected contiguous"):
         BlockPool.of(device, [memory[0], memory[1][:2]])
-    with pytest.raises(ValueError, match="blocks of multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="block size and address multiples of 16 bytes"):
         BlockPool.of(device, [torch.zeros((4, 1, 1, 3), device=where)])
     pool = BlockPool.of(device, memory)
     with pytest.raises(ValueError, match="target: expected 2 places"):

@@ -18,7 +18,7 @@ def test_kv_is_sized_while_the_largest_step_holds_its_memory(
 ) -> None:
     """Captures of the measurements empty torch's cache, so the step is computed again behind them."""
     done: list[str] = []
-    step, sized = DeviceRunner.try_largest_step, boot.num_kv_blocks
+    step, sized = DeviceRunner.run_largest_step, boot.num_kv_blocks
 
     def record_step(self: DeviceRunner, num_tokens: int, num_rows: int) -> None:
         done.append("largest step")
@@ -31,11 +31,11 @@ def test_kv_is_sized_while_the_largest_step_holds_its_memory(
     def record_measure(self: object, layers: object, **more: object) -> None:
         done.append("measured")
 
-    monkeypatch.setattr(DeviceRunner, "try_largest_step", record_step)
+    monkeypatch.setattr(DeviceRunner, "run_largest_step", record_step)
     monkeypatch.setattr(boot, "num_kv_blocks", record_size)
     monkeypatch.setattr(boot.DeviceLinears, "measure", record_measure)
     monkeypatch.setattr(boot, "is_gpu", lambda device: True)
-    monkeypatch.setattr(boot, "_attention_of_prompts", lambda *arguments: None)
+    monkeypatch.setattr(boot, "_prompt_attention", lambda *arguments: None)
     open_worker(TOY, "cpu", tmp_path)
     assert done == ["largest step", "measured", "largest step", "KV is sized"]
 
@@ -44,15 +44,15 @@ def test_arguments_are_checked_until_boot_has_computed_the_largest_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[bool] = []
-    step = DeviceRunner.try_largest_step
+    step = DeviceRunner.run_largest_step
 
     def record_step(self: DeviceRunner, num_tokens: int, num_rows: int) -> None:
         checked.append(self.device.checks_arguments)
         step(self, num_tokens, num_rows)
 
-    monkeypatch.setattr(DeviceRunner, "try_largest_step", record_step)
+    monkeypatch.setattr(DeviceRunner, "run_largest_step", record_step)
     monkeypatch.setattr(boot.DeviceLinears, "measure", lambda *arguments, **more: None)
-    monkeypatch.setattr(boot, "_attention_of_prompts", lambda *arguments: None)
+    monkeypatch.setattr(boot, "_prompt_attention", lambda *arguments: None)
     monkeypatch.setattr(boot, "is_gpu", lambda device: True)
     _, device = open_worker(TOY, "cpu", tmp_path)
     assert isinstance(device, HostOnlyDevice)

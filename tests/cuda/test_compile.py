@@ -112,7 +112,7 @@ def test_an_unknown_module_is_named_with_those_there_are(capsys: pytest.CaptureF
         main(["norm", "nosuch"])
     assert left.value.code == 2
     said = capsys.readouterr().err
-    assert "no module is called nosuch; there are activation, all_reduce," in said
+    assert "unknown module nosuch; allowed are activation, all_reduce," in said
 
 
 def test_what_is_no_module_any_more_is_removed(tmp_path: Path) -> None:

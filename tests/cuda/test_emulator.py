@@ -235,10 +235,10 @@ def test_warps_may_go_ways_of_their_own() -> None:
     [
         ("race", "pp", [None, None], "takes 'p', its Kernel says 'pp'"),
         ("nothing", "p", [None], "no kernel 'selftest_nothing'"),
-        ("race", "p", [], "takes 1 arguments"),
-        ("race", "p", [3], "a tensor or None is expected"),
-        ("wrong", "pi", [None, 2**31], "which 32 bits do not hold"),
-        ("wrong", "pi", [None, 1.5], "an int is expected"),
+        ("race", "p", [], "0 arguments given; expected 1"),
+        ("race", "p", [3], "expected a tensor or None"),
+        ("wrong", "pi", [None, 2**31], "which exceeds 32 bits"),
+        ("wrong", "pi", [None, 1.5], "expected an int"),
     ],
 )
 def test_launches_that_do_not_fit_are_refused(

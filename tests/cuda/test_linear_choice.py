@@ -38,8 +38,8 @@ def clock(times: list[float]) -> Callable[[Callable[[], None]], float]:
     return lambda run: next(left)
 
 
-def rows_to_ways(linears: DeviceLinears, weight: torch.Tensor) -> dict[int, GemmBackend]:
-    return {rows: linears.way(weight, rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65, 4096)}
+def rows_to_backends(linears: DeviceLinears, weight: torch.Tensor) -> dict[int, GemmBackend]:
+    return {rows: linears.backend_for(weight, rows) for rows in (1, 2, 3, 4, 5, 8, 9, 16, 17, 64, 65, 4096)}
 
 
 def test_the_faster_one_multiplies_up_to_its_number_of_rows(
@@ -48,11 +48,11 @@ def test_the_faster_one_multiplies_up_to_its_number_of_rows(
     linears, one = DeviceLinears(device, batch_invariant=False), layer(device, 24, 64)
     weight = one.method.table
     assert weight is not None
-    assert set(rows_to_ways(linears, weight).values()) == {CUBLAS}
+    assert set(rows_to_backends(linears, weight).values()) == {CUBLAS}
     with caplog.at_level(logging.INFO, "quintet"):
         # For each of 1, 2 and 4 rows cuBLAS, matmul, matvec; for 8, 16, 32 and 64 cuBLAS, matmul.
         linears.measure([one], clock([5, 6, 4, 5, 4, 6, 5, 4.95, 6, 5, 4, 5, 6, 5, 6, 5, 4]))
-    assert rows_to_ways(linears, weight) == {
+    assert rows_to_backends(linears, weight) == {
         1: MATVEC,
         2: MATMUL,
         3: CUBLAS,  # as 4 rows, where ours is faster by less than the noise
@@ -70,7 +70,7 @@ def test_the_faster_one_multiplies_up_to_its_number_of_rows(
         "linear layers of 1, 2, 4, 8, 16, 32, 64 rows: 24x64 bf16 matvec matmul cublas matmul cublas cublas matmul;"
         " more rows: cublas"
     ]
-    assert linears.way(weight[:16], 1) is CUBLAS, "a shape that was not measured"
+    assert linears.backend_for(weight[:16], 1) is CUBLAS, "a shape that was not measured"
 
 
 def test_batch_invariant_is_always_ours_in_one_order(device: Device) -> None:
@@ -78,7 +78,7 @@ def test_batch_invariant_is_always_ours_in_one_order(device: Device) -> None:
     weight = one.method.table
     assert weight is not None
     linears.measure([one], clock([]))
-    assert set(rows_to_ways(linears, weight).values()) == {MATMUL}
+    assert set(rows_to_backends(linears, weight).values()) == {MATMUL}
 
 
 def test_rank_0_chooses_for_all(device: Device) -> None:
@@ -92,7 +92,9 @@ def test_rank_0_chooses_for_all(device: Device) -> None:
         linears = DeviceLinears(device, batch_invariant=False)
         linears.measure(layers[rank], clock([*clocks[min(rank, 1)]]), ranks)
         return [
-            rows_to_ways(linears, one.method.table) for one in layers[rank] if one.method.table is not None
+            rows_to_backends(linears, one.method.table)
+            for one in layers[rank]
+            if one.method.table is not None
         ]
 
     first, *others = chosen_by(3, choose)
@@ -105,7 +107,7 @@ def test_a_weight_that_our_kernels_cannot_read_is_not_tried(device: Device) -> N
     linears, one = DeviceLinears(device, batch_invariant=False), layer(device, 24, 60)
     linears.measure([one], clock([5] * 7))
     assert one.method.table is not None
-    assert linears.way(one.method.table, 1) is CUBLAS
+    assert linears.backend_for(one.method.table, 1) is CUBLAS
 
 
 def test_layers_of_one_shape_are_timed_together_and_each_in_turn(device: Device) -> None:
@@ -135,8 +137,8 @@ def test_layers_of_one_shape_are_timed_together_and_each_in_turn(device: Device)
     assert multiplied
 
 
-@pytest.mark.parametrize("way", list(GemmBackend))
-def test_whoever_multiplies(device: Device, way: GemmBackend) -> None:
+@pytest.mark.parametrize("backend", list(GemmBackend))
+def test_whoever_multiplies(device: Device, backend: GemmBackend) -> None:
     """cuBLAS against itself; ours against the kernels, which have tests of their own."""
     one = layer(device, 24, 64)
     weight, bias = one.method.table, one.method.bias
@@ -144,17 +146,17 @@ def test_whoever_multiplies(device: Device, way: GemmBackend) -> None:
     x = torch.randn(3, 64).to(torch.bfloat16).to(device.torch_device)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure(
-        [one], clock([1 if way is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 4)
+        [one], clock([1 if backend is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 4)
     )
-    assert linears.way(weight, 3) is way
+    assert linears.backend_for(weight, 3) is backend
     expected = {
         CUBLAS: lambda: F.linear(x, weight, bias),
         MATMUL: lambda: matmul(device, x, weight, bias),
-    }.get(way, lambda: matvec(device, x, weight, bias))()
+    }.get(backend, lambda: matvec(device, x, weight, bias))()
     assert torch.equal(linears.apply(one, x), expected)
     out = torch.empty_like(expected)
     assert linears.apply(one, x, out) is out
-    if way is CUBLAS:  # which may add the bias in another kernel where there is a place for the result
+    if backend is CUBLAS:  # which may add the bias in another kernel where there is a place for the result
         torch.testing.assert_close(out, expected)  # two roundings to bf16 at most: 2^-7, of the default 2^-6
     else:
         assert torch.equal(out, expected)
@@ -163,15 +165,15 @@ def test_whoever_multiplies(device: Device, way: GemmBackend) -> None:
     torch.testing.assert_close(linears.multiply(x, weight, None, out), bare)  # as above
 
 
-@pytest.mark.parametrize("way", list(GemmBackend))
-def test_an_output_layer_gives_float32_whoever_multiplies(device: Device, way: GemmBackend) -> None:
+@pytest.mark.parametrize("backend", list(GemmBackend))
+def test_an_output_layer_gives_float32_whoever_multiplies(device: Device, backend: GemmBackend) -> None:
     one = layer(device, 24, 64, result_dtype=torch.float32)
     weight, bias = one.method.table, one.method.bias
     assert weight is not None and bias is not None
     x = torch.randn(3, 64).to(torch.bfloat16).to(device.torch_device)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure(
-        [one], clock([1 if way is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 4)
+        [one], clock([1 if backend is tried else 2 for tried in [CUBLAS, MATMUL, MATVEC] * 3] + [1, 1] * 4)
     )
     y = linears.apply(one, x)
     assert y.dtype is torch.float32

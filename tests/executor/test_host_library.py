@@ -113,7 +113,9 @@ def test_a_library_with_another_interface_is_refused(sources: Path, file: str, o
     text = (sources / file).read_text()
     assert text.count(old) == 1
     (sources / file).write_text(text.replace(old, new))
-    with pytest.raises(ConfigError, match=r"^_host.so was built from other sources than .*: `make install`"):
+    with pytest.raises(
+        ConfigError, match=r"^_host.so was built from sources other than .*: rebuild with `make install`"
+    ):
         check_library(loaded(), sources, "_host.so")
 
 
@@ -150,7 +152,8 @@ def test_the_library_is_checked_when_it_is_opened(monkeypatch: pytest.MonkeyPatc
 def test_a_struct_of_another_size_is_refused(function: str, size: int) -> None:
     check_layout(loaded(), function, size)
     with pytest.raises(
-        ConfigError, match=rf"say {size} bytes by {function}, Python has {size + 8}.*make install"
+        ConfigError,
+        match=rf"{function} returns {size} bytes, but the Python struct has {size + 8}.*make install",
     ):
         check_layout(loaded(), function, size + 8)
 

@@ -13,7 +13,7 @@ import torch
 
 from quintet.executor.backends.cpu.ops import huge_memory
 from quintet.executor.backends.cpu.ops.huge_memory import (
-    LEAST_STALLS,
+    MIN_STALLS,
     PAGE_BYTES,
     PAGES_PER_STALL,
     PIECE_BYTES,
@@ -50,7 +50,7 @@ def reserved(folder: Path, words: str = ALLOWED) -> HugeMemory:
 
 def scattered(monkeypatch: pytest.MonkeyPatch, folder: Path) -> HugePages:
     """Return a reservation for which the system had to make room."""
-    stalling(monkeypatch, made=LEAST_STALLS, found_none=0)
+    stalling(monkeypatch, made=MIN_STALLS, found_none=0)
     pages = HugePages(SIZE, reserved(folder))
     assert pages.is_scattered
     return pages
@@ -105,10 +105,10 @@ def test_nothing_is_asked_of_a_system_that_gives_none(
     ("made", "found_none", "slack_s", "is_scattered"),
     [
         (0, 0, -1e6, False),  # slow, as where a hypervisor gives memory when it is touched
-        (LEAST_STALLS - 1, 0, -1e6, True),  # with the second piece
-        (LEAST_STALLS // 3 - 1, 0, -1e6, False),  # as others might have made
-        (LEAST_STALLS, 0, 1e6, False),  # not slow
-        (0, LEAST_STALLS, 1e6, True),  # there are none, which takes no time
+        (MIN_STALLS - 1, 0, -1e6, True),  # with the second piece
+        (MIN_STALLS // 3 - 1, 0, -1e6, False),  # as others might have made
+        (MIN_STALLS, 0, 1e6, False),  # not slow
+        (0, MIN_STALLS, 1e6, True),  # there are none, which takes no time
     ],
 )
 def test_scattered_is_memory_for_which_room_is_made_slowly_or_not_found(
@@ -127,7 +127,7 @@ def test_what_counts_is_how_many_pages_there_are_to_a_stall(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One in nine is not enough, however many they are; one in seven is."""
-    monkeypatch.setattr(huge_memory, "LEAST_STALLS", 0)
+    monkeypatch.setattr(huge_memory, "MIN_STALLS", 0)
     for pages, is_scattered in ((PAGES_PER_STALL + 1, False), (PAGES_PER_STALL - 1, True)):
         monkeypatch.setattr(huge_memory, "PIECE_BYTES", pages * PAGE_BYTES)
         stalling(monkeypatch, made=1, found_none=0, slack_s=-1e6)
@@ -163,7 +163,7 @@ def test_what_is_begun_goes_on_meanwhile_and_whoever_takes_it_gives_back_the_res
 def test_what_was_found_scattered_meanwhile_is_so_for_whoever_takes_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    stalling(monkeypatch, made=LEAST_STALLS, found_none=0)
+    stalling(monkeypatch, made=MIN_STALLS, found_none=0)
     ahead = HugeMemory(4 * SIZE, switch(tmp_path, ALLOWED))
     ahead.begin(4 * SIZE, 1)
     for thread in ahead._threads:

@@ -479,7 +479,7 @@ def test_what_is_refused() -> None:
         packed.linear(noise(9, 24, dtype=torch.bfloat16), activation=GatedActivation.SILU_AND_MUL)
     with pytest.raises(PackedWeightError, match="8-bit activations"):
         packed.linear(noise(9, 24, dtype=torch.bfloat16), inputs=Inputs.EIGHT_BITS)
-    with pytest.raises(PackedWeightError, match="columns 30 to 41 of a weight that has 40"):
+    with pytest.raises(PackedWeightError, match="columns 30 to 41 are out of range; the weight has 40"):
         packed.fill(noise(11, 24), 30)
     with pytest.raises(PackedWeightError, match="32, 64 or 128 for int4"):
         PackedWeight(kernels(), WeightFormat.INT4, 64, 64)

@@ -330,7 +330,7 @@ def test_a_part_reads_only_what_was_kept(recorder: GraphBuilder) -> None:
     recorder.mark()
     recorder.add(y, term)
     with pytest.raises(
-        AssertionError, match=r"operation 2, 'add', reads what an earlier part made and did not keep"
+        AssertionError, match=r"operation 2, 'add', reads a value of an earlier part that was not kept"
     ):
         recorder.finish()
     recorder.keep(y)
@@ -345,12 +345,10 @@ def test_what_was_written_over_is_not_read() -> None:
     x.place = torch.zeros(ROWS, 32, dtype=DTYPE)
     first = Operation("first", lambda: None, (x,), y, over=(x,))
     places = MemoryPlanner(DTYPE, dict.fromkeys(Extent, ROWS), (), Lifetimes([first]))
-    places.give(0, first)
+    places.assign(0, first)
     assert y.address == x.address
-    with pytest.raises(
-        AssertionError, match="operation 1, 'second', reads what another value was written over"
-    ):
-        places.give(1, Operation("second", lambda: None, (x,), z))
+    with pytest.raises(AssertionError, match="operation 1, 'second', reads an overwritten value"):
+        places.assign(1, Operation("second", lambda: None, (x,), z))
 
 
 @pytest.mark.parametrize(("width", "apart"), [(2048, 2080), (1984, 2016), (64, 96), (2016, 2016), (48, 48)])

@@ -159,12 +159,12 @@ def test_what_is_not_held_is_refused() -> None:
         ((codes[:, :127], tables), "codes are"),
         ((codes, tables[:, :8]), "tables are"),
         ((codes, tables.half()), "tables are"),
-        ((codes[:63], tables[:63], outliers), "outliers of 64 rows"),
-        ((codes, tables, Outliers(begins, inputs + 128, its)), "128 deep"),
-        ((codes, tables, Outliers(begins, inputs - 128, its)), "128 deep"),
-        ((codes, tables, Outliers(begins.flip(0), inputs, its)), "do not divide"),
+        ((codes[:63], tables[:63], outliers), "outliers have 64 rows"),
+        ((codes, tables, Outliers(begins, inputs + 128, its)), "inputs must be below 128"),
+        ((codes, tables, Outliers(begins, inputs - 128, its)), "inputs must be below 128"),
+        ((codes, tables, Outliers(begins.flip(0), inputs, its)), "row pointers"),
         ((codes, tables, Outliers(begins, inputs, its / 0)), "not finite"),
-        ((codes, tables, draw_outliers(64, 128, 0.5)), f"room for {count}"),
+        ((codes, tables, draw_outliers(64, 128, 0.5)), f"capacity for {count}"),
     ]
     for arguments, message in cases:
         with pytest.raises(PackedWeightError, match=message):
@@ -172,20 +172,20 @@ def test_what_is_not_held_is_refused() -> None:
     for first in (-1, 1):
         with pytest.raises(PackedWeightError, match="columns"):
             fill_tables(weight, codes, tables, first_column=first)
-    with pytest.raises(PackedWeightError, match="nothing is rounded into TABLES"):
+    with pytest.raises(PackedWeightError, match="cannot quantize into TABLES"):
         weight.fill(torch.zeros(64, 128))
-    with pytest.raises(PackedWeightError, match="it takes none"):
+    with pytest.raises(PackedWeightError, match="cannot be filled from codes"):
         weight.fill_codes(codes, torch.ones(64, 1))
     with pytest.raises(PackedWeightError, match="8-bit activations"):
         weight.linear(torch.zeros(1, 128), inputs=Inputs.EIGHT_BITS)
-    with pytest.raises(PackedWeightError, match="outliers of a INT8 weight, which has no tables"):
+    with pytest.raises(PackedWeightError, match="the weight is INT8; outliers need"):
         PackedWeight(kernels(), WeightFormat.INT8, 64, 128, outliers=1)
     with pytest.raises(PackedWeightError, match="with group 32"):
         PackedWeight(kernels(), WeightFormat.TABLES, 64, 128, group=32)
     with pytest.raises(PackedWeightError, match="2 leaves"):
         PackedWeight(kernels(), WeightFormat.TABLES, 64, 256, leaves=2)
     none = PackedWeight(kernels(), WeightFormat.TABLES, 64, 128)
-    with pytest.raises(PackedWeightError, match="room for 0"):
+    with pytest.raises(PackedWeightError, match="capacity for 0"):
         fill_tables(none, codes, tables, outliers)
-    with pytest.raises(PackedWeightError, match="tables for a NF4 weight"):
+    with pytest.raises(PackedWeightError, match="the weight is NF4; tables need"):
         fill_tables(PackedWeight(kernels(), WeightFormat.NF4, 64, 128, group=64), codes, tables)

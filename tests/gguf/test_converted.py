@@ -10,9 +10,9 @@ import gguf
 import pytest
 import torch
 import transformers
+from quintet.deploy.cli.main.main import main
 from safetensors.torch import load_file
 
-from quintet.deploy.cli.main import main
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
 from quintet.wire.errors import EXIT_CONFIG
 from tests.gguf.files import write_model
@@ -72,6 +72,25 @@ def test_a_folder_says_what_its_file_says(tmp_path: Path, capsys: pytest.Capture
             assert (rows[-1] - each.logits[0]).abs().amax() < CLOSE * each.logits[0].std()
 
 
+def test_a_converted_file_is_quantized_again_from_exact_numbers(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    in_blocks(of_transformers("Qwen2Config", **WIDE), as_q4_k_m, file).make(tmp_path)
+    out, again = tmp_path / "converted", tmp_path / "again.gguf"
+    assert main(["convert", str(file), str(out), "--dtype", "float32"]) == 0
+    assert main(["quantize", str(out), str(again), "--format", "f32"]) == 0
+
+    def numbers(path: Path) -> dict[str, torch.Tensor]:
+        tensors = gguf.GGUFReader(path).tensors
+        return {
+            each.name: torch.from_numpy(gguf.dequantize(each.data, each.tensor_type).copy())
+            for each in tensors
+        }
+
+    first, second = numbers(file), numbers(again)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.whole
 @pytest.mark.parametrize(
     "family",
@@ -107,3 +126,4 @@ def test_what_cannot_be_converted_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert "already exists" in refused(file, tmp_path / "there")
     assert "choose another path" in refused(file, tmp_path, "--overwrite") and file.exists()
     assert "--overwrite requires OUT" in refused(tmp_path, "--overwrite")
+    assert "--dtype requires OUT" in refused(tmp_path, "--dtype", "float32")

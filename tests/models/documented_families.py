@@ -1,4 +1,4 @@
-"""What the documents say of families, made from the registry: ``python -m tests.models.documented_families`` writes it."""
+"""The table of families in docs/models.md: ``python -m tests.models.documented_families`` writes it from the registry."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from quintet.executor.model_config.registry import FAMILIES
 from quintet.executor.model_config.spec import DecoderSpec
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENT, README = ROOT / "docs" / "models.md", ROOT / "README.md"
+DOCUMENT = ROOT / "docs" / "models.md"
 BEGIN, END = "<!-- families -->\n", "<!-- families end -->\n"
-IN_README = "### Models\n\n"
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32000,
@@ -48,13 +47,6 @@ def card_of(architecture: str) -> ModelCard:
     return ModelCard(SIZES | MORE.get(architecture, {}), "config.json")
 
 
-def readme_list() -> str:
-    """Return what the README says below its heading on models: how many, and the words of all rows, each once."""
-    words = dict.fromkeys(family.words for family in FAMILIES.values())
-    summary = f'{len(FAMILIES)} architectures (<a href="docs/models.md">what each is</a>), every kind of RoPE scaling'
-    return f"<details><summary>{summary}</summary>\n\n{'; '.join(words)}.\n\n</details>\n"
-
-
 def table() -> str:
     """Return it in Markdown: architectures that differ in nothing share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
@@ -73,11 +65,7 @@ def table() -> str:
 
 
 def main() -> None:
-    """Write the documents."""
-    before, heading, rest = README.read_text().partition(IN_README)
-    README.write_text(
-        before + heading + readme_list() + rest[rest.index("</details>\n") + len("</details>\n") :]
-    )
+    """Write the document."""
     before, _, rest = DOCUMENT.read_text().partition(BEGIN)
     _, _, behind = rest.partition(END)
     DOCUMENT.write_text(f"{before}{BEGIN}{table()}{END}{behind}")

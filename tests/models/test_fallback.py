@@ -16,7 +16,7 @@ from tests.models.rows import fallback
 from tests.models.test_equal import check_once, check_tokens
 
 from quintet.deploy.cli.main import main
-from quintet.executor.backends.torch.fallback.masks import UnknownSight, sight_of
+from quintet.executor.backends.torch.fallback.masks import UnsupportedMask, window_of
 from quintet.executor.models.layers.attention import AttentionWindow
 from quintet.wire.errors import EXIT_CONFIG, ConfigError
 
@@ -62,15 +62,15 @@ def test_a_model_of_transformers_runs_in_half_precision(dtype: Dtype, tmp_path: 
 @pytest.mark.parametrize(
     ("config", "settings", "words"),
     [
-        ("BertConfig", {}, "a token sees later ones"),
-        ("FalconConfig", {"alibi": True}, "does not go through transformers' attention interface"),
-        ("DogeConfig", {}, "computes with its attention's mask itself"),
-        ("DiffLlamaConfig", {}, "attends 6 times, and its card was understood to have 3 layers"),
-        ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}, "of the kind conv keep more"),
+        ("BertConfig", {}, "its attention is not causal"),
+        ("FalconConfig", {"alibi": True}, "does not use transformers' attention interface"),
+        ("DogeConfig", {}, "its own code uses the attention mask"),
+        ("DiffLlamaConfig", {}, "makes 6 attention calls, but its card implies 3 layers"),
+        ("Lfm2Config", {"layer_types": ["conv", "full_attention", "conv"]}, "of type conv have state"),
         (
             "RecurrentGemmaConfig",
             {"attention_window_size": 16, "lru_width": 64},
-            "of the kind linear_attention keep more",
+            "of type linear_attention have state",
         ),
     ],
 )
@@ -98,13 +98,13 @@ def test_plan_says_who_computes_and_whether_it_can(
     assert "transformers, with Quintet's paged KV cache" in capsys.readouterr().out
     write(tmp_path / "bad", "DogeConfig")
     assert main(["plan", str(tmp_path / "bad"), *flags]) == EXIT_CONFIG
-    assert "computes with its attention's mask itself" in capsys.readouterr().err
+    assert "its own code uses the attention mask" in capsys.readouterr().err
 
 
 def test_a_rotation_by_the_longest_of_a_step_is_refused_beyond_its_first_length(tmp_path: Path) -> None:
     scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     write(tmp_path, "ApertusConfig", rope_parameters=scaling, max_position_embeddings=64)
-    assert "--max-model-len 64 or less" in refusal(tmp_path)
+    assert "--max-model-len to 64 or less" in refusal(tmp_path)
 
 
 def test_a_kind_that_nobody_knows_is_told_the_nearest(tmp_path: Path) -> None:
@@ -113,7 +113,10 @@ def test_a_kind_that_nobody_knows_is_told_the_nearest(tmp_path: Path) -> None:
     changes = {"architectures": ["Qwen5ForCausalLM"], "model_type": "qwen5"}
     (tmp_path / "config.json").write_text(json.dumps(card | changes))
     words = refusal(tmp_path)
-    assert "knows model_type 'qwen5'" in words and "nearest of Quintet's own is Qwen3_5ForCausalLM" in words
+    assert (
+        "supports model_type 'qwen5'" in words
+        and "most similar architecture of Quintet is Qwen3_5ForCausalLM" in words
+    )
 
 
 def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
@@ -219,7 +222,7 @@ def test_code_of_a_checkpoint_is_executed_only_if_it_is_trusted(
     folder = tmp_path / "ours"
     write_code(folder)
     said = refusal(folder, load_format="dummy")
-    assert "modeling_ours.py" in said and "--trust-remote-code executes it" in said
+    assert "modeling_ours.py" in said and "allow it with --trust-remote-code" in said
     with caplog.at_level(logging.WARNING, "quintet"):
         load(folder, model_impl="transformers", load_format="dummy", trust_remote_code=True)
     assert "--trust-remote-code: executing modeling_ours.py of" in caplog.text
@@ -235,7 +238,7 @@ def test_a_model_that_keeps_more_than_keys_and_values_is_found_out(
     folder = tmp_path / "ours"
     write_code(folder, shifts=True)
     said = refusal(folder, load_format="dummy", trust_remote_code=True)
-    assert "computed in steps, its logits are off by" in said
+    assert "the self-check failed: logits differ by" in said
 
 
 Index = torch.Tensor
@@ -256,13 +259,13 @@ def test_a_mask_function_tells_what_a_token_sees(sees: Any, sight: AttentionWind
         seen: Index = sees(q, k)
         return seen
 
-    assert sight_of(function, 100, torch.device("cpu")) == sight
+    assert window_of(function, 100, torch.device("cpu")) == sight
 
 
 @pytest.mark.parametrize(
     ("sees", "words"),
     [
-        (lambda q, k: k >= 0, "later ones"),
+        (lambda q, k: k >= 0, "not causal"),
         (lambda q, k: (k <= q) & (k % 2 == 0), "neither"),
         (lambda q, k: (k <= q) & ((k > q - 7) | (k < 4)), "neither"),
     ],
@@ -272,5 +275,5 @@ def test_another_mask_is_not_served(sees: Any, words: str) -> None:
         seen: Index = sees(q, k)
         return seen
 
-    with pytest.raises(UnknownSight, match=words):
-        sight_of(function, 100, torch.device("cpu"))
+    with pytest.raises(UnsupportedMask, match=words):
+        window_of(function, 100, torch.device("cpu"))

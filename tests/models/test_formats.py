@@ -570,7 +570,7 @@ def test_squeezellm_is_known_by_its_authors_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ending", "other", "words"),
     [
-        ("rows", torch.full((129,), 1 << 30, dtype=torch.int32), "rows do not divide the"),
+        ("rows", torch.full((129,), 1 << 30, dtype=torch.int32), "row pointers of the"),
         ("cols", None, "has outliers in 'rows', and none in 'cols'"),
     ],
 )

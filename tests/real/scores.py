@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
-import collections
-import functools
-import itertools
 import json
-import logging
-import pydoc
 import signal
-import socket
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +18,6 @@ from tests.processes.server import Server
 
 HERE = Path(__file__).parent
 TRANSFORMERS = ENVIRONMENTS / "real" / "bin" / "python"
-DOCUMENTED = (argparse, collections, functools, itertools, json, logging, asyncio, socket)
 
 
 class Scores(NamedTuple):
@@ -36,15 +27,6 @@ class Scores(NamedTuple):
     """Its log-probability."""
     best: np.ndarray
     """That of the most likely token in its place."""
-
-
-def held_text() -> str:
-    """Return a text of the standard library's documentation."""
-    parts = []
-    for module in DOCUMENTED:
-        names = [name for name in sorted(dir(module)) if not name.startswith("_")]
-        parts += [pydoc.getdoc(module), *(pydoc.getdoc(getattr(module, name)) for name in names[:12])]
-    return "\n\n".join(filter(None, dict.fromkeys(parts)))
 
 
 def tokens_of(server: Server, text: str) -> list[int]:

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from bench.documentation import held_text
 
 from tests.processes.server import Server, serve
 from tests.real.models import MODELS
-from tests.real.scores import Scores, held_text, of_llama_cpp, of_server, of_transformers, tokens_of
+from tests.real.scores import Scores, of_llama_cpp, of_server, of_transformers, tokens_of
 
 NUM_SCORED = 1024
 NUM_DRAWN = 48

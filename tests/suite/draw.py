@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 SEED = "--seed"
+SHARES = {"models": 1 / 3, "cuda": 1 / 3, "gguf": 1 / 2, "executor": 2 / 3}
+"""Of folders whose tests repeat one procedure for many shapes: the share of each file's drawn tests in the fast suite."""
 
 Value = tuple[tuple[str, int], ...]
 """Of one parameter or of several that are given together: names and objects."""
@@ -53,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.whole or is_named(config):
         taken = set(items)
     else:
-        taken = set(fast_suite(items, config.option.seed))
+        taken = set(thinned(fast_suite(items, config.option.seed), config.option.seed))
     if config.option.share < 1:
         taken = set(share_of(taken_in_order(items, taken), config.option.share, config.option.seed))
     left_out = [item for item in items if item not in taken]
@@ -79,6 +81,16 @@ def fast_suite(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
         else:
             places = cover([values_of(item) for item in combinations], rng)
             chosen += [combinations[place] for place in places]
+    return chosen
+
+
+def thinned(items: Sequence[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Return the tests without those that a folder's share leaves out."""
+    chosen: list[pytest.Item] = []
+    for folder, group in itertools.groupby(items, lambda item: item.path.parent.name):
+        tests = list(group)
+        share = SHARES.get(folder, 1.0)
+        chosen += tests if share == 1 else share_of(tests, share, seed)
     return chosen
 
 

@@ -105,3 +105,11 @@ def test_a_cover_is_small(seed: int) -> None:
     assert {value for place in chosen for value in combinations[place]} == {
         v for c in combinations for v in c
     }
+
+
+def test_folders_of_many_shapes_are_thinned(pytester: pytest.Pytester) -> None:
+    tests = "\n".join(f"def test_{number}(): pass" for number in range(9))
+    for folder in ("models", "core"):
+        pytester.mkdir(folder).joinpath(f"test_{folder}.py").write_text(tests)
+    assert len(run(pytester, "--seed", "1")) == 9 + 3
+    assert len(run(pytester, "--whole")) == 18

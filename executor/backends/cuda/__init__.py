@@ -1,5 +1,5 @@
-"""The executor on NVIDIA GPUs: kernels of ours, launched on torch's stream, captured in graphs.
+"""CUDA backend: our kernels, launched on torch's stream or captured in graphs.
 
-`device` says what a device can do; everything else here is written against that, so that its logic is tested where
-there is no GPU (tests/cuda). Nothing outside this package knows of CUDA.
+`device` defines the interface of a device. The other modules use only that interface, so tests run them without a GPU
+(tests/cuda). No other package depends on CUDA.
 """

@@ -1,7 +1,7 @@
-"""A launch's arguments as the driver takes them: an array of addresses, one per parameter, of the parameters' bytes.
+"""Kernel arguments in the driver's form: an array of addresses of the parameters' bytes.
 
-Knows no device. Made once per kernel, and filled by one call per launch: an eager step launches hundreds of kernels, and
-every microsecond here is a microsecond in which the device may run dry.
+Created once per kernel and refilled per launch. An eager step launches hundreds of kernels, so host time per launch may leave
+the device idle.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from quintet.executor.backends.cuda.device import Argument, Kernel, LaunchError
 
 _SLOT_BYTES = 8
 _SLOTS = {"p": "Q", "i": "i4x", "l": "q", "f": "f4x"}
-"""By kind, how a parameter lies in its eight bytes; lowest first, as on every machine that CUDA runs on."""
+"""Struct format of a parameter in eight bytes, by kind; little-endian, as on every machine with CUDA."""
 
 
 class ArgumentBuffer:
-    """The parameters of one kernel. The driver copies them when it launches, so they may be overwritten at once."""
+    """Parameters of one kernel. The driver copies them at launch, so they may be overwritten afterwards."""
 
     __slots__ = ("_addresses", "_are_pointers", "_layout", "_slots", "address")
 
@@ -26,7 +26,7 @@ class ArgumentBuffer:
         unknown = set(kernel.kinds) - set(_SLOTS)
         if unknown:
             raise LaunchError(
-                f"{kernel.module}.cu: {kernel.name}: kinds {kernel.kinds!r}; p, i, l and f are known"
+                f"{kernel.module}.cu: {kernel.name}: kinds {kernel.kinds!r}; only p, i, l and f are allowed"
             )
         num = len(kernel.kinds)
         self._are_pointers = [kind == "p" for kind in kernel.kinds]
@@ -37,13 +37,13 @@ class ArgumentBuffer:
             *range(first, first + num * _SLOT_BYTES, _SLOT_BYTES)
         )
         self.address = ctypes.addressof(self._addresses)
-        """Of the array of addresses: what ``cuLaunchKernel`` takes."""
+        """Address of the array of addresses, the argument of ``cuLaunchKernel``."""
 
     def fill(self, args: Sequence[Argument]) -> None:
         """Write a launch's arguments.
 
-        Raises `struct.error` for a number that does not fit its parameter, `TypeError` for a tensor in place of a number,
-        `ValueError` for too many or too few.
+        Raises `struct.error` for a number out of range, `TypeError` for a tensor instead of a number, and `ValueError` for a
+        wrong count.
         """
         self._layout.pack_into(
             self._slots,

@@ -1,4 +1,4 @@
-"""Builds the worker of a device: the model is loaded, its largest step is tried, and KV gets what memory is left."""
+"""Builds the worker of a device: runs the largest step, selects kernels, and allocates the KV cache in the memory left."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from quintet.executor.backends.cuda.attention.backend import AttentionBackend, AttentionNeeds
-from quintet.executor.backends.cuda.attention.choice import BackendChoice, choose_as_first, choose_attention
+from quintet.executor.backends.cuda.attention.choice import BackendChoice, choose_attention, choose_for_ranks
 from quintet.executor.backends.cuda.attention.plans import AttentionPlans
 from quintet.executor.backends.cuda.device import Device
 from quintet.executor.backends.cuda.gemm_dispatch import DeviceLinears, captured_stopwatch
@@ -30,7 +30,7 @@ from quintet.wire.config import EngineConfig
 log = logging.getLogger("quintet")
 
 STAGING_WORDS = 1 << 20
-"""Of the buffer that plans are copied to: the prompts of a busy second; a plan with more takes memory of its own."""
+"""Size of the staging buffer, enough for the prompts of a busy second; a larger plan gets temporary memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class OpenedRunner:
 
     runner: DeviceRunner
     staging: torch.Tensor
-    """int32: where a plan's words go."""
+    """int32: receives a plan's words."""
     num_blocks: int
 
 
@@ -54,14 +54,14 @@ def make_device_worker(
     group: DeviceGroup | None = None,
     ranks: Ranks | None = None,
 ) -> DeviceWorker:
-    """Return the worker, ready for plans; its graphs are captured later. Raises `ConfigError` where memory is too small.
+    """Return the worker, ready for plans; graphs are captured later. Raises `ConfigError` if memory is too small.
 
-    group, ranks: of the first of several ranks, which tells the others.
+    group, ranks: given for rank 0 of several ranks.
     """
     opened = open_runner(device, model, config, dtype, group, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
-    teller = None if ranks is None else RankBroadcaster(ranks)
-    return DeviceWorker(steps, config, opened.num_blocks, facts, span, group, teller)
+    broadcaster = None if ranks is None else RankBroadcaster(ranks)
+    return DeviceWorker(steps, config, opened.num_blocks, facts, span, group, broadcaster)
 
 
 @torch.inference_mode()
@@ -73,16 +73,16 @@ def open_runner(
     group: DeviceGroup | None = None,
     ranks: Ranks | None = None,
 ) -> OpenedRunner:
-    """Return what computes steps. Of several ranks, all do this beside each other, and have as many blocks as who has fewest."""
-    spec, scheduler, where = config.model.kv, config.scheduler, device.torch_device
+    """Return the runner with its KV memory. Several ranks call it concurrently; all get the smallest block count of any rank."""
+    spec, scheduler, torch_device = config.model.kv, config.scheduler, device.torch_device
     device.checks_arguments = True
     kv_dtype = torch.float8_e4m3fn if config.cache.dtype == "fp8" else dtype
     is_invariant = config.executor.batch_invariant
     max_tokens = max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-    tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, where)
+    tables = DeviceTables.reserve(scheduler.max_num_seqs, config.model.max_model_len, spec, torch_device)
     memory = StepMemory(tables, max_tokens)
     attention = AttentionPlans(device, model.attentions, config, max_tokens, dtype, kv_dtype)
-    staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=where)
+    staging = torch.zeros(STAGING_WORDS, dtype=torch.int32, device=torch_device)
     linears = DeviceLinears(device, batch_invariant=is_invariant)
     runner = DeviceRunner(
         device,
@@ -91,35 +91,35 @@ def open_runner(
         attention,
         memory,
         staging,
-        DeviceKv(spec, 1, kv_dtype, where),
+        DeviceKv(spec, 1, kv_dtype, torch_device),
         dtype,
         group,
     )
-    begun = time.monotonic()
-    runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
-    if is_gpu(device):  # the emulator's times mean nothing
+    started = time.monotonic()
+    runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
+    if is_gpu(device):  # times of the emulator are meaningless
         linears.measure(runner.linears, ranks=ranks)
-        runner.of_prompts = _attention_of_prompts(device, attention, runner.attentions, config, ranks)
-    # Captures have emptied the allocator's cache: allocate the largest step's memory again before KV takes what is free.
-    runner.try_largest_step(max_tokens, scheduler.max_num_seqs)
+        runner.prompt_attention = _prompt_attention(device, attention, runner.attentions, config, ranks)
+    # Captures emptied the allocator's cache: allocate the largest step's memory again before the KV cache takes the rest.
+    runner.run_largest_step(max_tokens, scheduler.max_num_seqs)
     device.checks_arguments = not is_gpu(device)
     if group is not None:
-        runner.try_smallest_steps()
+        runner.run_smallest_steps()
     reserved = 0
     if not config.executor.enforce_eager:
         sizes = (dtype.itemsize, config.logits_item_bytes)
         reserved = graph_bytes(scheduler.max_num_seqs, model.vocab_size, runner.widest, *sizes)
     num_blocks = num_kv_blocks(config, device, reserved)
     if ranks is not None:
-        told = ranks.exchange(num_blocks.to_bytes(8, "little"))
-        num_blocks = min(int.from_bytes(each, "little") for each in told)
+        counts = ranks.exchange(num_blocks.to_bytes(8, "little"))
+        num_blocks = min(int.from_bytes(count, "little") for count in counts)
     if group is not None:
         group.limit_waits()
-    runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, where))
+    runner.use_kv(DeviceKv(spec, num_blocks, kv_dtype, torch_device))
     log.info(
-        "the largest step (%d tokens) took %.1f s with everything it loaded; KV gets %d blocks of %d tokens, %.1f GiB",
+        "largest step (%d tokens) and kernel selection took %.1f s; KV cache: %d blocks of %d tokens, %.1f GiB",
         max_tokens,
-        time.monotonic() - begun,
+        time.monotonic() - started,
         num_blocks,
         spec.block_size,
         num_blocks * spec.bytes_per_block / 2**30,
@@ -128,18 +128,18 @@ def open_runner(
 
 
 def is_gpu(device: Device) -> bool:
-    """Return whether kernels run on a GPU, not on the emulator."""
+    """Return whether kernels run on a GPU rather than on the emulator."""
     return device.torch_device.type == "cuda"
 
 
-def _attention_of_prompts(
+def _prompt_attention(
     device: Device,
     plans: AttentionPlans,
     layers: Sequence[AttentionLayer],
     config: EngineConfig,
     ranks: Ranks | None,
 ) -> AttentionBackend | None:
-    """Choose whose attention computes prompts; None for ours, also where layers differ in what a library takes once."""
+    """Select the attention backend of prompts; None: our kernels, also if layers differ in parameters that a library fixes."""
     plan = plans.only
     if not layers:
         return None
@@ -151,11 +151,11 @@ def _attention_of_prompts(
     if plan is None or len(scales) > 1 or has_kv_scales:
         log.info("attention of prompts: quintet (layers differ in heads or scale)")
         return None
-    is_usual = plan.head_dim == plan.value_dim and not any(sight.chunk for sight in plan.sights)
+    is_usual = plan.head_dim == plan.value_dim and not any(
+        attention_window.chunk for attention_window in plan.attention_windows
+    )
     if not is_usual or not all(layer.is_product for layer in layers):
-        log.info(
-            "attention of prompts: quintet (capped, sloped, with sinks, in chunks, or over values of another width)"
-        )
+        log.info("attention of prompts: quintet (softcap, ALiBi, sinks, chunks, or another width of values)")
         return None
     needs = AttentionNeeds(
         dtype=plan.dtype,
@@ -166,12 +166,12 @@ def _attention_of_prompts(
         block_size=config.model.kv.block_size,
         scale=scales.pop(),
         max_model_len=config.model.max_model_len,
-        windows=tuple(sight.window for sight in plan.sights),
+        windows=tuple(attention_window.window for attention_window in plan.attention_windows),
         batch_invariant=config.executor.batch_invariant,
     )
-    wanted, stopwatch = config.executor.attention_backend, captured_stopwatch(device)
+    requested, stopwatch = config.executor.attention_backend, captured_stopwatch(device)
 
     def choose(name: str) -> BackendChoice:
         return choose_attention(name, device, plan, needs, stopwatch)
 
-    return (choose(wanted) if ranks is None else choose_as_first(wanted, ranks, choose)).backend
+    return (choose(requested) if ranks is None else choose_for_ranks(requested, ranks, choose)).backend

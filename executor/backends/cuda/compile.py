@@ -1,8 +1,8 @@
-"""Compile every kernel of csrc/cuda, without a GPU: ``python -m quintet.executor.backends.cuda.compile``, or ``make cubins``.
+"""Compile the kernels of csrc/cuda without a GPU: ``python -m quintet.executor.backends.cuda.compile`` or ``make cubins``.
 
-NVRTC's output is what packages carry (`quintet.executor.backends.cuda.modules` finds it): machine code for three generations of
-GPUs, and PTX of the first for all others. nvcc compiles everything again, to prove that it does. Outputs of unchanged sources
-are kept, whichever version compiled them: a machine may use kernels that another one compiled. ``--again`` compiles all.
+Packages ship NVRTC's output (`quintet.executor.backends.cuda.modules` loads it): machine code for three generations of GPUs, and
+PTX of the first one for all others. nvcc compiles the sources as a check. Outputs of unchanged sources are kept for any compiler
+version; ``--again`` compiles everything.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from quintet.executor.backends.cuda.modules import BUILT, ENTRY, record_path
 from quintet.executor.backends.cuda.sources import SOURCES, digest, modules, source_text
 
 TARGETS = (80, 90, 100)
-"""A100 and, by their common major capability, RTX 30 and 40; H100 and H200; B200 and B300."""
+"""sm_80: A100 and, with the same major capability, RTX 30 and 40; sm_90: H100, H200; sm_100: B200, B300."""
 PTX_TARGET = 80
-"""Whose PTX is kept: every later GPU's driver can compile it."""
+"""Target of the shipped PTX, which drivers compile for later GPUs."""
 
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _REGISTERS = re.compile(r"Used (\d+) registers")
@@ -40,7 +40,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 @dataclass(frozen=True, slots=True)
 class Compilation:
-    """One module for one generation of GPUs by one compiler."""
+    """One module, compiled for one generation of GPUs by one compiler."""
 
     module: str
     text: str
@@ -48,29 +48,29 @@ class Compilation:
     compiler: Compiler
     folder: Path
     keeps: bool
-    """Whether its output is what packages carry; else only its record is kept."""
+    """True if the output is shipped; otherwise only its record is kept."""
 
     @property
     def cubin(self) -> Path:
-        """Where the machine code goes, and the record beside it."""
+        """Path of the machine code; its record is in the same folder."""
         return self.folder / f"sm_{self.target}" / f"{self.module}.cubin"
 
     @property
     def ptx(self) -> Path | None:
-        """Where the PTX goes, if it is kept."""
+        """Path of the PTX, or None if it is not kept."""
         return (
             self.folder / "ptx" / f"{self.module}.ptx" if self.keeps and self.target == PTX_TARGET else None
         )
 
     @property
     def header(self) -> str:
-        """The first two lines of a record: digest of the sources, version of the compiler."""
+        """First two lines of a record: digest of the sources, compiler version."""
         return f"{digest(self.text)}\n{self.compiler.version}\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What one kernel takes of a multiprocessor, as the assembler says."""
+    """Resources of one kernel, as reported by the assembler."""
 
     kernel: str
     registers: int
@@ -79,7 +79,7 @@ class Usage:
 
 
 def is_current(job: Compilation) -> bool:
-    """Return whether every output of the job exists and was compiled from these sources, by whichever version."""
+    """Return whether every output of the job exists and was compiled from these sources, by any compiler version."""
     sources = digest(job.text) + "\n"
     files = [job.cubin if job.keeps else record_path(job.cubin), *([job.ptx] if job.ptx else [])]
     return all(
@@ -89,7 +89,7 @@ def is_current(job: Compilation) -> bool:
 
 
 def run(job: Compilation) -> None:
-    """Compile, and write the output, each file's record last: a file with a record is whole."""
+    """Compile and write the outputs. Each record is written last, so a file with a record is complete."""
     output = job.compiler.compile(job.module, job.text, job.target)
     record = (job.header + output.log).encode()
     files = {job.cubin: output.cubin if job.keeps else None}
@@ -104,7 +104,7 @@ def run(job: Compilation) -> None:
 
 
 def usages(log: str) -> Iterator[Usage]:
-    """Yield what the assembler's account says of each kernel."""
+    """Yield the resources of each kernel in the assembler's log."""
     for part in re.split(r"(?=Compiling entry function)", log):
         entry = ENTRY.search(part)
         registers = _REGISTERS.search(part)
@@ -120,7 +120,7 @@ def usages(log: str) -> Iterator[Usage]:
 
 
 def table(logs: dict[tuple[str, int], str]) -> Iterator[str]:
-    """Yield the lines of a table: a row per kernel, a column per generation. ``logs``: by module and generation."""
+    """Yield the lines of a table: one row per kernel, one column per generation. logs: by module and generation."""
     rows: dict[str, dict[int, Usage]] = {}
     for (module, target), log in logs.items():
         for usage in usages(log):
@@ -130,13 +130,15 @@ def table(logs: dict[tuple[str, int], str]) -> Iterator[str]:
         f"  {f'sm_{target}':>10}" for target in TARGETS
     )
     for name, row in sorted(rows.items()):
-        found = (row.get(target) for target in TARGETS)
-        cells = [f"{use.registers:>4}{use.shared_bytes:>6}" if use else f"{'-':>10}" for use in found]
+        usages_by_target = (row.get(target) for target in TARGETS)
+        cells = [
+            f"{use.registers:>4}{use.shared_bytes:>6}" if use else f"{'-':>10}" for use in usages_by_target
+        ]
         yield f"{name:{width}}" + "".join(f"  {cell}" for cell in cells)
 
 
 def warnings(logs: dict[tuple[str, int], str]) -> Iterator[str]:
-    """Yield the compiler's warnings, and one of our own for each kernel whose numbers do not fit its registers."""
+    """Yield the compiler's warnings, and one for each kernel that spills registers."""
     yield from sorted({line for log in logs.values() for line in log.splitlines() if "warning" in line})
     for (module, target), log in sorted(logs.items()):
         for usage in usages(log):
@@ -145,7 +147,7 @@ def warnings(logs: dict[tuple[str, int], str]) -> Iterator[str]:
 
 
 def compile_all(jobs: Sequence[Compilation], num_threads: int, again: bool = False) -> list[str]:
-    """Run the jobs that are not current, or ``again`` all, several at a time, the longest texts first. Return the failures."""
+    """Run the outdated jobs in parallel, longest source first, and return the failures. again: run all jobs."""
     stale = sorted((job for job in jobs if again or not is_current(job)), key=lambda job: -len(job.text))
     failures = []
     with (
@@ -166,14 +168,14 @@ def compile_all(jobs: Sequence[Compilation], num_threads: int, again: bool = Fal
 
 
 def prune(folder: Path, known: Sequence[str]) -> None:
-    """Remove what was compiled of modules that are no more."""
+    """Remove outputs of modules that no longer exist."""
     for path in folder.glob("**/*"):
         if path.is_file() and path.stem not in known:
             path.unlink()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compile and print; return 1 if anything did not compile."""
+    """Compile and print a report; return 1 if a compilation failed."""
     parser = _parser()
     options = parser.parse_args(arguments)
     known = modules()
@@ -182,10 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     unknown = [name for name in options.modules if name not in known]
     if unknown:
-        parser.error(f"no module is called {', '.join(unknown)}; there are {', '.join(known)}")
+        parser.error(f"unknown module {', '.join(unknown)}; allowed are {', '.join(known)}")
     try:
         first = find_nvcc() if options.only == "nvcc" else find_nvrtc(quick=options.check)
-        kept = None if options.check else first
+        output_compiler = None if options.check else first
         folder = BUILT / "checked" if options.check else BUILT
         compilers: list[tuple[Compiler, Path, Sequence[int]]] = [(first, folder, options.targets)]
         if options.only is None and not options.check:
@@ -195,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     prune(BUILT, known)
     jobs = [
-        Compilation(module, source_text(module), target, compiler, folder, compiler is kept)
+        Compilation(module, source_text(module), target, compiler, folder, compiler is output_compiler)
         for compiler, folder, targets in compilers
         for module in options.modules or known
         for target in targets
@@ -207,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for job in jobs
             if job.compiler is compiler and is_current(job)
         }
-        lines = [compiler.version, *(table(logs) if compiler is kept else ())]
+        lines = [compiler.version, *(table(logs) if compiler is output_compiler else ())]
         lines += [] if options.check else warnings(logs)
         print("\n".join(lines))
     print("\n\n".join(failures), file=sys.stderr, end="\n" if failures else "")
@@ -219,30 +221,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m quintet.executor.backends.cuda.compile", description=__doc__
     )
-    parser.add_argument("modules", nargs="*", help="compile these alone (default: all)")
+    parser.add_argument("modules", nargs="*", help="modules to compile (default: all)")
     which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", choices=("nvcc", "nvrtc"), help="use only this compiler and keep its output")
     which.add_argument(
-        "--only", choices=("nvcc", "nvrtc"), help="use, and keep the output of, this compiler alone"
-    )
-    which.add_argument(
-        "--check", action="store_true", help="only see that NVRTC compiles them, quickly; keep nothing to run"
+        "--check",
+        action="store_true",
+        help="only check quickly that NVRTC compiles the modules; keep no output",
     )
     parser.add_argument("--targets", nargs="+", type=int, choices=TARGETS, default=TARGETS, metavar="90")
     parser.add_argument(
-        "--nvcc-targets", nargs="+", type=int, choices=TARGETS, metavar="90", help="default: the same"
+        "--nvcc-targets",
+        nargs="+",
+        type=int,
+        choices=TARGETS,
+        metavar="90",
+        help="default: those of --targets",
     )
-    parser.add_argument("--again", action="store_true", help="compile also what is current")
+    parser.add_argument("--again", action="store_true", help="compile everything, including current outputs")
     parser.add_argument(
-        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="compile so many at a time"
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="number of parallel compilations"
     )
     return parser
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Replace a file at once: a server that is starting may be reading it."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_bytes(content)
-    beside.replace(path)
+    """Replace a file atomically: a starting server may be reading it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

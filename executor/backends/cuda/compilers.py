@@ -1,6 +1,6 @@
-"""The two compilers of kernels, neither of which needs a GPU: nvcc, and NVRTC as CuPy would call it.
+"""Compilers of kernels: nvcc, and NVRTC called as CuPy calls it. Neither needs a GPU.
 
-Owns how each is found, called and asked for its version. Does not know what is compiled, nor where results are kept.
+Owns discovery, invocation and version of each compiler.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from typing import Protocol
 from quintet.executor.backends.cuda.sources import FLAGS
 
 TOOLCHAIN = Path(sys.prefix) / "cuda"
-"""Where `make cubins` installs the compilers."""
+"""Folder into which `make cubins` installs the compilers."""
 
 
 class CompileError(Exception):
-    """A source that does not compile; the message is the compiler's."""
+    """A source does not compile; the message is the compiler's."""
 
 
 class MissingCompilerError(Exception):
-    """A compiler that is not on this machine; the message says how to get it."""
+    """A compiler is not installed; the message explains the installation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What a compiler made of a source."""
+    """Output of a compilation."""
 
     cubin: bytes
     ptx: bytes | None
-    """Only NVRTC gives it with the machine code."""
+    """Only from NVRTC; None from nvcc."""
     log: str
-    """The assembler's account of each kernel, and warnings."""
+    """Assembler's report of each kernel, and warnings."""
 
 
 class Compiler(Protocol):
-    """A compiler; may be called by several threads at a time."""
+    """A compiler; thread-safe."""
 
     @property
     def version(self) -> str:
-        """Its name and version, in a line."""
+        """Name and version in one line."""
         ...
 
     def compile(self, module: str, text: str, target: int) -> Output:
-        """Compile one module for ``sm_<target>``; `CompileError` with the compiler's words."""
+        """Compile one module for ``sm_<target>``; `CompileError` with the compiler's message."""
         ...
 
 
 class Nvcc:
-    """The compiler driver, run as a process per source. It needs g++ to preprocess."""
+    """nvcc, run as one process per source. It needs g++ for preprocessing."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        told = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
-        release = [line for line in told.splitlines() if "release" in line]
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout
+        release = [line for line in output.splitlines() if "release" in line]
         self.version = f"nvcc {release[0].rpartition('release')[2].strip()}" if release else "nvcc"
 
     def compile(self, module: str, text: str, target: int) -> Output:
@@ -83,16 +83,14 @@ class Nvcc:
             done = subprocess.run(call, capture_output=True, text=True, check=False)
             log = done.stdout + done.stderr
             if done.returncode != 0:
-                raise CompileError(
-                    log.strip() or f"nvcc ended with status {done.returncode} and said nothing"
-                )
+                raise CompileError(log.strip() or f"nvcc failed with status {done.returncode} and no output")
             return Output(cubin.read_bytes(), None, log)
 
 
 class Nvrtc:
-    """The compiler as a library, through its C interface: CuPy's is the same library, but CuPy wants a device.
+    """NVRTC through its C interface. CuPy uses the same library, but needs a device.
 
-    quick: in a sixth of the time, to see that sources compile; nobody should run what it makes.
+    quick: compile in one sixth of the time, only to check the sources; the output must not be used.
     """
 
     def __init__(self, path: Path, *, quick: bool = False) -> None:
@@ -104,7 +102,7 @@ class Nvrtc:
         self.version = f"NVRTC {major.value}.{minor.value}{', quick' if quick else ''}"
 
     def compile(self, module: str, text: str, target: int) -> Output:
-        """See `Compiler`. The flags are those of CuPy's ``RawModule``, and one for the assembler's account."""
+        """See `Compiler`. The flags are those of CuPy's ``RawModule``, plus one for the assembler's report."""
         flags = [
             *FLAGS,
             *self._quick,
@@ -123,7 +121,7 @@ class Nvrtc:
             status = self._library.nvrtcCompileProgram(program, len(flags), options)
             log = self._read(program, "ProgramLog").rstrip(b"\0").decode(errors="replace")
             if status != 0:
-                raise CompileError(log.strip() or self._words(status))
+                raise CompileError(log.strip() or self._message(status))
             return Output(self._read(program, "CUBIN"), self._read(program, "PTX").rstrip(b"\0"), log)
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -137,14 +135,14 @@ class Nvrtc:
 
     def _check(self, status: int) -> None:
         if status != 0:
-            raise CompileError(f"NVRTC: {self._words(status)}")
+            raise CompileError(f"NVRTC: {self._message(status)}")
 
-    def _words(self, status: int) -> str:
+    def _message(self, status: int) -> str:
         return str(self._library.nvrtcGetErrorString(status).decode())
 
 
 def find_nvcc() -> Nvcc:
-    """Return the nvcc that `make cubins` installed, else a wheel's, else the machine's."""
+    """Return the nvcc of `make cubins`, of a wheel, or of the system, in this order."""
     for root in _wheels():
         path = root / "cu13" / "bin" / "nvcc"
         if path.is_file():
@@ -152,14 +150,12 @@ def find_nvcc() -> Nvcc:
     toolkit = _toolkit()
     on_path = shutil.which("nvcc") or (shutil.which("nvcc", path=str(toolkit / "bin")) if toolkit else None)
     if on_path is None:
-        raise MissingCompilerError(
-            f"nvcc is not in {TOOLCHAIN}, not on PATH and not in CUDA_HOME: run `make cubins`"
-        )
+        raise MissingCompilerError(f"nvcc was not found in {TOOLCHAIN}, PATH or CUDA_HOME: run `make cubins`")
     return Nvcc(Path(on_path))
 
 
 def find_nvrtc(*, quick: bool = False) -> Nvrtc:
-    """Return the NVRTC that `make cubins` installed, else a wheel's (torch brings one), else the machine's."""
+    """Return the NVRTC of `make cubins`, of a wheel (torch depends on one), or of the system, in this order."""
     patterns = [(root, pattern) for root in _wheels() for pattern in ("cuda_nvrtc/lib", "cu13/lib")]
     toolkit = _toolkit()
     if toolkit is not None:
@@ -168,12 +164,12 @@ def find_nvrtc(*, quick: bool = False) -> Nvrtc:
         for path in sorted((root / folder).glob("libnvrtc.so*")):
             return Nvrtc(path, quick=quick)
     raise MissingCompilerError(
-        f"libnvrtc.so is not in {TOOLCHAIN}, no wheel and not in CUDA_HOME: run `make cubins`"
+        f"libnvrtc.so was not found in {TOOLCHAIN}, a wheel or CUDA_HOME: run `make cubins`"
     )
 
 
 def _wheels() -> Iterator[Path]:
-    """Yield the folders that NVIDIA's wheels unpack to."""
+    """Yield the folders of NVIDIA's wheels."""
     yield TOOLCHAIN / "nvidia"
     spec = importlib.util.find_spec("nvidia")
     for folder in (spec.submodule_search_locations or ()) if spec else ():

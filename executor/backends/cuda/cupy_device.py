@@ -1,7 +1,7 @@
-"""A GPU: torch's memory, streams, events and graphs; CuPy to load kernels and to launch them on torch's stream.
+"""CUDA device: torch manages memory, streams, events and graphs; CuPy loads and launches kernels on torch's stream.
 
-Both use the device's primary context, so an address or a stream of one is good in the other. CuPy allocates nothing here but what
-processes share: all other device memory is torch's, which can then say how much is in use. Importing this module needs CuPy.
+Both use the device's primary context, so they share addresses and streams. CuPy allocates only the memory that processes share;
+torch allocates and accounts for the rest. Importing this module needs CuPy.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from quintet.executor.backends.cuda.step_clock import wait_until_done
 from quintet.wire.errors import ConfigError
 
 DEFAULT_SHARED_BYTES = 48 << 10
-"""Shared memory, static and dynamic together, that a kernel gets without asking (CUDA C++ Programming Guide, "Compute
-Capabilities"); more has to be allowed kernel by kernel."""
+"""Static plus dynamic shared memory that a kernel may use by default (CUDA C++ Programming Guide, "Compute Capabilities"). More
+needs an opt-in per kernel."""
 
 CARVEOUT_BYTES = 16 << 10
-"""Dynamic shared memory of a block from which on a kernel asks for the whole of a multiprocessor's L1 as shared memory."""
+"""A kernel with at least this much dynamic shared memory per block requests the maximum shared memory carveout."""
 
 ERRORS = (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
-"""What CuPy raises when the driver reports an error; after one at a launch, the process' use of the device is over."""
+"""CuPy's exceptions for driver errors. After one at a launch, the process cannot use the device any more."""
 
 
 class CupyDevice:
-    """One CUDA device. Launches come from the thread that made it: its context is current there."""
+    """One CUDA device. Only the thread that created it may launch, because its context is current there."""
 
     def __init__(self, index: int, kinds: tuple[Kind, ...] = KINDS) -> None:
-        """Use the device from now on in this thread. ``kinds``: see `ModuleStore`."""
+        """Make the device current in this thread. kinds: see `ModuleStore`."""
         torch.cuda.set_device(index)
-        torch.cuda.synchronize(index)  # makes the primary context, which CuPy then finds current
+        torch.cuda.synchronize(index)  # creates the primary context, which CuPy then uses
         cupy.cuda.Device(index).use()
         properties = torch.cuda.get_device_properties(index)
         self.torch_device = torch.device("cuda", index)
@@ -52,9 +52,8 @@ class CupyDevice:
         )
         self._launchers: dict[Kernel, _Launcher] = {}
         self._index = index
-        # What an eager step does hundreds of times: the driver's call itself, as `RawKernel.__call__` makes an object per
-        # argument, and the stream's handle, as `torch.cuda.current_stream` makes one of the stream; torch's generated
-        # code asks in the same way.
+        # An eager step launches hundreds of kernels, so both calls bypass wrappers. `RawKernel.__call__` creates an object
+        # per argument, and `torch.cuda.current_stream` one per call. Torch's generated code reads the stream in this way.
         self._launch = cupy.cuda.driver.launchKernel
         self._current_stream = torch._C._cuda_getCurrentRawStream
         self._graphs = GraphCapture()
@@ -62,7 +61,7 @@ class CupyDevice:
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
-        """See `Device`. A kernel's first launch is checked and loads its module."""
+        """See `Device`. The first launch of a kernel checks the arguments and loads the module."""
         launcher = self._launchers.get(kernel)
         if launcher is None:
             check_launch(self, kernel, grid, block, args, shared_bytes)
@@ -74,7 +73,7 @@ class CupyDevice:
         self._launch(launcher.address, *grid, *block, shared_bytes, stream, launcher.arguments.address, 0)
 
     def usage(self, kernel: Kernel, num_threads: int, shared_bytes: int) -> KernelUsage:
-        """Return registers, local memory and occupancy of a kernel that was launched, for blocks of this size."""
+        """Return registers, local memory and occupancy of a kernel for this block size. The kernel was launched before."""
         launcher = self._launchers[kernel]
         return KernelUsage(
             registers=int(launcher.kernel.num_regs),
@@ -87,21 +86,21 @@ class CupyDevice:
         )
 
     def load(self, module: str) -> None:
-        """Load a module now rather than at its first launch; `ConfigError` if no form of it can be had."""
+        """Load a module before its first launch; `ConfigError` if no form of it is usable."""
         self._modules.get(module)
 
     def load_all(self, modules: Sequence[str], num_threads: int) -> None:
-        """Load several at a time: where they have to be compiled, that is most of a minute for some."""
+        """Load modules in parallel: compiling one may take most of a minute."""
         with ThreadPoolExecutor(num_threads, initializer=cupy.cuda.Device(self._index).use) as threads:
             for _ in threads.map(self._modules.get, modules):
                 pass
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See `Device`. Torch's pinned memory has one address for host and device (unified addressing)."""
+        """See `Device`. Pinned memory has one address for host and device (unified addressing)."""
         return torch.zeros(shape, dtype=dtype, pin_memory=True)
 
     def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
-        """See `Device`. Not torch's: a handle is of a whole allocation, of which torch gives parts away."""
+        """See `Device`. Not allocated by torch: an IPC handle covers a whole allocation, which torch would subdivide."""
         address = int(cupy.cuda.runtime.malloc(num_bytes))
         cupy.cuda.runtime.memset(address, 0, num_bytes)
         self.synchronize()
@@ -113,13 +112,13 @@ class CupyDevice:
             return int(cupy.cuda.runtime.ipcOpenMemHandle(handle))
         except ERRORS as error:
             raise ConfigError(
-                f"memory of another rank's GPU cannot be reached from this one ({error}): --tensor-parallel-size is of GPUs that"
-                " reach each other's memory (`nvidia-smi topo -p2p r`), in a container that lets processes share it (--ipc=host)"
+                f"this GPU cannot access the memory of another rank's GPU ({error}): --tensor-parallel-size needs GPUs with"
+                " peer access (`nvidia-smi topo -p2p r`) and, in a container, shared IPC (--ipc=host)"
             ) from error
 
     def record(self) -> Event:
         """See `Device`."""
-        # A thread that blocks on such an event sleeps; by default it would poll and occupy a core.
+        # blocking: a waiting thread sleeps; by default it would poll and occupy a core.
         event = torch.cuda.Event(enable_timing=True, blocking=True)
         event.record()
         return CudaEvent(event)
@@ -174,7 +173,7 @@ class CudaEvent:
     def elapsed_ms(self, since: Event) -> float:
         """See `Event`."""
         if not isinstance(since, CudaEvent):
-            raise LaunchError(f"time since {since!r}, which is no event of a CUDA device")
+            raise LaunchError(f"elapsed_ms needs an event of a CUDA device, not {since!r}")
         return float(since._event.elapsed_time(self._event))
 
 
@@ -183,9 +182,9 @@ class KernelUsage:
     """Registers, local memory and occupancy of a kernel."""
 
     registers: int
-    """Of a thread."""
+    """Per thread."""
     local_bytes: int
-    """Of a thread: spilled registers and arrays with computed indices."""
+    """Per thread: spilled registers, and arrays with computed indices."""
     blocks_per_multiprocessor: int
 
 
@@ -195,13 +194,13 @@ class _Launcher:
 
     kernel: cupy.RawKernel
     address: int
-    """Of the driver's function, which stays as long as the above."""
+    """Handle of the driver's function; valid while ``kernel`` lives."""
     arguments: ArgumentBuffer
     shared_bytes: int
-    """Dynamic shared memory that it may be launched with as it is."""
+    """Dynamic shared memory currently allowed per block."""
 
     def allow(self, shared_bytes: int) -> None:
-        """Raise that."""
+        """Raise the limit to ``shared_bytes``."""
         self.kernel.max_dynamic_shared_size_bytes = shared_bytes
         self.shared_bytes = shared_bytes
 
@@ -227,5 +226,5 @@ class _CupyLoader:
         try:
             module.compile()
         except (cupy.cuda.compiler.CompileException, RuntimeError, OSError) as error:
-            raise RefusedError(str(error)) from error  # errors of the driver, too, are RuntimeErrors
+            raise RefusedError(str(error)) from error  # driver errors are RuntimeErrors too
         return module

@@ -1,8 +1,7 @@
-"""What kernels are launched on: the operations a device offers, and nothing of how it does them.
+"""Interface of a device: launch, memory, events, graph capture.
 
-A GPU (`cupy_device`) and the emulator of the tests (`tests/cuda/emulated.py`) both are one. What is launched runs on
-torch's current stream, in order with torch's own work there; nothing here waits for the device but `wait` and
-`synchronize`.
+Implemented by a GPU (`cupy_device`) and by the tests' emulator (`tests/cuda/emulated.py`). Launches go to torch's current stream,
+in order with torch's work. Only `Event.wait` and `Device.synchronize` wait for the device.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ MAX_BLOCK_Z = 64
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A compiled function: which file of csrc/cuda it is in, its symbol, and what it takes.
+    """A compiled function: its file in csrc/cuda, its symbol, and the kinds of its parameters.
 
-    ``kinds`` has one letter per parameter, in order: p pointer (a tensor, or None for a null pointer), i int32,
-    l int64, f float32.
+    kinds: one letter per parameter, in order: p pointer (a tensor, or None for null), i int32, l int64, f float32.
     """
 
     module: str
@@ -36,120 +34,120 @@ class Kernel:
 
 
 class LaunchError(Exception):
-    """A launch that a GPU would refuse or, worse, accept: our mistake. The message names kernel and argument."""
+    """Invalid launch, a bug of the caller. The message names the kernel and the argument."""
 
 
 class Event(Protocol):
-    """A mark in a stream's order of work."""
+    """An event in a stream."""
 
     def is_done(self) -> bool:
-        """Whether everything before the mark has run; does not wait."""
+        """Return whether all work before the event has completed, without waiting."""
         ...
 
     def wait(self, expected_end_s: float | None = None) -> None:
-        """Wait until everything before the mark has run; other Python threads run meanwhile.
+        """Wait until all work before the event has completed; releases the GIL.
 
         expected_end_s: by ``time.perf_counter``; see `quintet.executor.backends.cuda.step_clock`.
         """
         ...
 
     def elapsed_ms(self, since: Event) -> float:
-        """Return the device's time from ``since`` to this mark; both are done and are events of one device."""
+        """Return the device time between the events. Both have completed and belong to the same device."""
         ...
 
 
 class Device(Protocol):
-    """One GPU, as the executor sees it."""
+    """One GPU."""
 
     @property
     def torch_device(self) -> torch.device:
-        """Where tensors given to `launch` live."""
+        """Device of the tensors that `launch` accepts."""
         ...
 
     @property
     def num_multiprocessors(self) -> int:
-        """How many blocks can run at the same time, if one fills a multiprocessor."""
+        """Number of streaming multiprocessors."""
         ...
 
     @property
     def max_shared_bytes(self) -> int:
-        """The most dynamic shared memory a block may ask for."""
+        """Maximum dynamic shared memory of a block."""
         ...
 
     checks_arguments: bool
-    """Whether operations check shapes, strides and addresses before they launch. Off after boot, where the largest step has
-    passed the checks: they are half of the host's time of a step that is launched kernel by kernel."""
+    """True if operations check shapes, strides and addresses before a launch. The checks take half of the host time of an eager
+    step, so they are off after startup, once the largest step has passed them."""
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
-        """What launches and waits raise, besides torch's own, when the device is lost to this process."""
+        """Exceptions, besides torch's, that mean that this process cannot use the device any more."""
         ...
 
     def launch(
         self, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int = 0
     ) -> None:
-        """Launch on torch's current stream; `LaunchError` where arguments do not fit the kernel or the device."""
+        """Launch on torch's current stream; `LaunchError` if the arguments do not fit the kernel or the device."""
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return page-locked host memory that copies run to and from asynchronously and kernels may address."""
+        """Return pinned host memory for asynchronous copies; kernels may access it."""
         ...
 
     def share_memory(self, num_bytes: int) -> tuple[int, bytes]:
-        """Return the address of memory, zeros, that stays as long as the process, and a handle for other processes."""
+        """Allocate zeroed memory for the life of the process; return its address and a handle for other processes."""
         ...
 
     def open_memory(self, handle: bytes) -> int:
-        """Return the address, for this device's kernels, of what another process shares; `ConfigError` if it cannot be had."""
+        """Map memory that another process shares; return its address, or raise `ConfigError` if it is not accessible."""
         ...
 
     def record(self) -> Event:
-        """Mark the current stream's end as it is now."""
+        """Record an event on the current stream."""
         ...
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture what ``run`` launches and return a function that replays it on the current stream.
+        """Capture the launches of ``run`` and return a function that replays them on the current stream.
 
-        Capturing computes nothing: outputs hold what they held until the first replay. ``run`` has been run once
-        outside, so that nothing is loaded or allocated for the first time inside. Tensors keep their addresses, so new
-        input is copied into them; memory allocated inside comes from one pool per device, shared by all captures, so a
-        replay's outputs hold only until the next replay. The graph lives as long as the device.
+        - Capture computes nothing: outputs are unchanged until the first replay.
+        - ``run`` must have run once before, so that the capture loads and allocates nothing for the first time.
+        - Addresses are fixed: new input is copied into the captured tensors.
+        - Memory allocated inside comes from one pool per device that all captures share. The next replay overwrites it.
+        - The graph lives as long as the device.
         """
         ...
 
     def capture_timing(self, run: Callable[[], None]) -> Callable[[], None]:
         """Run ``run`` once, then capture it for a measurement; return a function that replays it on the current stream.
 
-        The graph shares neither memory pool nor stream with those of `capture`, and is destroyed with the returned
-        function. Any number of timing graphs may follow each other.
+        The graph shares neither memory pool nor stream with those of `capture`, and is destroyed with the returned function.
         """
         ...
 
     def free_bytes(self) -> int:
-        """Return the device memory nobody has, torch's cache not counted as free."""
+        """Return the free device memory. Torch's cache does not count as free."""
         ...
 
     def total_bytes(self) -> int:
-        """Return the device memory there is."""
+        """Return the total device memory."""
         ...
 
     def synchronize(self) -> None:
-        """Block until the device has done everything launched so far."""
+        """Wait until the device has completed all launches."""
         ...
 
 
 def check_launch(
     device: Device, kernel: Kernel, grid: Size, block: Size, args: Sequence[Argument], shared_bytes: int
 ) -> None:
-    """Raise `LaunchError` if the launch does not fit ``kernel``'s parameters or what every CUDA device allows.
+    """Raise `LaunchError` if the launch does not fit the kernel's parameters or the limits of CUDA devices.
 
-    A launch with a wrong argument reads other memory without a word, so tests check each; the GPU's device only checks
-    a kernel's first launch, as this takes longer than launching.
+    A wrong argument would silently access other memory, so the emulator checks every launch. The GPU checks only the first launch
+    of a kernel, because the check takes longer than a launch.
     """
     name = f"{kernel.module}.cu: {kernel.name}"
     if len(args) != len(kernel.kinds):
         raise LaunchError(
-            f"{name} takes {len(kernel.kinds)} arguments ({kernel.kinds}), {len(args)} were given"
+            f"{name}: {len(args)} arguments given; expected {len(kernel.kinds)} ({kernel.kinds})"
         )
     for index, (kind, value) in enumerate(zip(kernel.kinds, args, strict=True)):
         problem = _mismatch(device, kind, value)
@@ -157,36 +155,36 @@ def check_launch(
             raise LaunchError(f"{name}: argument {index} ({kind} of {kernel.kinds}) {problem}")
     if not (1 <= grid[0] <= MAX_GRID_X and all(1 <= size <= MAX_GRID_YZ for size in grid[1:])):
         raise LaunchError(
-            f"{name}: grid {grid}; each is at least 1, x at most 2^31 - 1, y and z at most {MAX_GRID_YZ}"
+            f"{name}: grid is {grid}; each must be at least 1, x at most 2^31 - 1, y and z at most {MAX_GRID_YZ}"
         )
     threads = block[0] * block[1] * block[2]
     if min(block) < 1 or threads > MAX_BLOCK_THREADS or block[2] > MAX_BLOCK_Z:
         raise LaunchError(
-            f"{name}: block {block}; 1 to {MAX_BLOCK_THREADS} threads are allowed, z at most {MAX_BLOCK_Z}"
+            f"{name}: block is {block}; allowed are 1 to {MAX_BLOCK_THREADS} threads, z at most {MAX_BLOCK_Z}"
         )
     if not 0 <= shared_bytes <= device.max_shared_bytes:
         raise LaunchError(
-            f"{name}: {shared_bytes} bytes of dynamic shared memory; {device.max_shared_bytes} are there"
+            f"{name}: {shared_bytes} bytes of dynamic shared memory; at most {device.max_shared_bytes} are available"
         )
 
 
 def _mismatch(device: Device, kind: str, value: Argument) -> str | None:
-    """Return what is wrong with an argument, None if nothing is."""
+    """Return the problem of an argument, or None."""
     if kind == "p":
         if value is None:
             return None
         if not isinstance(value, torch.Tensor):
-            return f"is {value!r}; a tensor or None is expected"
+            return f"is {value!r}; expected a tensor or None"
         if value.device.type != device.torch_device.type and not value.is_pinned():
-            return f"is a tensor on {value.device}; expected on {device.torch_device}, or pinned"
+            return f"is a tensor on {value.device}; expected {device.torch_device} or pinned memory"
         return None
     if kind == "f":
-        return None if isinstance(value, float | int) else f"is {value!r}; a float is expected"
+        return None if isinstance(value, float | int) else f"is {value!r}; expected a float"
     if kind not in "il":
-        return "has an unknown kind; p, i, l and f are known"
+        return "has an unknown kind; allowed are p, i, l and f"
     if isinstance(value, bool) or not isinstance(value, int):
-        return f"is {value!r}; an int is expected"
+        return f"is {value!r}; expected an int"
     bits = 32 if kind == "i" else 64
     if not -(2 ** (bits - 1)) <= value < 2 ** (bits - 1):
-        return f"is {value}, which {bits} bits do not hold"
+        return f"is {value}, which exceeds {bits} bits"
     return None

@@ -1,6 +1,4 @@
-"""What a rank that is not the first does all its life on its device: launch what
-`quintet.executor.backends.cuda.rank_broadcast` says.
-"""
+"""Main loop of a rank other than 0: launches the orders of `quintet.executor.backends.cuda.rank_broadcast`."""
 
 from __future__ import annotations
 
@@ -42,9 +40,9 @@ def follow_for_ever(
     rank: int,
     span: Span,
 ) -> None:
-    """Be a rank whose process sees its device first, until it is killed. groups: see `Followers`; there are no links."""
-    assert not links, "stages are not on GPUs"
-    assert not crossings, "blocks do not leave GPUs"
+    """Run a rank until its process is killed; its device is device 0 of the process. groups: see `Followers`."""
+    assert not links, "CUDA does not support pipeline stages"
+    assert not crossings, "CUDA does not support KV transfer between ranks"
     platform = open_platform(config.executor)
     device = open_rank_device(config.executor)
     ranks = open_device_ranks(config, groups[0], rank)
@@ -57,16 +55,19 @@ def follow_for_ever(
 def follow(
     device: Device, model: CausalModel, config: EngineConfig, ranks: Ranks, span: Span = no_span
 ) -> Iterator[Order]:
-    """Boot beside the others, say so, and carry out orders for ever; yield each behind its launches. model: the rank's share."""
+    """Start up with the other ranks, then execute orders without end; yield each order after its launches.
+
+    model: this rank's shard.
+    """
     group = group_of(device, ranks, config)
     opened = open_runner(device, model, config, MODEL_DTYPES[config.model.dtype], group, ranks)
     steps = DeviceSteps(opened.runner, opened.staging, config, ranks)
-    hearer = RankReceiver(ranks)
+    receiver = RankReceiver(ranks)
     gc.freeze()
     give_back_memory()
     ranks.done()
     for number in count(1):
-        order = hearer.next()
+        order = receiver.next()
         span("wait", number)
         group.check()
         match order:
@@ -75,7 +76,7 @@ def follow(
             case LogitsOrder():
                 steps.runner.logits(np.frombuffer(bytearray(order.tokens), np.int64))
             case CaptureOrder():
-                assert steps.graphs is not None, "rank 0 captures graphs"
+                assert steps.graphs is not None, "rank 0 captures graphs, but this rank does not"
                 steps.graphs.capture_one()
         span("told")
         yield order
@@ -85,9 +86,9 @@ def _launch(steps: DeviceSteps, order: StepOrder) -> None:
     """Launch a step as rank 0 does."""
     packed, runner = order.packed, steps.runner
     words = np.frombuffer(order.words, np.int32)
-    room = steps.room_for(len(words))
-    room.words[: len(words)] = words
-    staging = steps.send(room, len(words))
+    buffer = steps.buffer_for(len(words))
+    buffer.words[: len(words)] = words
+    staging = steps.send(buffer, len(words))
     steps.move_blocks(packed, staging)
     if not packed.num_rows:
         runner.apply_deltas(staging)

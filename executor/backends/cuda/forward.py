@@ -1,8 +1,7 @@
-"""A forward pass over a device's kernels: the same calls whether they are launched at once or captured into a graph.
+"""Forward pass over a device's kernels, launched eagerly or captured into a graph.
 
-A `quintet.executor.models.forward.ForwardPass`. Every operation is a launch on the current stream; none waits, none reads
-a value, so a step may be captured whole. A sum is kept apart until somebody reads it: a norm adds and norms in one pass over
-memory.
+Implements `quintet.executor.models.forward.ForwardPass`. Every operation launches on the current stream. None waits or reads a
+value on the host, so a whole step can be captured. An addition is deferred until its result is read: a norm fuses it.
 """
 
 from __future__ import annotations
@@ -43,29 +42,29 @@ from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadSca
 
 @dataclass(slots=True)
 class Value:
-    """``sum``, and what is still to be added to it. Both ``[rows, width]``, and never written to.
+    """A sum with a deferred addend, both ``[rows, width]``. The tensors are never written to.
 
-    Whoever needs the number itself adds, once: the value then holds the new tensor. So it never changes.
+    The first read performs the addition; the value then holds the new tensor.
     """
 
     sum: torch.Tensor
     addend: torch.Tensor | None = None
 
     def take(self, rows: torch.Tensor) -> Value:
-        """Return some of the rows, int64[n]."""
+        """Return a selection of the rows; rows: int64[n]."""
         addend = None if self.addend is None else self.addend.index_select(0, rows)
         return Value(self.sum.index_select(0, rows), addend)
 
     @property
-    def settled(self) -> torch.Tensor:
-        """The value as one tensor; its rows may lie apart."""
+    def materialized(self) -> torch.Tensor:
+        """The value as one tensor, with the addition performed; its rows may be strided."""
         if self.addend is not None:
             self.sum, self.addend = self.sum + self.addend, None
         return self.sum
 
 
 class DevicePass:
-    """The pass of one step, or of one captured graph."""
+    """Pass of one step, or of one captured graph."""
 
     def __init__(
         self,
@@ -79,9 +78,12 @@ class DevicePass:
         embeds: StepEmbeds | None = None,
         group: DeviceGroup | None = None,
     ) -> None:
-        """kv: of each place of a block ``[2, num_blocks, num_kv_heads, block_size, head_dim]``, which ``spec`` gives the layers;
-        rotations: of each of the model's ropes cosines and sines ``[num_tokens, rotary_dim]``; backend: whose attention
-        computes, None for ours; embeds: of tokens without ids; group: the ranks among which the model is divided.
+        """Prepare the pass.
+
+        - rotations: cosines and sines ``[num_tokens, rotary_dim]`` per rope of the model.
+        - backend: attention backend of this step; None: our kernels.
+        - embeds: input embeddings of tokens without ids.
+        - group: tensor-parallel ranks.
         """
         self._device = device
         self._multiply = linears
@@ -95,11 +97,11 @@ class DevicePass:
         self._group = group
         self._states = DeviceStates(self._rows_of, kv)
         self.linears: dict[Linear, None] = {}
-        """The linear layers that were met, in order."""
+        """Linear layers of the pass, in order."""
         self.attentions: list[AttentionLayer] = []
-        """The attention layers that were met."""
+        """Attention layers of the pass."""
         self.widest = 0
-        """Numbers a row of the widest value that was made, logits aside."""
+        """Largest width of a value, without logits."""
 
     def embedding(self, layer: Embedding) -> Value:
         """See `ForwardPass`."""
@@ -109,17 +111,17 @@ class DevicePass:
         return Value(embedded)
 
     def add_positions(self, x: Value, table: torch.Tensor, offset: int) -> Value:
-        """See `ForwardPass`. Padding gets the first row."""
+        """See `ForwardPass`. Padding reads the first row."""
         places = self._rows.positions.clamp(min=0) + offset
-        return Value(x.settled + table.index_select(0, places))
+        return Value(x.materialized + table.index_select(0, places))
 
     def norm(self, x: Value, norm: Norm) -> Value:
-        """See `ForwardPass`. With what is to be added to ``x``, in one pass over memory."""
+        """See `ForwardPass`. Fuses the deferred addition of ``x``."""
         groups = norm.groups(x.sum.shape[1])
         if norm.is_per_group:
-            return Value(self._normed_per_group(x.settled, norm))
+            return Value(self._normed_per_group(x.materialized, norm))
         if groups > 1:
-            flat = in_packs(x.settled).reshape(-1, norm.width)
+            flat = in_packs(x.materialized).reshape(-1, norm.width)
             return Value(self._normed(flat, norm).view(-1, groups * norm.width))
         if x.addend is None:
             return Value(self._normed(in_packs(x.sum), norm))
@@ -143,9 +145,9 @@ class DevicePass:
         return layer_norm(self._device, x, norm.weight, norm.bias, norm.eps)
 
     def _normed_per_group(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Norm each group in fp32; torch multiplies by its own weights, and rounds where `Norm` does."""
-        alike = replace(norm, weight=None, bias=None, offset=0.0)
-        wide = self._normed(in_packs(x.float()).reshape(-1, norm.width), alike).view(x.shape)
+        """Normalise each group in fp32. Torch applies the weights and rounds as `Norm` does."""
+        plain = replace(norm, weight=None, bias=None, offset=0.0)
+        wide = self._normed(in_packs(x.float()).reshape(-1, norm.width), plain).view(x.shape)
         weight, bias = norm.weight, norm.bias
         rounds_first = norm.kind is NormKind.RMS and norm.offset == 0.0 and not norm.rounds_once
         if weight is not None and rounds_first:
@@ -158,10 +160,10 @@ class DevicePass:
         """See `ForwardPass`."""
         self.linears[layer] = None
         if not layer.shape.is_output_layer:
-            self._made(layer.columns)
+            self._note_width(layer.columns)
         if layer.shape.is_partial:
             return self._linear_of_ranks(layer, x)
-        y = self._multiply.apply(layer, in_packs(x.settled))
+        y = self._multiply.apply(layer, in_packs(x.materialized))
         if layer.activation is GatedActivation.NONE:
             return Value(y)
         gate = GATES.get(layer.activation)
@@ -171,98 +173,100 @@ class DevicePass:
         return Value(activate(gates, layer.activation.kind) * ups)
 
     def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
-        """Return a layer of whose inputs every rank has some: parts are rounded to the dtype, and added before the bias."""
+        """Compute a row-parallel layer: each rank's result is rounded to the dtype, summed, and the bias is added."""
         group, table = self._group, layer.method.table
         assert group is not None and table is not None and not layer.activation, layer.shape
-        return Value(group.add(self._multiply.multiply(in_packs(x.settled), table), layer.method.bias))
+        return Value(group.add(self._multiply.multiply(in_packs(x.materialized), table), layer.method.bias))
 
     def add(self, x: Value, y: Value) -> Value:
-        """See `ForwardPass`. Left to the norm that follows, if one does."""
-        return Value(x.settled, y.settled)
+        """See `ForwardPass`. Deferred, so that a norm that follows can fuse it."""
+        return Value(x.materialized, y.materialized)
 
     def multiply(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`."""
-        return Value(x.settled * y.settled)
+        return Value(x.materialized * y.materialized)
 
     def scale(self, x: Value, factor: float) -> Value:
         """See `ForwardPass`."""
-        return Value(x.settled * factor)
+        return Value(x.materialized * factor)
 
     def clip(self, x: Value, bound: float) -> Value:
         """See `ForwardPass`."""
-        return Value(x.settled.clamp(-bound, bound))
+        return Value(x.materialized.clamp(-bound, bound))
 
     def of_stage_before(self, width: int) -> Value:
         """See `ForwardPass`."""
-        raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
+        raise AssertionError(
+            f"input of width {width} from a previous stage: CUDA does not support pipeline stages"
+        )
 
     def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
         """See `ForwardPass`."""
         assert self._group is not None, kept
-        self._made(kept.whole)
-        return Value(self._group.side_by_side(x.settled, kept))
+        self._note_width(kept.whole)
+        return Value(self._group.all_gather_columns(x.materialized, kept))
 
     def softcap(self, x: Value, cap: float) -> Value:
         """See `ForwardPass`."""
-        return Value(torch.tanh(x.settled / cap) * cap)
+        return Value(torch.tanh(x.materialized / cap) * cap)
 
     def activation(self, x: Value, kind: Activation) -> Value:
         """See `ForwardPass`."""
-        return Value(activate(x.settled, kind))
+        return Value(activate(x.materialized, kind))
 
     def xielu(self, x: Value, numbers: torch.Tensor) -> Value:
-        """See `ForwardPass`. With torch."""
-        return Value(xielu(x.settled, numbers))
+        """See `ForwardPass`. Computed by torch."""
+        return Value(xielu(x.materialized, numbers))
 
     def columns(self, x: Value, begin: int, width: int) -> Value:
         """See `ForwardPass`."""
-        return Value(x.settled.narrow(1, begin, width))
+        return Value(x.materialized.narrow(1, begin, width))
 
     def head_linear(self, layer: HeadLinear, x: Value) -> Value:
         """See `ForwardPass`."""
-        self._made(layer.width)
-        return Value(self._multiply.by_head(layer, x.settled))
+        self._note_width(layer.width)
+        return Value(self._multiply.head_linear(layer, x.materialized))
 
     def join(self, x: Value, y: Value) -> Value:
         """See `ForwardPass`."""
-        return Value(torch.cat((x.settled, y.settled), dim=1))
+        return Value(torch.cat((x.materialized, y.materialized), dim=1))
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
-        """See `ForwardPass`. Every choice of a token is a row."""
-        self._made(layer.routing.chosen * layer.widest)
-        y = experts(self._device, layer, x.settled, scores.settled)
+        """See `ForwardPass`. Each chosen expert of a token is a row."""
+        self._note_width(layer.routing.chosen * layer.widest)
+        y = experts(self._device, layer, x.materialized, scores.materialized)
         if not layer.is_partial:
             return Value(y)
         assert self._group is not None and layer.kept.is_all, (
-            "columns of every expert are divided, not experts"
+            "expert parallelism is not supported: ranks divide the columns of every expert"
         )
         return Value(self._group.add(y))
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
         """See `ForwardPass`."""
         group, kv = self._kv.of_layer(layer)
-        rows, together = self._rows_of[group], layer.norms_with_rotation
+        rows, fused_norms = self._rows_of[group], layer.norms_with_rotation
         cos, sin = (None, None) if layer.rope is None else self._rotations[layer.rope]
         if layer.norms_behind:
-            q, k = (self._normed_behind(layer, x, cos, sin, x is k) for x in (q, k))
-            cos = sin = together = None
-        elif together is None:
+            q, k = (self._norm_after_rope(layer, x, cos, sin, x is k) for x in (q, k))
+            cos = sin = fused_norms = None
+        elif fused_norms is None:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
-        of_norms = (None, None) if together is None else (together[0].weight, together[1].weight)
+        weights = (None, None) if fused_norms is None else (fused_norms[0].weight, fused_norms[1].weight)
         key_scale, value_scale = layer.kv_scales.of_layer
-        turn = HeadTransform(
-            *of_norms,
-            0.0 if together is None else together[0].eps,
-            0.0 if together is None else together[0].offset,
+        transform = HeadTransform(
+            *weights,
+            0.0 if fused_norms is None else fused_norms[0].eps,
+            0.0 if fused_norms is None else fused_norms[0].offset,
             layer.rotary_first,
             layer.interleaved,
             layer.temperature,
             (key_scale, value_scale),
         )
-        queries, keys = (in_packs(x.settled).unflatten(1, (-1, layer.head_dim)) for x in (q, k))
-        values = in_packs(v.settled).unflatten(1, (-1, layer.value_width))
-        queries = rope_kv(self._device, queries, keys, values, cos, sin, kv, rows, turn)
+        queries, keys = (in_packs(x.materialized).unflatten(1, (-1, layer.head_dim)) for x in (q, k))
+        values = in_packs(v.materialized).unflatten(1, (-1, layer.value_width))
+        queries = rope_kv(self._device, queries, keys, values, cos, sin, kv, rows, transform)
         self.attentions.append(layer)
         if self._backend is not None:
             attended = self._backend.attend(queries, kv, rows, layer.window)
@@ -283,7 +287,7 @@ class DevicePass:
             )
         return Value(attended.view(rows.num_tokens, -1))
 
-    def _normed_behind(
+    def _norm_after_rope(
         self,
         layer: AttentionLayer,
         x: Value,
@@ -291,18 +295,18 @@ class DevicePass:
         sin: torch.Tensor | None,
         of_keys: bool,
     ) -> Value:
-        """Return heads rotated by torch, then normed."""
+        """Rotate the heads with torch, then normalise them."""
         norm = layer.k_norm if of_keys else layer.q_norm
-        heads = x.settled.unflatten(1, (-1, layer.head_dim))
+        heads = x.materialized.unflatten(1, (-1, layer.head_dim))
         if cos is not None and sin is not None:
             cos, sin = cos.view(len(heads), 1, -1), sin.view(len(heads), 1, -1)
             heads = rope(heads, cos, sin, layer.rotary_first, layer.interleaved)
-        assert norm is not None, "norms behind are two"
+        assert norm is not None, "norms after RoPE apply to both q and k"
         return self.norm(Value(heads.flatten(1)), norm)
 
     def causal_conv(self, layer: CausalConv, x: Value) -> Value:
         """See `ForwardPass`."""
-        values = x.settled
+        values = x.materialized
         rows, states = self._states.of(layer.state, values.dtype)
         return Value(causal_conv(self._device, rows, states, values, layer.weight, layer.bias, layer.silu))
 
@@ -311,7 +315,7 @@ class DevicePass:
     ) -> Value:
         """See `ForwardPass`."""
         rows, states = self._states.of(layer.state)
-        values = (x.settled, dt.settled, b.settled, c.settled, gate.settled)
+        values = (x.materialized, dt.materialized, b.materialized, c.materialized, gate.materialized)
         return Value(selective_scan(self._device, rows, states, *values, layer.a, layer.dt_bias, layer.skip))
 
     def head_scan(
@@ -319,23 +323,29 @@ class DevicePass:
     ) -> Value:
         """See `ForwardPass`."""
         rows, states = self._states.of(layer.state)
-        values = (x.settled, dt.settled, b.settled, c.settled, None if gate is None else gate.settled)
+        values = (
+            x.materialized,
+            dt.materialized,
+            b.materialized,
+            c.materialized,
+            None if gate is None else gate.materialized,
+        )
         parameters = (layer.a, layer.dt_bias, layer.skip, layer.dt_limits)
         return Value(head_scan(self._device, rows, states, *values, *parameters))
 
     def delta_rule(self, layer: DeltaRule, q: Value, k: Value, v: Value, alpha: Value, beta: Value) -> Value:
         """See `ForwardPass`."""
         rows, states = self._states.of(layer.state)
-        values = (q.settled, k.settled, v.settled, alpha.settled, beta.settled)
+        values = (q.materialized, k.materialized, v.materialized, alpha.materialized, beta.materialized)
         return Value(delta_rule(self._device, rows, states, *values, layer.a, layer.dt_bias))
 
-    def _made(self, width: int) -> None:
+    def _note_width(self, width: int) -> None:
         self.widest = max(self.widest, width)
 
 
 def in_packs(x: torch.Tensor) -> torch.Tensor:
-    """Return ``x``, or a copy where its rows do not begin at multiples of 16 bytes: kernels read so many at once."""
-    is_apart = x.shape[0] > 1 and x.stride(0) * x.element_size() % PACK_BYTES and not x.is_contiguous()
-    if x.data_ptr() % PACK_BYTES or is_apart:
+    """Return ``x``, or a copy if its rows are not aligned to 16 bytes, the width of a kernel's vector load."""
+    is_unaligned = x.shape[0] > 1 and x.stride(0) * x.element_size() % PACK_BYTES and not x.is_contiguous()
+    if x.data_ptr() % PACK_BYTES or is_unaligned:
         return x.clone(memory_format=torch.contiguous_format)
     return x

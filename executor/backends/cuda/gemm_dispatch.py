@@ -1,9 +1,11 @@
-"""Who multiplies by a weight on a device: cuBLAS, or one of our kernels.
+"""GEMM dispatch: selects cuBLAS or one of our kernels per weight shape and number of rows.
 
-With ``--batch-invariant`` ours always do, in one order for any number of rows. Otherwise whoever was faster at boot (of
-several ranks: at the first), for few rows, where reading the weight is all there is to it; cuBLAS for many. By codes one
-kernel multiplies any number of rows. Owns that decision and what a split sum needs; does not know how kernels are launched
-nor how time is taken, which is given.
+- ``--batch-invariant``: our matmul for every number of rows, with one order of summation.
+- Otherwise, up to 64 rows (bound by reading the weight): the fastest by measurement at startup; rank 0 decides for all ranks.
+  More rows: cuBLAS.
+- Coded weights: one kernel for any number of rows.
+
+Owns the decision and the memory of split sums.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ from quintet.executor.models.layers.linear import Linear
 log = logging.getLogger("quintet")
 
 MEASURED_ROWS = (1, 2, 4, 8, 16, 32, 64)
-"""Numbers of rows that are tried; one in between goes the way of the next larger one, a larger one to cuBLAS."""
+"""Measured numbers of rows. A number in between uses the backend of the next larger one; a larger number uses cuBLAS."""
 
 ROTATION_BYTES = 512 << 20
-"""Weights that are multiplied one after the other before the first comes again: several times any GPU's L2 (126 MB is the most
-today), and long beside the microseconds that a graph takes to begin."""
+"""Size of the set of weights that a measurement cycles through. It is several times the largest L2 cache (126 MB), and takes
+long compared with the start of a graph (microseconds)."""
 
 MARGIN = 0.98
-"""Ours are taken if they need at most this much of cuBLAS's time: within the noise, the library that many use is chosen."""
+"""Our kernel is selected if it takes at most this fraction of cuBLAS's time; within noise, cuBLAS is selected."""
 
 Stopwatch = Callable[[Callable[[], None]], float]
-"""Runs a function's launches and returns the device's milliseconds."""
+"""Runs a function's launches and returns the device time in milliseconds."""
 
 
 class GemmBackend(StrEnum):
-    """Who multiplies."""
+    """Implementation of a matrix multiplication."""
 
     CUBLAS = "cublas"
     MATMUL = "matmul"
@@ -56,7 +58,7 @@ class GemmBackend(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class WeightShape:
-    """What a choice is made for."""
+    """Key of a dispatch decision."""
 
     columns: int
     depth: int
@@ -64,7 +66,7 @@ class WeightShape:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> WeightShape:
-        """Return a weight's."""
+        """Return the shape of a weight."""
         return cls(weight.shape[0], weight.shape[1], weight.dtype)
 
     def __str__(self) -> str:
@@ -72,20 +74,20 @@ class WeightShape:
 
 
 class DeviceLinears:
-    """Multiplies by the weights of a model's layers. One stream at a time: it has one `SplitMemory`."""
+    """Multiplies by the weights of a model's layers. Use it on one stream at a time, because it has one `SplitMemory`."""
 
     def __init__(self, device: Device, *, batch_invariant: bool) -> None:
-        """Until `measure` is called, cuBLAS multiplies; with ``batch_invariant`` it never does."""
+        """Uses cuBLAS until `measure` is called; never with ``batch_invariant``."""
         self._device = device
         self._batch_invariant = batch_invariant
         self._memory = SplitMemory(device)
-        self._ways: Mapping[WeightShape, Sequence[GemmBackend]] = {}
+        self._backends: Mapping[WeightShape, Sequence[GemmBackend]] = {}
         self._scaled_mm = ScaledMm(device)
 
     def apply(self, layer: Linear, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return ``x @ weight.T + bias`` ``[num_tokens, columns]`` of a layer; neither its activation nor a residual.
+        """Return ``x @ weight.T + bias`` ``[num_tokens, columns]`` of a layer, without activation and residual.
 
-        x: ``[num_tokens, depth]``. In x's dtype or in the one that the layer's shape names.
+        x: ``[num_tokens, depth]``. The result has the dtype of the layer's shape, by default that of x.
         """
         dtype = layer.shape.result_dtype
         if out is None and dtype not in (None, x.dtype):
@@ -94,22 +96,22 @@ class DeviceLinears:
             return self._by_part(layer.method, x, out)
         weight = layer.method.table
         assert weight is not None, (
-            f"{layer.shape.parts}: packed for the host, not for {self._device.torch_device}"
+            f"{layer.shape.parts}: the weight is packed for the CPU, not for {self._device.torch_device}"
         )
         return self.multiply(x, weight, layer.method.bias, out)
 
     def _by_part(self, method: CodedLinear, x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-        """Let each part write its columns."""
+        """Multiply each part into its columns of ``out``."""
         if out is None:
             out = x.new_empty(len(x), sum(method.widths))
         for part, columns in zip(method.parts, out.split(method.widths, dim=1), strict=True):
             if isinstance(part, CodedRun):
-                its = x if part.order is None else x.index_select(1, part.order)
-                coded_matmul(self._device, its, part.weight, part.bias, columns, memory=self._memory)
+                inputs = x if part.order is None else x.index_select(1, part.order)
+                coded_matmul(self._device, inputs, part.weight, part.bias, columns, memory=self._memory)
             elif (
                 isinstance(part, Fp8Run)
-                and columns.dtype == x.dtype  # `_scaled_mm` with a scale for each row gives bf16 alone
-                and self._scaled_mm.takes(part, x.shape[0], x.dtype)
+                and columns.dtype == x.dtype  # `_scaled_mm` with a scale per row only returns bf16
+                and self._scaled_mm.supports(part, x.shape[0], x.dtype)
             ):
                 self._scaled_mm.multiply(x, part, columns)
             elif isinstance(part, Fp8Run):
@@ -119,8 +121,8 @@ class DeviceLinears:
                 self.multiply(x, part.table, part.bias, columns)
         return out
 
-    def by_head(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
-        """Return each head's columns of ``x`` through its own matrix."""
+    def head_linear(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
+        """Multiply each head's columns of ``x`` by the head's matrix."""
         if not self._batch_invariant:
             return layer(x)
         assert layer.method.table is not None
@@ -133,34 +135,34 @@ class DeviceLinears:
         bias: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return ``x @ weight.T + bias``; see `quintet.executor.backends.cuda.ops.linear.matmul`. out: in x's dtype,
-        or float32.
-        """
-        return self._run(self.way(weight, x.shape[0]), x, weight, bias, out)
+        """Return ``x @ weight.T + bias``; see `quintet.executor.backends.cuda.ops.linear.matmul`. out: x's dtype or float32."""
+        return self._run(self.backend_for(weight, x.shape[0]), x, weight, bias, out)
 
-    def way(self, weight: torch.Tensor, num_rows: int) -> GemmBackend:
-        """Return who multiplies so many rows by a weight."""
+    def backend_for(self, weight: torch.Tensor, num_rows: int) -> GemmBackend:
+        """Return the backend for a weight and a number of rows."""
         if self._batch_invariant:
             return GemmBackend.MATMUL
         if num_rows <= MEASURED_ROWS[-1]:
-            ways = self._ways.get(WeightShape.of(weight))
-            if ways is not None:
-                return next(way for rows, way in zip(MEASURED_ROWS, ways, strict=True) if num_rows <= rows)
+            backends = self._backends.get(WeightShape.of(weight))
+            if backends is not None:
+                return next(
+                    backend for rows, backend in zip(MEASURED_ROWS, backends, strict=True) if num_rows <= rows
+                )
         return GemmBackend.CUBLAS
 
     def measure(
         self, layers: Iterable[Linear], stopwatch: Stopwatch | None = None, ranks: Ranks | None = None
     ) -> None:
-        """Choose, once weights are loaded: ten launches or so for each shape, kernel and number of rows, while nobody else uses
-        the device.
+        """Measure about ten launches per shape, kernel and number of rows, and select the backends.
 
-        stopwatch: `captured_stopwatch` of the device where none is given. Does nothing with ``batch_invariant``. ranks: of
-        one of several, which all call this: rank 0's choices are everybody's, since each way rounds in its own, and what
-        every rank computes (routers, KV heads that several keep) has to have the same bits at all of them. The others choose
-        for shapes that rank 0 does not have, as of the last part of a vocabulary: those are nobody else's numbers.
+        Call it once weights are loaded and while the device is idle. No-op with ``batch_invariant``.
+
+        stopwatch: by default `captured_stopwatch`. ranks: given if there are several ranks, which all call this. All ranks use
+        rank 0's selection: backends round differently, and replicated results (routers, replicated KV heads) must have the same
+        bits on every rank. A rank selects by itself for shapes that rank 0 lacks, such as the last vocabulary shard.
         """
         if self._batch_invariant:
-            log.info("linear layers: our own kernels, as --batch-invariant asks")
+            log.info("linear layers: our kernels (--batch-invariant)")
             return
         layers = list(layers)
         self._scaled_mm.probe(_fp8_runs(layers))
@@ -170,60 +172,60 @@ class DeviceLinears:
                 by_shape.setdefault(WeightShape.of(table), []).append(table)
         if stopwatch is None:
             stopwatch = captured_stopwatch(self._device)
-        known: Mapping[str, Sequence[GemmBackend]] = {}
+        selected: Mapping[str, Sequence[GemmBackend]] = {}
         if ranks is None or ranks.share.rank == 0:
-            known = {str(shape): self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
+            selected = {str(shape): self._fastest(weights, stopwatch) for shape, weights in by_shape.items()}
         if ranks is not None:
-            told = ranks.as_first_says(msgspec.json.encode(known))
-            known = msgspec.json.decode(told, type=dict[str, tuple[GemmBackend, ...]])
-        self._ways = {
-            shape: known.get(str(shape)) or self._fastest(weights, stopwatch)
+            received = ranks.as_first_says(msgspec.json.encode(selected))
+            selected = msgspec.json.decode(received, type=dict[str, tuple[GemmBackend, ...]])
+        self._backends = {
+            shape: selected.get(str(shape)) or self._fastest(weights, stopwatch)
             for shape, weights in by_shape.items()
         }
         log.info(
             "linear layers of %s rows: %s; more rows: cublas",
             ", ".join(map(str, MEASURED_ROWS)),
-            "; ".join(f"{shape} {' '.join(ways)}" for shape, ways in self._ways.items()),
+            "; ".join(f"{shape} {' '.join(backends)}" for shape, backends in self._backends.items()),
         )
 
     def _fastest(self, weights: Sequence[torch.Tensor], stopwatch: Stopwatch) -> tuple[GemmBackend, ...]:
-        """Return who is fastest for each of `MEASURED_ROWS`; the weights are of one shape."""
+        """Return the fastest backend for each of `MEASURED_ROWS`; the weights have one shape."""
         rotation = _rotation(weights)
         columns, depth = rotation[0].shape
-        where = self._device.torch_device
-        random = torch.Generator(where).manual_seed(0)  # nobody else's random numbers change
-        chosen = []
+        torch_device = self._device.torch_device
+        random = torch.Generator(torch_device).manual_seed(0)  # leaves the global generator unchanged
+        selected = []
         for num_rows in MEASURED_ROWS:
-            x = torch.randn(num_rows, depth, device=where, generator=random).to(rotation[0].dtype)
+            x = torch.randn(num_rows, depth, device=torch_device, generator=random).to(rotation[0].dtype)
             out = x.new_empty(num_rows, columns)
             times = {
-                way: stopwatch(self._all_of(way, x, rotation, out))
-                for way in _possible(rotation[0], num_rows)
+                backend: stopwatch(self._products(backend, x, rotation, out))
+                for backend in _candidates(rotation[0], num_rows)
             }
-            best = min(times, key=lambda way: times[way])
-            chosen.append(best if times[best] <= MARGIN * times[GemmBackend.CUBLAS] else GemmBackend.CUBLAS)
-        return tuple(chosen)
+            best = min(times, key=lambda backend: times[backend])
+            selected.append(best if times[best] <= MARGIN * times[GemmBackend.CUBLAS] else GemmBackend.CUBLAS)
+        return tuple(selected)
 
-    def _all_of(
-        self, way: GemmBackend, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor
+    def _products(
+        self, backend: GemmBackend, x: torch.Tensor, weights: Sequence[torch.Tensor], out: torch.Tensor
     ) -> Callable[[], None]:
         def run() -> None:
             for weight in weights:
-                self._run(way, x, weight, None, out)
+                self._run(backend, x, weight, None, out)
 
         return run
 
     def _run(
         self,
-        way: GemmBackend,
+        backend: GemmBackend,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        if way is GemmBackend.MATMUL:
+        if backend is GemmBackend.MATMUL:
             return matmul(self._device, x, weight, bias, out, memory=self._memory)
-        if way is GemmBackend.MATVEC:
+        if backend is GemmBackend.MATVEC:
             return matvec(self._device, x, weight, bias, out)
         if out is None:
             return F.linear(x, weight, bias)
@@ -236,7 +238,7 @@ class DeviceLinears:
     def _in_float32(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
     ) -> torch.Tensor:
-        """Let cuBLAS write sums as they are. On the emulator's processor torch widens the operands."""
+        """Multiply with unrounded float32 sums in ``out``. On the emulator's CPU, torch widens the operands."""
         if x.device.type == "cuda":
             torch.mm(x, weight.t(), out_dtype=torch.float32, out=out)
         else:
@@ -245,21 +247,21 @@ class DeviceLinears:
 
 
 def _tables(layer: Linear) -> list[torch.Tensor]:
-    """Return what of a layer's weight is in a number format: of that there is a choice."""
+    """Return the tables of a layer's weight that are not quantized; only these have several backends."""
     if isinstance(layer.method, CodedLinear):
         return [part.table for part in layer.method.parts if isinstance(part, RowMajorLinear)]
     return [] if layer.method.table is None else [layer.method.table]
 
 
 def _fp8_runs(layers: Iterable[Linear]) -> Iterator[Fp8Run]:
-    """Yield the parts of layers that multiply fp8 by fp8."""
+    """Yield the fp8 parts of the layers."""
     for layer in layers:
         if isinstance(layer.method, CodedLinear):
             yield from (part for part in layer.method.parts if isinstance(part, Fp8Run))
 
 
 def captured_stopwatch(device: Device, repeats: int = 7) -> Stopwatch:
-    """Return what times launches on a device without the host's time for them: the median of a captured graph's replays."""
+    """Return a stopwatch that excludes host time: the median device time of a captured graph's replays."""
 
     def captured_ms(run: Callable[[], None]) -> float:
         replay = device.capture_timing(run)
@@ -277,7 +279,7 @@ def captured_stopwatch(device: Device, repeats: int = 7) -> Stopwatch:
 
 
 def _rotation(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Return the first weights that together are larger than any cache; all, where that is not enough."""
+    """Return the first weights that together exceed every cache, or all of them."""
     total = 0
     for count, weight in enumerate(weights, 1):
         total += weight.nbytes
@@ -286,8 +288,8 @@ def _rotation(weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return weights
 
 
-def _possible(weight: torch.Tensor, num_rows: int) -> tuple[GemmBackend, ...]:
-    """Return who can multiply so many rows by a weight, cuBLAS first."""
+def _candidates(weight: torch.Tensor, num_rows: int) -> tuple[GemmBackend, ...]:
+    """Return the backends that support a weight and a number of rows, cuBLAS first."""
     row_bytes = weight.shape[1] * weight.dtype.itemsize
     if weight.dtype not in SUFFIXES or row_bytes % 16 or weight.data_ptr() % 16 or not weight.is_contiguous():
         return (GemmBackend.CUBLAS,)

@@ -1,11 +1,11 @@
-"""CUDA graph capture: which memory pool and stream each graph uses, and how long it lives.
+"""CUDA graph capture: memory pool, stream and lifetime of each graph.
 
-Two kinds of graphs. Step graphs share one memory pool and one stream and live as long as the device. Timing graphs are
-dropped after a measurement, so each has a pool of its own, and they share another stream.
+Step graphs share one memory pool and one stream and live as long as the device. Timing graphs are dropped after a measurement:
+each has its own pool, and they share another stream.
 
 Reasons, all of torch's caching allocator:
 
-* A pool whose last graph died cannot be captured into again while cuBLAS's workspace of the capture stream still lies in
+* A pool without live graphs cannot be captured into again while cuBLAS's workspace of the capture stream still lies in
   it (`use_count > 0 INTERNAL ASSERT FAILED`, torch 2.11; vLLM issue 28426). An anchor graph keeps the step pool in use.
 * Destroying a graph frees the cuBLAS workspace of its capture stream, which live graphs of that stream still address
   (torch 2.12; pytorch issue 193402). No step graph is destroyed, failed captures included.
@@ -21,7 +21,7 @@ from contextlib import contextmanager
 import torch
 
 ERROR_MODE = "thread_local"
-"""The thread that waits for events must not invalidate a capture of the thread that launches."""
+"""A thread that waits for events must not invalidate the capture of the launching thread."""
 
 
 class GraphCapture:
@@ -40,7 +40,7 @@ class GraphCapture:
         return self._capture_step(run).replay
 
     def timing_graph(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run ``run`` once, capture it into a pool of its own; the graph dies with the returned function."""
+        """Run ``run`` once, then capture it into a separate pool. The graph is destroyed with the returned function."""
         self._timing_stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._timing_stream):
             run()
@@ -68,12 +68,12 @@ class GraphCapture:
 
 @contextmanager
 def _stream_restored() -> Iterator[None]:
-    """Make the stream current again that was current before: a capture that fails to end leaves its own (torch 2.11)."""
-    before = torch.cuda.current_stream()
+    """Restore the current stream: a capture that fails to end leaves its own stream current (torch 2.11)."""
+    previous = torch.cuda.current_stream()
     try:
         yield
     finally:
-        torch.cuda.set_stream(before)
+        torch.cuda.set_stream(previous)
 
 
 def _allocate_one() -> None:

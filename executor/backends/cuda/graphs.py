@@ -1,8 +1,8 @@
-"""Which decode steps run as captured graphs: their padded sizes, when each is captured, and what happens where one cannot be.
+"""Captured graphs of decode steps: padded sizes and capture order.
 
-A server is ready before any graph is: steps are launched kernel by kernel until the graph of their size exists. Graphs are
-captured one at a time between steps, the largest first, so that the smaller ones fit into the memory of the pool that
-the largest took. Ranks of one model have the same graphs: each is kept by all, or by none. Owns no tensor.
+The server is ready before any graph: steps run eagerly until the graph of their size exists. Graphs are captured one at a time
+between steps, largest first, so that smaller ones reuse the pool memory of the largest. All ranks of a model keep the same
+graphs. Owns no tensor.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ GraphT = TypeVar("GraphT")
 log = logging.getLogger("quintet")
 
 FINE = 8
-"""Multiples of this are captured up to `COARSE_FROM`, and of `COARSE` beyond: from 64 rows on padding adds an eighth at most."""
+"""Graph sizes are multiples of this up to `COARSE_FROM`, then of `COARSE`. From 64 rows, padding adds at most one eighth."""
 COARSE_FROM = 256
 COARSE = 32
 
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows that graphs are captured for, ascending; the last holds ``max_num_seqs``."""
+    """Return the graph sizes in rows, ascending; the last is ``max_num_seqs``."""
     sizes = [size for size in (1, 2, 4) if size < max_num_seqs]
     size = FINE
     while size < max_num_seqs:
@@ -35,7 +35,7 @@ def padded_sizes(max_num_seqs: int) -> list[int]:
 
 
 class DecodeGraphs(Generic[GraphT]):
-    """The graphs captured so far, by padded size."""
+    """Captured graphs by padded size."""
 
     def __init__(
         self,
@@ -43,9 +43,9 @@ class DecodeGraphs(Generic[GraphT]):
         capture: Callable[[int], GraphT],
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
-        """``capture`` makes the graph of so many rows; it may raise `torch.OutOfMemoryError`.
+        """capture: returns the graph of a number of rows; may raise `torch.OutOfMemoryError`.
 
-        agree: of one of several ranks, called behind each capture with whether it has the graph; returns whether all have.
+        agree: with several ranks, called after each capture with this rank's success; returns whether all ranks succeeded.
         """
         self._sizes = padded_sizes(max_num_seqs)
         self._missing = list(self._sizes)
@@ -55,13 +55,13 @@ class DecodeGraphs(Generic[GraphT]):
 
     @property
     def num_missing(self) -> int:
-        """Graphs that may still be captured."""
+        """Number of graphs left to capture."""
         return len(self._missing)
 
     def find(self, num_rows: int) -> GraphT | None:
-        """Return the smallest captured graph that holds so many rows, or None.
+        """Return the captured graph for this number of rows, or None.
 
-        One size up is taken while the best one is missing, no more: padding beyond it costs more than launching.
+        If the best size is missing, the next one is used. Padding beyond that costs more than an eager step.
         """
         first = bisect.bisect_left(self._sizes, num_rows)
         for size in self._sizes[first : first + 2]:
@@ -71,20 +71,20 @@ class DecodeGraphs(Generic[GraphT]):
         return None
 
     def of_size(self, size: int) -> GraphT | None:
-        """Return the graph of this padded size, if it was captured."""
+        """Return the graph of exactly this padded size, or None."""
         return self._graphs.get(size)
 
     def capture_one(self) -> None:
-        """Capture the largest graph that is missing. The first that does not fit into memory ends it for all smaller ones."""
+        """Capture the largest missing graph. If it does not fit in memory, no further graph is captured."""
         size = self._missing.pop()
         graph, problem = self._try(size)
         is_captured = graph is not None
         if not (is_captured if self._agree is None else self._agree(is_captured)):
             log.warning(
-                "graphs of %s rows are not captured, their steps are launched one kernel at a time: %s;"
-                " lower --gpu-memory-utilization to leave room for them",
+                "graphs: steps of %s rows run eagerly, because a graph could not be captured: %s;"
+                " lower --gpu-memory-utilization to leave memory for graphs",
                 ", ".join(map(str, [*self._missing, size])),
-                problem or "memory of another rank's device is too little",
+                problem or "out of memory on another rank",
             )
             self._missing.clear()
             return
@@ -92,13 +92,13 @@ class DecodeGraphs(Generic[GraphT]):
         self._graphs[size] = graph
         if not self._missing:
             log.info(
-                "decode steps of up to %d rows run as captured graphs (%d)",
+                "graphs: decode steps of up to %d rows run as captured graphs (%d graphs)",
                 self._sizes[-1],
                 len(self._graphs),
             )
 
     def _try(self, size: int) -> tuple[GraphT | None, str]:
-        """Return the graph of this size, or None and why there is none. Nothing of an attempt is kept alive by its error."""
+        """Return the graph of this size, or None and the reason. The error is dropped, so that it keeps no tensor alive."""
         try:
             return self._capture(size), ""
         except torch.OutOfMemoryError as error:

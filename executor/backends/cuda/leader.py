@@ -1,4 +1,4 @@
-"""The worker of rank 0 of a model on several GPUs, which has the others launch what it launches."""
+"""Worker of rank 0 of a model on several GPUs; it orders the other ranks to make the same launches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from quintet.wire.config import EngineConfig
 
 
 def make_leading_worker(config: EngineConfig, span: Span, followers: FollowerProcesses) -> DeviceWorker:
-    """Load rank 0's share while the others load theirs; return when all are there."""
-    begun = time.monotonic()
+    """Load rank 0's shard while the other ranks load theirs; return when all ranks are ready."""
+    started = time.monotonic()
     platform = open_platform(config.executor)
     device = open_rank_device(config.executor)
     ranks = open_device_ranks(config, followers.groups[0], 0)
     model = load_model(config, platform, on_device=True, share=ranks.share)
-    facts = facts_of(config, platform, model.weights.num_bytes, begun)
+    facts = facts_of(config, platform, model.weights.num_bytes, started)
     return lead(device, model, config, facts, ranks, span)
 
 
@@ -38,7 +38,7 @@ def lead(
     ranks: Ranks,
     span: Span = no_span,
 ) -> DeviceWorker:
-    """Return the worker of a loaded share, beside others that boot as `quintet.executor.backends.cuda.follower.follow` does."""
+    """Return the worker of a loaded shard; the other ranks run `quintet.executor.backends.cuda.follower.follow`."""
     group = group_of(device, ranks, config)
     dtype = MODEL_DTYPES[config.model.dtype]
     worker = make_device_worker(device, model, config, dtype, facts, span, group, ranks)

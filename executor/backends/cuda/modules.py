@@ -1,10 +1,7 @@
-"""Which compiled form of a module a device gets: machine code of its kind, PTX for its driver to compile, or the source.
+"""Selects the form of a kernel module for a device: machine code, PTX for the driver to compile, or the source.
 
-Owns the order, the check that a compiled file is of these sources, and the words when none can be used. Does not know
-how a file becomes a loaded module: that is the `Loader`'s.
-
-A driver takes machine code and PTX of its own CUDA version and older ones. So a form that is there may still be refused,
-and then the next is tried.
+Owns the order, the check that a compiled file matches the sources, and the error if no form is usable. A `Loader` loads the
+files. A driver accepts machine code and PTX of its CUDA version and older ones; if it rejects a form, the next one is tried.
 """
 
 from __future__ import annotations
@@ -21,13 +18,13 @@ from quintet.wire.errors import ConfigError
 log = logging.getLogger(__name__)
 
 BUILT = Path(__file__).parent / "cubins"
-"""``sm_90/norm.cubin``, ``ptx/norm.ptx``; beside each ``norm.txt``: what it was compiled from, with what, to what size."""
+"""``sm_90/norm.cubin``, ``ptx/norm.ptx``; each has a record ``norm.txt`` with sources, compiler and kernel sizes."""
 
 ENTRY = re.compile(r"Compiling entry function '(\w+)'")
-"""What a record says of each kernel, in the assembler's words."""
+"""Line of the assembler's log that names a kernel."""
 
-OLDEST = (8, 0)
-"""Compute capability that the kernels need: asynchronous copies and bf16 matrix instructions."""
+MIN_CAPABILITY = (8, 0)
+"""Minimum compute capability: the kernels use asynchronous copies and bf16 matrix instructions."""
 
 Kind = Literal["cubin", "ptx", "source"]
 KINDS: tuple[Kind, ...] = ("cubin", "ptx", "source")
@@ -37,40 +34,40 @@ LoadedT_co = TypeVar("LoadedT_co", covariant=True)
 
 
 class RefusedError(Exception):
-    """The driver does not take this file, or the compiler not this source; the message has its words."""
+    """The driver rejects a file, or the compiler a source; the message is its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """One way to get a module."""
+    """One form of a module."""
 
     kind: Kind
     path: Path
-    """The compiled file; the folder of sources for ``source``."""
+    """Compiled file, or source file."""
     description: str
     """For the log."""
 
 
 class Loader(Protocol[LoadedT_co]):
-    """How a file or a text becomes a module that kernels can be taken from. Both raise `RefusedError`."""
+    """Loads a file or compiles a text into a module of kernels. Both methods raise `RefusedError`."""
 
     def load(self, path: Path, kernel: str | None) -> LoadedT_co:
-        """Load machine code or PTX. ``kernel``: one of those in it, to load at once, as drivers put off what they can."""
+        """Load machine code or PTX. kernel: one of its kernels, looked up at once because drivers load lazily."""
         ...
 
     def compile(self, text: str) -> LoadedT_co:
-        """Compile for this device, or take from a cache what was compiled before."""
+        """Compile for this device, or load from a cache."""
         ...
 
 
 def forms(
     module: str, capability: tuple[int, int], built: Path = BUILT, sources: Path = SOURCES
 ) -> tuple[list[Form], list[str]]:
-    """Return the ways to get a module on a device of this compute capability, best first, and why others are not among them.
+    """Return the usable forms of a module for this compute capability, best first, and the reasons against the others.
 
-    Machine code runs on devices of its own major capability, from its minor one on; PTX on all later ones.
+    Machine code runs on devices of the same major and the same or a later minor capability; PTX runs on all later ones.
     """
-    found, missing = [], []
+    usable, missing = [], []
     device = f"compute capability {capability[0]}.{capability[1]}"
     source = sources / f"{module}.cu"
     current = digest(source_text(module, sources)) if source.is_file() else None
@@ -83,20 +80,20 @@ def forms(
     )
     for form in candidates:
         if not form.path.is_file():
-            missing.append(f"{_shown(form.path)} is not there")
+            missing.append(f"{_shown(form.path)} does not exist")
         elif current is not None and _compiled_from(form.path) != current:
             missing.append(f"{_shown(form.path)} was compiled from other sources")
         else:
-            found.append(form)
+            usable.append(form)
     if current is not None:
-        found.append(Form("source", source, f"source, compiled by NVRTC for {device}"))
+        usable.append(Form("source", source, f"source, compiled by NVRTC for {device}"))
     else:
-        missing.append(f"{source} is not there")
-    return found, missing
+        missing.append(f"{source} does not exist")
+    return usable, missing
 
 
 class ModuleStore(Generic[LoadedT]):
-    """The modules that one device has loaded."""
+    """Loaded modules of one device."""
 
     def __init__(
         self,
@@ -106,58 +103,58 @@ class ModuleStore(Generic[LoadedT]):
         built: Path = BUILT,
         sources: Path = SOURCES,
     ) -> None:
-        """``kinds``: forms that may be used; a test of one form leaves the others out."""
+        """kinds: allowed forms; tests restrict them."""
         self._capability = capability
         self._loader = loader
         self._kinds = kinds
         self._built = built
         self._sources = sources
         self._loaded: dict[str, LoadedT] = {}
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def get(self, module: str) -> LoadedT:
-        """Return a module, loaded at its first use; `ConfigError` if no form of it can be had."""
+        """Return a module, loaded at its first use; `ConfigError` if no form of it is usable."""
         loaded = self._loaded.get(module)
         if loaded is None:
             loaded = self._loaded[module] = self._load(module)
         return loaded
 
     def _load(self, module: str) -> LoadedT:
-        found, missing = forms(module, self._capability, self._built, self._sources)
-        for form in found:
+        usable, missing = forms(module, self._capability, self._built, self._sources)
+        for form in usable:
             if form.kind not in self._kinds:
                 continue
             try:
                 if form.kind == "source":
                     if missing:
-                        log.info("compiling %s.cu with NVRTC, once: it is kept in CuPy's cache", module)
+                        log.info("kernels: compiling %s.cu with NVRTC; CuPy caches the result", module)
                     loaded = self._loader.compile(source_text(module, self._sources))
                 else:
                     loaded = self._loader.load(form.path, _first_kernel(form.path))
             except RefusedError as error:
-                missing.append(f"{_shown(form.path)} is refused: {error}")
+                missing.append(f"{_shown(form.path)} was rejected: {error}")
                 continue
-            self._say(form, missing)
+            self._log_form(form, missing)
             return loaded
         raise ConfigError(
-            f"no form of the kernels in {module}.cu can be used: {'; '.join(missing)}. Install a wheel with compiled"
-            " kernels, run `make cubins`, or give NVRTC what it lacks"
+            f"no form of the kernels in {module}.cu is usable: {'; '.join(missing)}. Install a wheel with compiled"
+            " kernels, run `make cubins`, or fix NVRTC's error"
         )
 
-    def _say(self, form: Form, missing: list[str]) -> None:
-        """Log a way once, not once per module."""
-        if form.description not in self._said:
-            self._said.add(form.description)
+    def _log_form(self, form: Form, missing: list[str]) -> None:
+        """Log a form once, not once per module."""
+        if form.description not in self._logged:
+            self._logged.add(form.description)
             log.info("kernels: %s%s", form.description, f" ({'; '.join(missing)})" if missing else "")
 
 
 def record_path(compiled: Path) -> Path:
-    """Return the file beside a compiled one that says what it was compiled from."""
+    """Return the path of a compiled file's record."""
     return compiled.with_suffix(".txt")
 
 
 def _compiled_from(compiled: Path) -> str | None:
-    """Return the digest of the sources of a compiled file; None if it does not say."""
+    """Return the digest of a compiled file's sources; None without a record."""
     try:
         return record_path(compiled).read_text().partition("\n")[0]
     except OSError:
@@ -165,7 +162,7 @@ def _compiled_from(compiled: Path) -> str | None:
 
 
 def _first_kernel(compiled: Path) -> str | None:
-    """Return the name of a kernel in a compiled file; None if its record names none."""
+    """Return the name of a kernel in a compiled file; None if its record has none."""
     try:
         entry = ENTRY.search(record_path(compiled).read_text())
     except OSError:
@@ -174,15 +171,15 @@ def _first_kernel(compiled: Path) -> str | None:
 
 
 def _cubins(module: str, capability: tuple[int, int], built: Path) -> list[Path]:
-    """Return where machine code that the device runs would be, the nearest capability first."""
+    """Return the paths of machine code for the device, nearest capability first."""
     major, minor = capability
-    fitting = [
+    matching = [
         target
         for folder in built.glob("sm_*")
         if (target := _target(folder.name)) is not None and target[0] == major and target[1] <= minor
     ]
     folders = (
-        [f"sm_{major}{minor}"] if not fitting else [f"sm_{a}{b}" for a, b in sorted(fitting, reverse=True)]
+        [f"sm_{major}{minor}"] if not matching else [f"sm_{a}{b}" for a, b in sorted(matching, reverse=True)]
     )
     return [built / name / f"{module}.cubin" for name in folders]
 

@@ -1,7 +1,7 @@
-"""Sums of large messages by NCCL, through CuPy, on torch's stream. Importing this module needs CuPy.
+"""All-reduce of large messages by NCCL, through CuPy, on torch's stream. Importing this module needs CuPy.
 
-NCCL divides a message into pieces that go round a ring, or up a tree, and adds in that order, rounding each sum: so a number's
-last bits depend on where it lies in the message.
+NCCL divides a message into chunks of a ring or tree and rounds each partial sum. So the last bits of a value depend on its
+position in the message.
 """
 
 from __future__ import annotations
@@ -19,44 +19,44 @@ DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}
 """``ncclDataType_t`` of ``nccl.h``."""
 SUM = 0
 """``ncclSum``."""
-NOT_THERE = b""
+UNAVAILABLE = b""
 
 
 class Nccl:
-    """A `quintet.executor.backends.cuda.group.SumsLibrary`: one rank's part of a communicator."""
+    """One rank of a communicator; implements `quintet.executor.backends.cuda.group.AllReduceLibrary`."""
 
     def __init__(self, communicator: nccl.NcclCommunicator, index: int) -> None:
-        """index: of the device, as torch counts."""
+        """index: torch's device index."""
         self._communicator = communicator
         self._index = index
 
     def add(self, x: torch.Tensor) -> None:
-        """See `SumsLibrary`."""
+        """See `AllReduceLibrary`."""
         address, stream = x.data_ptr(), torch._C._cuda_getCurrentRawStream(self._index)
         self._communicator.allReduce(address, address, x.numel(), DTYPES[x.dtype], SUM, stream)
 
 
 def open_nccl(ranks: Ranks, index: int) -> Nccl | None:
-    """Return the communicator once every rank is here; None where one of them has no NCCL, for which a line is logged."""
+    """Return the communicator once all ranks call it; None, with a warning, if some rank has no NCCL."""
     share = ranks.share
-    own = NOT_THERE
+    own = UNAVAILABLE
     if nccl.available:
-        own = _in_bytes(nccl.get_unique_id()) if share.rank == 0 else b"here"
-    told = ranks.exchange(own)
-    if NOT_THERE in told:
+        own = _to_bytes(nccl.get_unique_id()) if share.rank == 0 else b"available"
+    replies = ranks.exchange(own)
+    if UNAVAILABLE in replies:
         log.warning(
-            "NCCL is not there (CuPy finds none): sums of all sizes are added by our kernel, large ones more slowly; it comes"
-            " with torch's CUDA builds, where a recent CuPy finds it"
+            "NCCL is not available to CuPy: our kernel does all-reduces of every size, and large ones are slower; install"
+            " a recent CuPy, which finds the NCCL of torch's CUDA builds"
         )
         return None
-    communicator = nccl.NcclCommunicator(share.size, _of_bytes(told[0]), share.rank)
+    communicator = nccl.NcclCommunicator(share.size, _from_bytes(replies[0]), share.rank)
     return Nccl(communicator, index)
 
 
-def _in_bytes(unique_id: tuple[int, ...]) -> bytes:
-    """CuPy has them as signed numbers."""
+def _to_bytes(unique_id: tuple[int, ...]) -> bytes:
+    """Convert CuPy's id, a tuple of signed bytes."""
     return bytes(number & 0xFF for number in unique_id)
 
 
-def _of_bytes(told: bytes) -> tuple[int, ...]:
-    return tuple(number - 256 if number > 127 else number for number in told)
+def _from_bytes(unique_id: bytes) -> tuple[int, ...]:
+    return tuple(number - 256 if number > 127 else number for number in unique_id)

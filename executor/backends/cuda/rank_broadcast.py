@@ -1,7 +1,7 @@
-"""What rank 0 has the other ranks' devices do: the same launches in the same order, over the same words.
+"""Orders from rank 0 to the other ranks' devices: the same launches, in the same order, with the same words.
 
-A plan's words go to every rank, which spreads them over tables of its own, since positions and blocks are all in them. What they
-do not have is drawn tokens: those each step takes from rank 0's device (`quintet.executor.backends.cuda.group`).
+Every rank applies a plan's words to its own tables. The words contain positions and blocks, but no drawn tokens: each step
+copies those from rank 0's device (`quintet.executor.backends.cuda.group`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quintet.executor.distributed.parallel.ranks import SLOT_BYTES, Ranks
 from quintet.executor.embeds import StepEmbeds
 
 DEPTH = 4
-"""Parts of orders that may be under way: a step is one, but for prompts of some 60,000 tokens at once."""
+"""Parts of orders in flight. A step is one part, unless its prompts exceed about 60,000 tokens."""
 LENGTH_BYTES = 8
 
 
@@ -30,7 +30,7 @@ class EmbedsOrder(msgspec.Struct, frozen=True, array_like=True):
     tokens: bytes
     """int64"""
     vectors: bytes
-    """Rows in the model's number format."""
+    """Rows in the model's dtype."""
 
 
 class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step"):
@@ -38,16 +38,16 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
     words: bytes
     sizes: tuple[int, int, int, int]
-    """`PackedPlan`'s rows, tokens, most of a row, and rows that draw."""
+    """num_rows, num_tokens, max_count and num_sampled of `PackedPlan`."""
     moves: tuple[int, int, int, int]
-    """Where swaps out begin, swaps in, copies, and where these end."""
+    """Word offsets: begin of swaps out, of swaps in, of copies, and end of copies."""
     graph_rows: int | None
-    """The size of the graph that is replayed; None for a step that is launched kernel by kernel."""
+    """Size of the graph to replay; None for an eager step."""
     embeds: EmbedsOrder | None = None
 
     @property
     def packed(self) -> PackedPlan:
-        """What rank 0 has packed."""
+        """Rank 0's packed plan."""
         swaps_out, swaps_in, copies, end = self.moves
         return PackedPlan(
             *self.sizes,
@@ -58,7 +58,7 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step"):
         )
 
     def step_embeds(self, dtype: torch.dtype, device: torch.device) -> StepEmbeds | None:
-        """Return the vectors of tokens without ids, in the model's dtype."""
+        """Return the input embeddings in the model's dtype, or None."""
         if self.embeds is None:
             return None
         tokens = torch.frombuffer(bytearray(self.embeds.tokens), dtype=torch.int64)
@@ -67,10 +67,10 @@ class StepOrder(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 class LogitsOrder(msgspec.Struct, frozen=True, array_like=True, tag="logits"):
-    """Make logits of tokens of the last step again."""
+    """Compute logits of tokens of the last step."""
 
     tokens: bytes
-    """int64: indexes among the step's."""
+    """int64: indices into the step's tokens."""
 
 
 class CaptureOrder(msgspec.Struct, frozen=True, array_like=True, tag="capture"):
@@ -81,7 +81,7 @@ Order = StepOrder | LogitsOrder | CaptureOrder
 
 
 def device_ranks_shape(num_ranks: int) -> CRanksShape:
-    """Return what ranks need room for whose sums and logits lie in memory of their devices: orders, and words at boot."""
+    """Return the sizes of the shared host memory: orders and startup messages only; collectives use device memory."""
     shape = CRanksShape(ranks=num_ranks, depth=DEPTH, staging_bytes=num_ranks * SLOT_BYTES)
     shape.max_tokens = shape.max_rows = shape.max_outputs = shape.tables = shape.slots = 1
     shape.table_stride = shape.block_size = 1
@@ -89,7 +89,7 @@ def device_ranks_shape(num_ranks: int) -> CRanksShape:
 
 
 class RankBroadcaster:
-    """Rank 0, which tells the others."""
+    """Sender of the orders, in rank 0."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -97,30 +97,30 @@ class RankBroadcaster:
     def step(
         self, words: Words, packed: PackedPlan, embeds: StepEmbeds | None, graph_rows: int | None = None
     ) -> None:
-        """Have a step launched, behind the moves of its blocks; as the graph of so many rows, if that is said."""
-        given = None
+        """Order a step with its block moves. graph_rows: size of the graph to replay; None for an eager step."""
+        embeds_order = None
         if embeds is not None:
             vectors = embeds.vectors.cpu().contiguous().view(torch.uint8)
-            given = EmbedsOrder(embeds.tokens.cpu().numpy().tobytes(), vectors.numpy().tobytes())
+            embeds_order = EmbedsOrder(embeds.tokens.cpu().numpy().tobytes(), vectors.numpy().tobytes())
         sizes = (packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled)
         moves = (packed.swaps_out.start, packed.swaps_in.start, packed.copies.start, packed.copies.stop)
-        self._tell(StepOrder(words[: packed.num_words].tobytes(), sizes, moves, graph_rows, given))
+        self._send(StepOrder(words[: packed.num_words].tobytes(), sizes, moves, graph_rows, embeds_order))
 
     def logits(self, tokens: Int) -> None:
-        """Have logits made again."""
-        self._tell(LogitsOrder(np.ascontiguousarray(tokens, np.int64).tobytes()))
+        """Order logits of tokens of the last step."""
+        self._send(LogitsOrder(np.ascontiguousarray(tokens, np.int64).tobytes()))
 
     def capture(self) -> None:
-        """Have a graph captured."""
-        self._tell(CaptureOrder())
+        """Order the capture of the next graph."""
+        self._send(CaptureOrder())
 
-    def _tell(self, order: Order) -> None:
+    def _send(self, order: Order) -> None:
         encoded = msgspec.msgpack.encode(order)
         self._ranks.tell_mail(OrderKind.ON_DEVICE, len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded, 1)
 
 
 class RankReceiver:
-    """Another rank, which hears orders that may come in parts."""
+    """Receiver of the orders, in the other ranks; joins orders that arrive in parts."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -129,11 +129,11 @@ class RankReceiver:
 
     def next(self) -> Order:
         """Wait for the next order."""
-        told = bytearray(self._part())
-        length = int.from_bytes(told[:LENGTH_BYTES], "little")
-        while len(told) < LENGTH_BYTES + length:
-            told += self._part()
-        order: Order = self._decoder.decode(memoryview(told)[LENGTH_BYTES:])
+        received = bytearray(self._part())
+        length = int.from_bytes(received[:LENGTH_BYTES], "little")
+        while len(received) < LENGTH_BYTES + length:
+            received += self._part()
+        order: Order = self._decoder.decode(memoryview(received)[LENGTH_BYTES:])
         return order
 
     def _part(self) -> bytes:

@@ -1,9 +1,9 @@
-"""How the ranks of a model on several GPUs come together: the memory by which they are told, and their devices' mailboxes."""
+"""Setup of the ranks of a model on several GPUs: shared host memory for orders, and mailboxes on the devices."""
 
 from __future__ import annotations
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.group import DeviceGroup, SumsLibrary, meet_peers
+from quintet.executor.backends.cuda.group import AllReduceLibrary, DeviceGroup, open_peers
 from quintet.executor.backends.cuda.rank_broadcast import device_ranks_shape
 from quintet.executor.distributed.parallel.ranks import SPINS, Ranks
 from quintet.executor.model_config.share import share_of
@@ -11,17 +11,17 @@ from quintet.wire.config import EngineConfig
 
 
 def open_device_ranks(config: EngineConfig, descriptor: int, rank: int) -> Ranks:
-    """Return a rank's view of the memory of this descriptor."""
+    """Map the ranks' shared memory. descriptor: of the memory file."""
     shape = device_ranks_shape(config.executor.tensor_parallel_size)
     return Ranks(descriptor, share_of(config.executor, rank), shape, spins=SPINS)
 
 
 def group_of(device: Device, ranks: Ranks, config: EngineConfig) -> DeviceGroup:
-    """Return a rank's view of what all do together, once all are here."""
-    peers = meet_peers(device, ranks)
-    library: SumsLibrary | None = None
+    """Return a rank's collectives. All ranks call it."""
+    peers = open_peers(device, ranks)
+    library: AllReduceLibrary | None = None
     if device.torch_device.type == "cuda" and not config.executor.batch_invariant:
-        from quintet.executor.backends.cuda.nccl import open_nccl  # it needs CuPy
+        from quintet.executor.backends.cuda.nccl import open_nccl  # needs CuPy
 
         library = open_nccl(ranks, device.torch_device.index)
     return DeviceGroup(device, ranks.share, peers, library)

@@ -1,7 +1,7 @@
-"""The rows of one step as the device sees them: what every kernel of a step reads sizes, positions and blocks from.
+"""Rows of one step on the device: sizes, positions and blocks that the kernels of a step read.
 
-`quintet.executor.backends.cuda.ops.tables` fills it at the step's beginning. Kept here is only where things are: no method reads
-a value, because a value read by the host would stop the stream and could not be captured.
+`quintet.executor.backends.cuda.ops.tables` fills them at the start of the step. No method reads a value on the host: that would
+synchronize the stream and could not be captured.
 
 ```
  row          0            1        2 (padding)
@@ -24,55 +24,55 @@ import torch
 
 @dataclass(slots=True)
 class StepRows:
-    """Device tensors of one step, the same for all layers. Rows and tokens past the plan's are padding."""
+    """Device tensors of one step, shared by all layers. Rows and tokens after the plan's are padding."""
 
     num_rows: int
-    """As launched: padded."""
+    """With padding."""
     num_tokens: int
-    """As launched: padded."""
+    """With padding."""
     max_count: int
-    """The most new tokens a row may have in this launch; 1 in a decode step."""
+    """Maximum number of new tokens of a row; 1 in a decode step."""
     slots: torch.Tensor
-    """int32[num_rows]; -1: a padding row."""
+    """int32[num_rows]. Padding: -1."""
     starts: torch.Tensor
-    """int32[num_rows]: tokens of the row whose KV is there already; the first position computed now. Padding: 0."""
+    """int32[num_rows]: tokens with KV in the cache, which is the position of the first new token. Padding: 0."""
     counts: torch.Tensor
-    """int32[num_rows]: tokens computed now. Padding: 0."""
+    """int32[num_rows]: new tokens. Padding: 0."""
     offsets: torch.Tensor
-    """int32[num_rows + 1]: index of the row's first token among the step's; the last is the number of tokens that count."""
+    """int32[num_rows + 1]: index of the row's first token in the step; the last entry is the number of tokens."""
     token_ids: torch.Tensor
     """int32[num_tokens]. Padding: 0."""
     positions: torch.Tensor
-    """int32[num_tokens]. Padding: -1, and such a token writes no KV."""
+    """int32[num_tokens]. Padding: -1; the kernels write no KV for it."""
     token_rows: torch.Tensor
-    """int32[num_tokens]: which row a token belongs to. Padding: -1."""
+    """int32[num_tokens]: row of the token. Padding: -1."""
     block_table: torch.Tensor
-    """int32[groups, max_num_seqs, max_blocks], a row per slot: block ids of a layer's KV, in the order of the tokens they hold.
-    Of one group, as kernels read it: int32[max_num_seqs, max_blocks]."""
+    """int32[groups, max_num_seqs, max_blocks]: block ids per slot, in token order. After `of_group`:
+    int32[max_num_seqs, max_blocks]."""
     block_size: int
     """Tokens per block."""
     prompts: torch.Tensor | None = None
-    """int32[num_tokens]: how long the prompt of the token's row is, which some rotations depend on; see
-    `quintet.executor.models.layers.rope`. Padding: 0."""
+    """int32[num_tokens]: prompt length of the token's row, used by some RoPE types; see `quintet.executor.models.layers.rope`.
+    Padding: 0."""
     kv_rows: torch.Tensor | None = None
-    """int32[groups, num_tokens]: where the token's KV stands in the group's layers, ``block * block_size + row of the block``.
-    Padding: -1. Of one group: int32[num_tokens]."""
+    """int32[groups, num_tokens]: location of the token's KV, ``block * block_size + offset``. Padding: -1. After `of_group`:
+    int32[num_tokens]."""
 
     def of_group(self, group: int) -> StepRows:
-        """Return the rows as layers of this group see them."""
+        """Return the rows with the block table of one KV group."""
         kv_rows = None if self.kv_rows is None else self.kv_rows[group]
         return replace(self, block_table=self.block_table[group], kv_rows=kv_rows)
 
 
 @dataclass(slots=True)
 class SampledRows:
-    """The rows of a step that draw a token, in the step's order, then padding."""
+    """Rows of a step that draw a token, in step order, then padding."""
 
     num_rows: int
-    """As launched: padded."""
+    """With padding."""
     slots: torch.Tensor
-    """int32[num_rows]; -1: padding, which writes no token."""
+    """int32[num_rows]. Padding: -1; the kernels write no token for it."""
     positions: torch.Tensor
-    """int32[num_rows]: where the drawn token will stand, ``start + count``. Padding: 0."""
+    """int32[num_rows]: position of the drawn token, ``start + count``. Padding: 0."""
     tokens: torch.Tensor
-    """int32[num_rows]: index among the step's tokens of the one whose logits are drawn from. Padding: 0."""
+    """int32[num_rows]: index into the step's tokens, for the logits. Padding: 0."""

@@ -1,8 +1,7 @@
-"""A model on a device: its KV memory, its steps launched kernel by kernel, and its decode steps as captured graphs.
+"""Runs a model on a device: owns the KV memory, launches eager steps, and captures decode steps as graphs.
 
-Knows nothing of plans, requests or what is drawn besides a draw from the logits as they are:
-`quintet.executor.backends.cuda.worker` does. What computes a step launches it and returns; only boot and captures
-wait for the device.
+Knows no plans and no requests, and draws only from unmodified logits; `quintet.executor.backends.cuda.worker` does the rest.
+A step is launched without waiting; only startup and graph capture synchronize with the device.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from quintet.executor.backends.cuda.group import DeviceGroup
 from quintet.executor.backends.cuda.kv_memory import DeviceKv
 from quintet.executor.backends.cuda.ops.blocks import BlockPool, copy_blocks
 from quintet.executor.backends.cuda.ops.draw import draw
-from quintet.executor.backends.cuda.ops.peers import RanksApart
+from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import apply_plan, scatter_tokens
 from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.executor.backends.cuda.tables import DeviceTables, StepMemory
@@ -35,17 +34,17 @@ from quintet.executor.models.layers.rope import Rope
 from quintet.executor.models.model import CausalModel
 
 MAX_OUTPUTS = 256
-"""Rows of logits that prompt log-probabilities come by."""
+"""Rows of logits per chunk of prompt log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What a step leaves on the device. Overwritten by the step after it."""
+    """Result of a step on the device; the next step overwrites it."""
 
     logits: torch.Tensor
     """``[num_sampled or more, vocab]`` in float32 or the model's dtype."""
     tokens: torch.Tensor
-    """int32, as many: drawn from the logits as they are, and written into the token table."""
+    """int32, as many: drawn from the unmodified logits, and written to the token table."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,16 +54,16 @@ class DecodeGraph:
     num_rows: int
     _replay: Callable[[], None]
     _drawn: Drawn
-    """Where the step leaves what it draws, at every replay."""
+    """Result of every replay."""
 
     def replay(self) -> Drawn:
-        """Launch the step for the plan that is in the staging buffer."""
+        """Launch the step for the plan in the staging buffer."""
         self._replay()
         return self._drawn
 
 
 class DeviceRunner:
-    """See the module. A `quintet.executor.runner.GivesLogits`."""
+    """See the module; implements `quintet.executor.runner.GivesLogits`."""
 
     max_outputs = MAX_OUTPUTS
 
@@ -80,8 +79,7 @@ class DeviceRunner:
         dtype: torch.dtype,
         group: DeviceGroup | None = None,
     ) -> None:
-        """staging: int32 on the device, where a plan's words are copied to before its step. group: of a rank of several, whose
-        others launch the same."""
+        """staging: int32 on the device, receives a plan's words before its step. group: given if several ranks launch a step."""
         self._device = device
         self._group = group
         self._model = model
@@ -90,68 +88,67 @@ class DeviceRunner:
         self._memory = memory
         self._staging = staging
         self._dtype = dtype
-        self.of_prompts: AttentionBackend | None = None
-        """Whose attention computes steps with more than a token in a row; None for ours."""
+        self.prompt_attention: AttentionBackend | None = None
+        """Backend for steps with more than one token in a row; None: our kernels."""
         self.use_kv(kv)
         self._rotations = _Rotations(model, memory.tables, dtype)
         self._pass: DevicePass | None = None
         self._hidden = Value(torch.empty(0))
-        self._kept: Drawn | None = None
+        self._last_output: Drawn | None = None
 
     def use_kv(self, kv: DeviceKv) -> None:
-        """Compute over other memory from now on. Not once a graph was captured."""
+        """Replace the KV memory. Not allowed after a graph was captured."""
         self.kv = kv
         self.pool = BlockPool.of(self._device, kv.places)
 
     @property
     def device(self) -> Device:
-        """Where it launches."""
+        """Device that it launches on."""
         return self._device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """Dtype of the model."""
         return self._dtype
 
     @property
     def tables(self) -> DeviceTables:
-        """What the device knows of each slot."""
+        """Slot tables on the device."""
         return self._memory.tables
 
     @property
     def linears(self) -> list[Linear]:
-        """The model's linear layers, once a step has run."""
+        """Linear layers of the model; known once a step has run."""
         assert self._pass is not None, "no step has run"
         return list(self._pass.linears)
 
     @property
     def widest(self) -> int:
-        """See `DevicePass.widest`, once a step has run."""
+        """See `DevicePass.widest`; known once a step has run."""
         assert self._pass is not None, "no step has run"
         return self._pass.widest
 
     @property
     def attentions(self) -> list[AttentionLayer]:
-        """The model's attention layers, once a step has run."""
+        """Attention layers of the model; known once a step has run."""
         assert self._pass is not None, "no step has run"
         return self._pass.attentions
 
-    def try_largest_step(self, num_tokens: int, num_rows: int) -> None:
-        """Compute a step of so many tokens of padding, so that whatever a step needs has been loaded, chosen and allocated."""
+    def run_largest_step(self, num_tokens: int, num_rows: int) -> None:
+        """Run a step of padding tokens, so that everything that a step needs is loaded, selected and allocated."""
         self._clear_staging()
         self.compute(self._staging, num_rows, num_tokens, num_tokens, num_rows)
         self._device.synchronize()
 
-    def try_smallest_steps(self) -> None:
-        """Have loaded what steps without prompts launch, and copies of blocks: of several ranks no other is to wait for it
-        within a step. They all call this."""
+    def run_smallest_steps(self) -> None:
+        """Load the kernels of decode steps and of block copies. All ranks call it, so that none waits for a load in a step."""
         self._clear_staging()
         self.compute(self._staging, 1, 1, 1, 1)
         self.copy_blocks(self._staging[:2])
         self._device.synchronize()
 
     def apply_deltas(self, staging: torch.Tensor) -> None:
-        """Bring the device's tables up to a plan without rows, or whose rows are computed later."""
+        """Apply a plan's deltas to the device's tables without computing its rows."""
         apply_plan(self._device, staging, self.tables, self._memory.rows(0, 0, 0), self._memory.sampled(0))
 
     def compute(
@@ -164,54 +161,58 @@ class DeviceRunner:
         host: HostRows | None = None,
         embeds: StepEmbeds | None = None,
     ) -> Drawn:
-        """Launch a whole step, kernel by kernel. The sizes may be padded, unless ``host`` says what the rows are."""
+        """Launch a whole step eagerly. The sizes may be padded, unless ``host`` is given."""
         rows = self._memory.rows(num_rows, num_tokens, max_count)
         sampled = self._memory.sampled(num_sampled)
         apply_plan(self._device, staging, self.tables, rows, sampled)
         if self._group is not None:
-            self._group.take_ids(rows.token_ids)
+            self._group.broadcast_ids(rows.token_ids)
         self._forward(rows, host, embeds)
         return self._draw(rows, sampled)
 
     def capture_decode(self, num_rows: int) -> DecodeGraph:
-        """Capture the step of so many rows of one token each, all of which draw. Reads the plan from ``staging``."""
+        """Capture a decode step of ``num_rows`` rows of one token, all of which draw. The graph reads ``staging``."""
         self._clear_staging()
-        # What is loaded, chosen or allocated at first use must not be while capturing.
+        # Loads, selections and allocations of the first use must not happen during capture.
         try:
             drawn = self.compute(self._staging, num_rows, num_rows, 1, num_rows)
         except torch.OutOfMemoryError as error:
             if self._group is None:
                 raise
-            raise RanksApart(f"others wait for a step that was launched in part: {error}") from error
-        room = self._room(drawn)
+            raise RankDesyncError(
+                f"this rank launched a step only in part, and the other ranks wait: {error}"
+            ) from error
+        output = self._output(drawn)
         self._device.synchronize()
 
         def step() -> None:
             drawn = self.compute(self._staging, num_rows, num_rows, 1, num_rows)
-            room.logits.copy_(drawn.logits)
-            room.tokens.copy_(drawn.tokens)
+            output.logits.copy_(drawn.logits)
+            output.tokens.copy_(drawn.tokens)
 
-        return DecodeGraph(num_rows, self._device.capture(step), room)
+        return DecodeGraph(num_rows, self._device.capture(step), output)
 
-    def _room(self, drawn: Drawn) -> Drawn:
-        """Return memory for as much as was drawn. All graphs leave it there: what one kept in the graphs' pool would be
-        lost to the others, and logits of every padded size are gigabytes."""
+    def _output(self, drawn: Drawn) -> Drawn:
+        """Return output memory shaped like ``drawn``, shared by all graphs.
+
+        Output in the graphs' pool would be separate for every graph, and logits of all padded sizes take gigabytes.
+        """
         count = len(drawn.tokens)
-        if self._kept is None or len(self._kept.tokens) < count:
-            self._kept = Drawn(torch.empty_like(drawn.logits), torch.empty_like(drawn.tokens))
-        return Drawn(self._kept.logits[:count], self._kept.tokens[:count])
+        if self._last_output is None or len(self._last_output.tokens) < count:
+            self._last_output = Drawn(torch.empty_like(drawn.logits), torch.empty_like(drawn.tokens))
+        return Drawn(self._last_output.logits[:count], self._last_output.tokens[:count])
 
     def copy_blocks(self, pairs: torch.Tensor) -> None:
         """Copy blocks of every layer's KV; pairs: int32[2 * n] on the device, ``from block, to block``."""
         copy_blocks(self._device, self.pool, self.pool, pairs.view(-1, 2))
 
     def _clear_staging(self) -> None:
-        """A plan of nothing: padding rows only."""
+        """Write an empty plan, with padding rows only."""
         self._staging.zero_()
 
     def _forward(self, rows: StepRows, host: HostRows | None, embeds: StepEmbeds | None) -> None:
         self._attention.prepare(rows)
-        backend = self.of_prompts if host is not None and rows.max_count > 1 else None
+        backend = self.prompt_attention if host is not None and rows.max_count > 1 else None
         if backend is not None and host is not None:
             backend.prepare(rows.of_group(0), host)
         rotations = self._rotations.of(rows)
@@ -222,34 +223,34 @@ class DeviceRunner:
         self._hidden = self._model.forward(self._pass)
 
     def _draw(self, rows: StepRows, sampled: SampledRows) -> Drawn:
-        nothing = torch.empty(0, device=self._device.torch_device)
+        empty = torch.empty(0, device=self._device.torch_device)
         if not sampled.num_rows:
-            return Drawn(nothing, nothing)
+            return Drawn(empty, empty)
         hidden = self._hidden
         if sampled.num_rows < rows.num_tokens or rows.max_count > 1:
             hidden = hidden.take(sampled.tokens)
         logits = self._logits(hidden)
         if logits is None:
-            return Drawn(nothing, nothing)
+            return Drawn(empty, empty)
         tokens = draw(self._device, logits, self.tables.settings, sampled.slots, sampled.positions)
         scatter_tokens(self._device, tokens, sampled, self.tables)
         return Drawn(logits, tokens)
 
     def logits(self, tokens: Int) -> torch.Tensor:
-        """See `GivesLogits`; of the last step that `compute` launched. Nothing at a rank that is not the first."""
+        """See `GivesLogits`; of the last step that `compute` launched. Empty at ranks other than 0."""
         index = to_device(np.ascontiguousarray(tokens), self._device.torch_device)
         logits = self._logits(self._hidden.take(index))
         return torch.empty(0, device=self._device.torch_device) if logits is None else logits
 
     def _logits(self, hidden: Value) -> torch.Tensor | None:
-        """Return logits of some rows, of all ranks' parts of the vocabulary; None at a rank that is not the first."""
+        """Return logits of the rows, gathered over the ranks' vocabulary shards; None at ranks other than 0."""
         assert self._pass is not None, "no step has run"
-        logits = self._model.logits(self._pass, hidden).settled
+        logits = self._model.logits(self._pass, hidden).materialized
         return logits if self._group is None else self._group.logits(logits, self._model.vocab_size)
 
 
 class _Rotations:
-    """Cosines and sines of a step's tokens, from tables by position, or computed where they depend on the length."""
+    """Cosines and sines of a step's tokens: looked up by position, or computed if they depend on the length."""
 
     def __init__(self, model: CausalModel, tables: DeviceTables, dtype: torch.dtype) -> None:
         self._ropes = model.ropes
@@ -259,18 +260,18 @@ class _Rotations:
             None if rope.spec.depends_on_length else self._cos_sin(rope, positions, None)
             for rope in model.ropes
         ]
-        """Of each rope ``[max_model_len + 1, rotary_dim]``."""
+        """Per rope: ``[max_model_len + 1, rotary_dim]``."""
 
     def of(self, rows: StepRows) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return ``[num_tokens, rotary_dim]`` of each rope. What padding tokens get is not used."""
-        positions, found = rows.positions.clamp(min=0), []
+        """Return cosines and sines ``[num_tokens, rotary_dim]`` per rope. Values of padding tokens are unused."""
+        positions, rotations = rows.positions.clamp(min=0), []
         for rope, table in zip(self._ropes, self._tables, strict=True):
             if table is None:
                 assert rows.prompts is not None
-                found.append(self._cos_sin(rope, positions, rows.prompts))
+                rotations.append(self._cos_sin(rope, positions, rows.prompts))
             else:
-                found.append((table[0].index_select(0, positions), table[1].index_select(0, positions)))
-        return found
+                rotations.append((table[0].index_select(0, positions), table[1].index_select(0, positions)))
+        return rotations
 
     def _cos_sin(
         self, rope: Rope, positions: torch.Tensor, prompts: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""What the sampler uses on a device: its operations and its concerns, made of kernels where there are some."""
+"""Sampler operations and logits processors on a device; kernels replace the torch versions if available."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from quintet.executor.sampling.sampler import SHAPING
 
 
 def sampling_ops(device: Device, ops: SamplingOps) -> SamplingOps:
-    """Return ``ops`` with drawing and reporting on the device."""
+    """Return ``ops`` with the device's draw and log-probability kernels."""
     return replace(ops, draw=DeviceDraw(device), entries=DeviceReport(device))
 
 
 def shaping_on(device: Device) -> tuple[Callable[[int, int], LogitsProcessor], ...]:
-    """Return `SHAPING`, in its order, with the penalties' kernel."""
+    """Return `SHAPING` in order, with the device's penalties kernel."""
 
     def penalties(max_num_seqs: int, _vocab_size: int) -> LogitsProcessor:
         return DevicePenalties(device, max_num_seqs)

@@ -1,8 +1,8 @@
-"""Products of e4m3 rows and e4m3 weights by ``torch._scaled_mm``, for steps of many rows.
+"""fp8 (e4m3) products by ``torch._scaled_mm``, for steps of many rows.
 
-The kernel of ours (`quintet.executor.backends.cuda.ops.linear_fp8`) multiplies with ``mma.sync``, which sm_90
-executes for e4m3 by half of its bf16 rate or less; cuBLASLt and CUTLASS use wgmma there. Few rows are bound by
-reading the weight, and stay ours. Bits depend on the batch, so ``--batch-invariant`` never uses this.
+Our kernel (`quintet.executor.backends.cuda.ops.linear_fp8`) uses ``mma.sync``, which runs e4m3 on sm_90 at half of the bf16 rate
+or less; cuBLASLt and CUTLASS use wgmma. Few rows are bound by reading the weight, so our kernel computes them. Bits depend on the
+batch, so ``--batch-invariant`` excludes ``_scaled_mm``.
 """
 
 from __future__ import annotations
@@ -18,38 +18,38 @@ from quintet.executor.checkpoints.quant.coded import Fp8Run
 
 log = logging.getLogger("quintet")
 
-LEAST_ROWS = 33
-"""Up to 32 rows one tile of our kernel reads the weight once, at the rate of memory."""
+MIN_ROWS = 33
+"""Minimum number of rows. Up to 32 rows, one tile of our kernel reads the weight once at memory bandwidth."""
 PROBED_ROWS = 48
 WIDTH_UNIT = 16
-"""``_scaled_mm`` takes widths and depths that are multiples of this."""
+"""``_scaled_mm`` needs widths and depths that are multiples of this."""
 MAX_DIFFERENCE = 2.0**-6
-"""Between two results of the same codes and scales, of their largest magnitude: sums in another order, two roundings to bf16."""
+"""Allowed difference of two results, relative to the largest magnitude: another order of sums, two roundings to bf16."""
 
 Shape = tuple[int, int, torch.dtype]
 
 
 class ScaledMm:
-    """Registry of the weight shapes that ``torch._scaled_mm`` multiplies on this device; `probe` fills it."""
+    """Weight shapes that ``torch._scaled_mm`` supports on this device; `probe` fills it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._works: dict[Shape, bool] = {}
 
     def probe(self, runs: Iterable[Fp8Run]) -> None:
-        """Multiply random rows by one weight of each shape, and compare with our kernel. Logs what cannot be used."""
+        """Compare with our kernel on random rows, once per weight shape. Logs unusable shapes."""
         for run in runs:
             for dtype in SUFFIXES:
                 shape = (*run.weight.shape, dtype)
                 if shape not in self._works:
                     self._works[shape] = self._agrees(run, dtype)
 
-    def takes(self, run: Fp8Run, num_rows: int, dtype: torch.dtype) -> bool:
-        """Return whether so many rows go this way."""
-        return num_rows >= LEAST_ROWS and self._works.get((*run.weight.shape, dtype), False)
+    def supports(self, run: Fp8Run, num_rows: int, dtype: torch.dtype) -> bool:
+        """Return whether to use ``_scaled_mm`` for this weight and number of rows."""
+        return num_rows >= MIN_ROWS and self._works.get((*run.weight.shape, dtype), False)
 
     def multiply(self, x: torch.Tensor, run: Fp8Run, out: torch.Tensor) -> None:
-        """Write ``x @ (weight * scales).T + bias`` of x rounded to e4m3 into ``out [num_rows, columns]``."""
+        """Quantize x to e4m3 and write ``x @ (weight * scales).T + bias`` to ``out [num_rows, columns]``."""
         codes, row_scales = fp8_quantize(self._device, x)
         y = torch._scaled_mm(
             codes,
@@ -64,13 +64,13 @@ class ScaledMm:
         columns, depth = run.weight.shape
         if columns % WIDTH_UNIT or depth % WIDTH_UNIT:
             return False
-        where = self._device.torch_device
-        random = torch.Generator(where).manual_seed(0)
-        x = torch.randn(PROBED_ROWS, depth, device=where, generator=random).to(dtype)
+        torch_device = self._device.torch_device
+        random = torch.Generator(torch_device).manual_seed(0)
+        x = torch.randn(PROBED_ROWS, depth, device=torch_device, generator=random).to(dtype)
         bias = None if run.bias is None else run.bias.to(dtype)
-        found = x.new_empty(PROBED_ROWS, columns)
+        actual = x.new_empty(PROBED_ROWS, columns)
         try:
-            self.multiply(x, run, found)
+            self.multiply(x, run, actual)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             log.info(
                 "fp8 products of %dx%d %s: quintet (_scaled_mm: %s)",
@@ -79,7 +79,7 @@ class ScaledMm:
             return False
         ours = fp8_matmul(self._device, x, run.weight, run.scales, bias)
         largest = float(ours.float().abs().max())
-        difference = float((found.float() - ours.float()).abs().max())
+        difference = float((actual.float() - ours.float()).abs().max())
         if difference > MAX_DIFFERENCE * largest:
             log.warning(
                 "fp8 products of %dx%d %s: quintet (_scaled_mm differs by %.3g of %.3g)",

@@ -1,10 +1,8 @@
-"""Where the kernels' sources are, as one text per module: what every compiler gets, and what a compiled kernel is known by.
+"""Kernel sources as one text per module, with digests and compiler flags.
 
-Owns the flags that change what a kernel computes. Knows no compiler.
-
-A module is ``csrc/cuda/<name>.cu`` with our headers put in, each once, where it is first included (so none may be
-included under a condition that not every compiler meets). So the digest of one text tells whether a compiled kernel is
-of these sources, and CuPy, which caches by the text it is given, notices a changed header.
+A module is ``csrc/cuda/<name>.cu`` with our headers inlined, each once at its first include. So no header may be included under
+a condition that differs between compilers. The digest of the text identifies the sources of a compiled kernel. CuPy caches by
+the text, so it detects a changed header.
 """
 
 from __future__ import annotations
@@ -14,29 +12,29 @@ import re
 from pathlib import Path
 
 SOURCES = Path(__file__).parent / "sources"
-"""A link to csrc/cuda in a checkout, a copy of it in a wheel."""
+"""Link to csrc/cuda in a checkout; a copy of it in a wheel."""
 
 FLAGS = ("-std=c++17", "-ftz=true", "-fmad=false")
-"""Of nvcc and NVRTC alike. CuPy adds the second by itself, so all ways have it. The third: two instances of a template
-must round alike, so a multiplication is fused with an addition where the source says ``fmaf`` and nowhere else."""
+"""Flags of nvcc and NVRTC. ``-ftz``: CuPy always adds it. ``-fmad=false``: template instances must round equally, so only an
+explicit ``fmaf`` in the source fuses a multiplication with an addition."""
 
 _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"]+)"[ \t]*(?://.*)?$')
 _EMULATION = "emulation/"
-"""Headers for g++ alone: left as they are, behind a condition that no CUDA compiler meets."""
+"""Headers only for g++; not inlined, because CUDA compilers skip them."""
 
 
 def modules(sources: Path = SOURCES) -> list[str]:
-    """Return the names of all modules, sorted; none where the sources are not installed."""
+    """Return the sorted names of all modules; empty if the sources are not installed."""
     return sorted(path.stem for path in sources.glob("*.cu"))
 
 
 def source_text(module: str, sources: Path = SOURCES) -> str:
-    """Return a module's text with its headers put in. Line directives keep compilers' messages about the files."""
+    """Return a module's text with its headers inlined. Line directives keep the file names in compiler messages."""
     return "".join(_lines(sources / f"{module}.cu", sources, set()))
 
 
 def digest(text: str) -> str:
-    """Return what a kernel compiled from a module's text is known by."""
+    """Return the digest of a module's text and the flags."""
     return hashlib.sha256("\0".join((text, *FLAGS)).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""Small numbers on their way between host and device: pinned buffers, taken in turn, that copies use in their own time."""
+"""Ring of pinned buffers for asynchronous copies between host and device."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from quintet.executor.backends.cuda.device import Device, Event
 
 @dataclass(slots=True)
 class PinnedBuffer:
-    """Page-locked memory, and the mark behind the last copy that used it."""
+    """Pinned memory, and the event after the last copy that used it."""
 
     host: torch.Tensor
     free_after: Event | None = None
 
 
 class PinnedRing:
-    """Buffers of one size. Whoever takes one waits, if he must, until the device is done with what it was last used for.
+    """Pinned buffers of one size, reused in turn.
 
-    With one buffer more than there are steps in flight nobody ever waits.
+    `take` waits until the device has finished the last use of the buffer. With one more buffer than steps in flight it does not
+    wait.
     """
 
     def __init__(self, device: Device, num_buffers: int, num_words: int) -> None:
@@ -28,7 +29,7 @@ class PinnedRing:
         self._next = 0
 
     def take(self) -> PinnedBuffer:
-        """Return the buffer that was taken longest ago; its user sets ``free_after``."""
+        """Return the least recently used buffer; the caller sets ``free_after``."""
         buffer = self._buffers[self._next]
         self._next = (self._next + 1) % len(self._buffers)
         if buffer.free_after is not None:

@@ -1,4 +1,4 @@
-"""States of a step's rows on a device: where a layer's are, and whose tables name them."""
+"""Recurrent states of a step's rows on a device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from quintet.executor.models.layers.states import StatePart
 
 
 class DeviceStates:
-    """The states of one step."""
+    """States of one step."""
 
     def __init__(self, rows_of: list[StepRows], kv: DeviceKv) -> None:
-        """rows_of: the step's rows as each group sees them."""
+        """rows_of: the step's rows, per KV group."""
         self._rows_of = rows_of
         self._kv = kv
 
     def of(self, part: StatePart, dtype: torch.dtype = torch.float32) -> tuple[StepRows, torch.Tensor]:
-        """Return the step's rows in the group of a layer's states, and the part in every block."""
+        """Return the step's rows in the layer's state group, and the state tensor ``[num_blocks, ...]``."""
         group, place = self._kv.spec.place(part.index, state=True)
         return self._rows_of[group], part.of(self._kv.places[place], dtype)

@@ -1,6 +1,6 @@
-"""One device's half of a plan: its words are copied there, its blocks moved, its rows computed, launched or as a graph.
+"""Device side of a step: copies the packed words, moves blocks, and computes the rows eagerly or by a graph.
 
-Knows no plan, only what was packed of one: so every rank of several does the same by what rank 0 tells it.
+Works on packed plans only, so every rank runs the same code with the words of rank 0.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from quintet.executor.backends.cuda.attention.backend import HostRows
 from quintet.executor.backends.cuda.graphs import DecodeGraphs
 from quintet.executor.backends.cuda.host_pool import HostPool
-from quintet.executor.backends.cuda.ops.peers import RanksApart
+from quintet.executor.backends.cuda.ops.peers import RankDesyncError
 from quintet.executor.backends.cuda.ops.tables import PackedPlan, Words
 from quintet.executor.backends.cuda.runner import DecodeGraph, DeviceRunner, Drawn
 from quintet.executor.backends.cuda.staging import PinnedBuffer, PinnedRing
@@ -23,22 +23,22 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class PlanBuffer:
-    """Where the words of a plan are packed."""
+    """Host buffer for the packed words of a plan."""
 
     host: torch.Tensor
     """int32"""
     _buffer: PinnedBuffer | None
-    """None where the plan is longer than a buffer: prompts longer than it, all at once, too rare to keep memory for."""
+    """None if the plan exceeds a pinned buffer, which is too rare to reserve memory for."""
 
     @property
     def words(self) -> Words:
-        """The same, for numpy."""
+        """``host`` as a numpy array."""
         words: Words = self.host.numpy()
         return words
 
 
 class DeviceSteps:
-    """What is launched for plans, in their order."""
+    """Launches of packed plans, in order."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class DeviceSteps:
         config: EngineConfig,
         ranks: Ranks | None = None,
     ) -> None:
-        """staging: int32, the runner's: where graphs read a plan's words. ranks: of one of several, which capture together."""
+        """staging: int32, the runner's; graphs read a plan's words from it. ranks: given if several ranks capture together."""
         self.runner = runner
         self._device = runner.device
         self.staging = staging
@@ -60,23 +60,23 @@ class DeviceSteps:
         num_host_blocks = config.model.kv.num_blocks(config.cache.swap_bytes)
         self.host_pool = HostPool(self._device, runner.pool, num_host_blocks) if num_host_blocks else None
 
-    def room_for(self, num_words: int) -> PlanBuffer:
-        """Return room for so many words; whoever takes one of the pinned buffers may have to wait for its last copy."""
+    def buffer_for(self, num_words: int) -> PlanBuffer:
+        """Return a buffer for ``num_words``; may wait for the last copy from a pinned buffer."""
         if num_words > len(self.staging):
             return PlanBuffer(torch.empty(num_words, dtype=torch.int32), None)
         buffer = self._words.take()
         return PlanBuffer(buffer.host, buffer)
 
-    def send(self, room: PlanBuffer, num_words: int) -> torch.Tensor:
-        """Copy the words to the device; return where they are, usually the buffer that graphs read."""
-        if room._buffer is None:
-            return room.host[:num_words].to(self._device.torch_device)
-        self.staging[:num_words].copy_(room.host[:num_words], non_blocking=True)
-        room._buffer.free_after = self._device.record()
+    def send(self, buffer: PlanBuffer, num_words: int) -> torch.Tensor:
+        """Copy the words to the device; return the device tensor, normally ``staging``."""
+        if buffer._buffer is None:
+            return buffer.host[:num_words].to(self._device.torch_device)
+        self.staging[:num_words].copy_(buffer.host[:num_words], non_blocking=True)
+        buffer._buffer.free_after = self._device.record()
         return self.staging
 
     def move_blocks(self, packed: PackedPlan, staging: torch.Tensor) -> None:
-        """Copy blocks to and from the host, and within the device."""
+        """Copy blocks to the host, from the host, and within the device."""
         if self.host_pool is not None:
             self.host_pool.copy_out(staging[packed.swaps_out])
             self.host_pool.copy_in(staging[packed.swaps_in])
@@ -85,32 +85,32 @@ class DeviceSteps:
     def graph_of(
         self, packed: PackedPlan, staging: torch.Tensor, embeds: StepEmbeds | None
     ) -> DecodeGraph | None:
-        """Return the graph that computes a plan, if there is one yet."""
-        if not self.could_be_captured(packed, staging, embeds):
+        """Return the captured graph for a plan, or None."""
+        if not self.is_graph_shape(packed, staging, embeds):
             return None
         assert self.graphs is not None
         return self.graphs.find(packed.num_rows)
 
     def graph_of_size(self, num_rows: int, staging: torch.Tensor) -> DecodeGraph:
-        """Return the graph that rank 0 replays; raise `RanksApart` where there is none: other launches would not meet its."""
+        """Return the graph that rank 0 replays; raise `RankDesyncError` if it is missing: eager launches would not match."""
         graph = None
         if self.graphs is not None and staging is self.staging:
             graph = self.graphs.of_size(num_rows)
         if graph is None:
-            raise RanksApart(
-                f"rank 0 replays a graph of {num_rows} rows, and this rank has none of that size"
+            raise RankDesyncError(
+                f"rank 0 replays a graph of {num_rows} rows, but this rank has no graph of that size"
             )
         return graph
 
-    def could_be_captured(self, packed: PackedPlan, staging: torch.Tensor, embeds: StepEmbeds | None) -> bool:
-        """Whether there is a graph for such a plan, or there will be."""
+    def is_graph_shape(self, packed: PackedPlan, staging: torch.Tensor, embeds: StepEmbeds | None) -> bool:
+        """Return whether the plan is a decode step for which a graph exists or will be captured."""
         is_decode = packed.num_tokens == packed.num_rows == packed.num_sampled and embeds is None
         return is_decode and self.graphs is not None and staging is self.staging
 
     def compute(
         self, packed: PackedPlan, staging: torch.Tensor, host: HostRows, embeds: StepEmbeds | None
     ) -> Drawn:
-        """Launch a plan's rows kernel by kernel."""
+        """Launch a plan's rows eagerly."""
         return self.runner.compute(
             *(staging, packed.num_rows, packed.num_tokens, packed.max_count, packed.num_sampled),
             *(host, embeds),

@@ -1,7 +1,7 @@
-"""Memory on the device for the slot tables and for the rows of a step, reserved once so that addresses never change.
+"""Device memory of the slot tables and of a step's rows, allocated once so that addresses do not change.
 
-What is in them only `quintet.executor.backends.cuda.ops.tables` writes: the tables from plans, the rows anew for each step.
-Captured graphs of every padded size share the rows' memory: each sees its beginning.
+Only `quintet.executor.backends.cuda.ops.tables` writes the contents: tables from plans, rows for each step. Captured graphs of
+all padded sizes share the rows' memory; each uses a prefix of it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from quintet.executor.backends.cuda.rows import SampledRows, StepRows
 from quintet.wire.kv_spec import KvSpec
 
 RECORD_BYTES = 32
-"""A slot's draw settings: `quintet.executor.sampling.settings.RECORD`."""
+"""Size of a slot's sampling settings: `quintet.executor.sampling.settings.RECORD`."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTables:
-    """What the device knows of each slot's tenant, one row per slot that never moves."""
+    """Slot tables on the device: one row per slot, at a fixed address."""
 
     token_ids: torch.Tensor
-    """int32[max_num_seqs, max_model_len + 1]. One more than a request can have: a plan made one step too far may write
-    there."""
+    """int32[max_num_seqs, max_model_len + 1]. A plan made one step too far may write the extra column."""
     block_table: torch.Tensor
     """int32[groups, max_num_seqs, max_blocks]"""
     num_prompt_tokens: torch.Tensor
@@ -33,12 +32,12 @@ class DeviceTables:
     kv: KvSpec
 
     @classmethod
-    def reserve(cls, max_num_seqs: int, max_model_len: int, kv: KvSpec, where: torch.device) -> DeviceTables:
-        """Return empty tables. Zeros, so that an entry that no plan wrote names a block and a token that exist."""
+    def reserve(cls, max_num_seqs: int, max_model_len: int, kv: KvSpec, device: torch.device) -> DeviceTables:
+        """Allocate zeroed tables: entries that no plan wrote are then valid blocks and tokens."""
         columns = max_model_len + 1
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, device=where)
+            return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
             token_ids=zeros(max_num_seqs, columns),
@@ -50,22 +49,22 @@ class DeviceTables:
 
 
 class StepMemory:
-    """Room for the rows of the largest step."""
+    """Memory of the rows of the largest step."""
 
     def __init__(self, tables: DeviceTables, max_tokens: int) -> None:
-        """max_tokens: of a step; the rows are as many as there are slots."""
+        """max_tokens: of a step. The number of rows is that of the slots."""
         self.tables = tables
         self.max_rows = tables.token_ids.shape[0]
         self.max_tokens = max_tokens
-        where = tables.token_ids.device
-        self._rows = torch.zeros((6, self.max_rows + 1), dtype=torch.int32, device=where)
-        self._offsets = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=where)
-        self._tokens = torch.zeros((4, max_tokens), dtype=torch.int32, device=where)
+        device = tables.token_ids.device
+        self._rows = torch.zeros((6, self.max_rows + 1), dtype=torch.int32, device=device)
+        self._offsets = torch.zeros(self.max_rows + 1, dtype=torch.int32, device=device)
+        self._tokens = torch.zeros((4, max_tokens), dtype=torch.int32, device=device)
         num_groups = len(tables.block_table)
-        self._kv_rows = torch.zeros((num_groups, max_tokens), dtype=torch.int32, device=where)
+        self._kv_rows = torch.zeros((num_groups, max_tokens), dtype=torch.int32, device=device)
 
     def rows(self, num_rows: int, num_tokens: int, max_count: int) -> StepRows:
-        """Return the rows of a step of these padded sizes. Whatever a smaller or larger step had there is lost."""
+        """Return the rows of a step of these padded sizes. All steps share the memory."""
         self._check(num_rows, num_tokens)
         slots, starts, counts = (self._rows[i, :num_rows] for i in range(3))
         token_ids, positions, token_rows, prompts = (self._tokens[i, :num_tokens] for i in range(4))
@@ -95,6 +94,6 @@ class StepMemory:
     def _check(self, num_rows: int, num_tokens: int) -> None:
         if num_rows > self.max_rows or num_tokens > self.max_tokens:
             raise ValueError(
-                f"a step of {num_rows} rows and {num_tokens} tokens was asked for; there is memory for"
-                f" {self.max_rows} rows and {self.max_tokens} tokens"
+                f"a step has {num_rows} rows and {num_tokens} tokens; at most"
+                f" {self.max_rows} rows and {self.max_tokens} tokens are allowed"
             )

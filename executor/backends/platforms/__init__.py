@@ -1,1 +1,1 @@
-"""Where tensors live: one file per kind of device."""
+"""Device platforms: one module per type of device."""

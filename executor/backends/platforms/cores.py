@@ -1,4 +1,4 @@
-"""How many processor cores this process may compute on: by affinity, by the container's quota, hyperthreads counted once."""
+"""Number of physical cores available to this process, by affinity and the container's CPU quota."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SYSTEM = Path("/sys")
 
 
 def usable_cores(affinity: set[int] | None = None, system: Path = SYSTEM) -> int:
-    """Return the number of physical cores, at least 1. ``affinity``: hardware threads allowed; by default this process's."""
+    """Return the number of physical cores, at least 1. affinity: allowed hardware threads; None: those of this process."""
     threads = os.sched_getaffinity(0) if affinity is None else affinity
     cores = len({siblings(thread, system) for thread in threads})
     quota = _quota(system)
@@ -18,16 +18,15 @@ def usable_cores(affinity: set[int] | None = None, system: Path = SYSTEM) -> int
 
 
 def default_threads(num_cores: int) -> int:
-    """Use every core of a small machine, and leave one in eight of a larger one to the other processes of the server.
+    """Return the number of compute threads: all cores of a small machine; 7/8 of a larger one, for the server's other processes.
 
-    Threads take work piece by piece: one whose core another process took for a moment does less, and nobody waits for
-    more than the piece it holds.
+    Threads take work dynamically, so a thread that loses its core for a moment delays the others by one piece at most.
     """
     return num_cores - num_cores // 8
 
 
 def siblings(thread: int, system: Path) -> str:
-    """Return the hardware threads of one core, as the kernel writes them; just this one where it does not say."""
+    """Return the hardware threads of one core in the kernel's notation; only this one if the kernel does not list them."""
     try:
         path = system / f"devices/system/cpu/cpu{thread}/topology/thread_siblings_list"
         return path.read_text().strip() or str(thread)
@@ -36,7 +35,7 @@ def siblings(thread: int, system: Path) -> str:
 
 
 def _quota(system: Path) -> float | None:
-    """Return how many processors the control group may use on average; None for no limit."""
+    """Return the CPU quota of the control group in processors; None without a limit."""
     group = system / "fs/cgroup"
     try:
         quota, period = (group / "cpu.max").read_text().split()

@@ -1,4 +1,4 @@
-"""Compute on the processor with the compiled kernels of ``csrc/cpu``, or with torch where they were not built."""
+"""CPU platform: the compiled kernels of ``csrc/cpu``, or torch if they are not built."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from quintet.wire.config import ExecutorConfig
 log = logging.getLogger(__name__)
 
 TORCH_GRAIN = 1 << 15
-"""Numbers that torch gives a thread at least, of an operation on each number (``at::internal::GRAIN_SIZE``)."""
+"""Minimum number of elements per thread of torch's elementwise operations (``at::internal::GRAIN_SIZE``)."""
 
 
 def open_platform(config: ExecutorConfig) -> Platform:
@@ -28,7 +28,7 @@ def open_platform(config: ExecutorConfig) -> Platform:
     torch.set_num_threads(threads)
     library = open_library()
     if library is None:
-        return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}, torch's kernels")
+        return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}, kernels: torch")
     if config.pin_threads:
         _start_torch_threads(threads)
     set_threads(library, threads, config.pin_threads)
@@ -36,10 +36,10 @@ def open_platform(config: ExecutorConfig) -> Platform:
     kernels = instruction_set(library)
     refusal = instruction_set_refusal(library)
     if refusal is not None:
-        log.warning("instruction set %s; computing with %s", refusal, kernels)
+        log.warning("instruction set %s; using %s", refusal, kernels)
     return Platform("cpu", torch.device("cpu"), f"cpu, threads: {threads}{pinned}, kernels: {kernels}")
 
 
 def _start_torch_threads(threads: int) -> None:
-    """Have torch start its threads: they may run where this thread may, which is about to be one processor."""
+    """Start torch's threads: they inherit the affinity of this thread, which is about to be pinned to one processor."""
     torch.ones(threads * TORCH_GRAIN).neg_()

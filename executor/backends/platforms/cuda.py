@@ -1,6 +1,6 @@
-"""Open one CUDA device: for torch, and for our kernels where CuPy and a form of them that the driver takes are installed.
+"""CUDA platform: torch, and our kernels if CuPy and a form of the kernels that the driver accepts are installed.
 
-Written against the interfaces of torch and CuPy; ``docs/gpu.md`` says what was run.
+``docs/gpu.md`` lists the tested configurations.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import torch
 
 from quintet.executor.backends.cuda.device import Device
-from quintet.executor.backends.cuda.modules import OLDEST
+from quintet.executor.backends.cuda.modules import MIN_CAPABILITY
 from quintet.executor.backends.cuda.sources import modules
 from quintet.executor.backends.platforms.cores import default_threads, usable_cores
 from quintet.executor.backends.platforms.platform import Platform
@@ -25,7 +25,7 @@ def open_platform(config: ExecutorConfig) -> Platform:
     if torch.version.cuda is None:
         raise ConfigError(
             f"--device is 'cuda', but torch {torch.__version__} was built without CUDA;"
-            " install a CUDA build of it (pytorch.org, 'Get started'), or use --device cpu"
+            " install a CUDA build of torch (pytorch.org, 'Get started'), or use --device cpu"
         )
     try:
         torch.cuda.init()
@@ -34,7 +34,7 @@ def open_platform(config: ExecutorConfig) -> Platform:
         reason = str(error).splitlines()[0]
         raise ConfigError(
             f"--device is 'cuda', but torch (built for CUDA {torch.version.cuda}) cannot use a device: {reason};"
-            " see what `nvidia-smi` says, or use --device cpu"
+            " check `nvidia-smi`, or use --device cpu"
         ) from error
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -44,8 +44,8 @@ def open_platform(config: ExecutorConfig) -> Platform:
 def open_cuda_device(config: ExecutorConfig) -> Device | None:
     """Return the current CUDA device with all kernels loaded; call `open_platform` first.
 
-    Where they cannot be loaded: None after a warning with ``allow_torch_kernels``, else `ConfigError`. Torch's operators are
-    slow and not batch-invariant, so ``batch_invariant`` always needs the kernels.
+    If they cannot be loaded: None after a warning with ``allow_torch_kernels``, otherwise `ConfigError`. Torch's operators are
+    slow and not batch-invariant, so ``batch_invariant`` needs the kernels.
     """
     try:
         return _open(torch.cuda.current_device())
@@ -56,50 +56,50 @@ def open_cuda_device(config: ExecutorConfig) -> Device | None:
             ) from error
         if not config.allow_torch_kernels:
             raise ConfigError(
-                f"--device is 'cuda', but Quintet's CUDA kernels cannot be loaded: {error}; or compute with torch's operators,"
-                " slowly: --allow-torch-kernels; or use --device cpu"
+                f"--device is 'cuda', but Quintet's CUDA kernels cannot be loaded: {error}; alternatives:"
+                " --allow-torch-kernels (torch's operators, slow), or --device cpu"
             ) from error
-        log.warning("computing with torch's operators: Quintet's CUDA kernels cannot be loaded: %s", error)
+        log.warning("using torch's operators: Quintet's CUDA kernels cannot be loaded: %s", error)
         return None
 
 
 def open_rank_device(config: ExecutorConfig) -> Device:
-    """Return the device of one of several ranks, the first that its process sees, with our kernels loaded; else `ConfigError`.
+    """Return the device of one of several ranks, device 0 of its process, with our kernels loaded.
 
-    Call `open_platform` first.
+    Call `open_platform` first. Raises `ConfigError`.
     """
     size, count = config.tensor_parallel_size, torch.cuda.device_count()
     if count < size:
         raise ConfigError(
-            f"--tensor-parallel-size {size} takes a GPU for each rank, and {count} can be used: lower it, or see what"
-            " `nvidia-smi` and CUDA_VISIBLE_DEVICES say"
+            f"--tensor-parallel-size {size} needs {size} GPUs, but {count} are available: lower it, or check `nvidia-smi`"
+            " and CUDA_VISIBLE_DEVICES"
         )
     try:
         return _open(torch.cuda.current_device())
     except ConfigError as error:
         raise ConfigError(
-            f"--tensor-parallel-size needs our kernels, and they cannot be used: {error}"
+            f"--tensor-parallel-size needs Quintet's CUDA kernels, which cannot be loaded: {error}"
         ) from error
 
 
 def extra_for(cuda_version: str | None) -> str:
-    """Return which of our extras installs the CuPy for a torch built for this version of CUDA."""
+    """Return the extra that installs CuPy for torch's version of CUDA."""
     major = (cuda_version or "").partition(".")[0]
     return f"quintet[cuda{major}]" if major in {"12", "13"} else "quintet[cuda12] or quintet[cuda13]"
 
 
 def _open(index: int) -> Device:
     capability = torch.cuda.get_device_capability(index)
-    if capability < OLDEST:
+    if capability < MIN_CAPABILITY:
         raise ConfigError(
             f"{torch.cuda.get_device_name(index)} has compute capability {capability[0]}.{capability[1]};"
-            f" they need {OLDEST[0]}.{OLDEST[1]} or later"
+            f" the kernels need {MIN_CAPABILITY[0]}.{MIN_CAPABILITY[1]} or later"
         )
     try:
         from quintet.executor.backends.cuda.cupy_device import CupyDevice
     except ImportError as error:
         raise ConfigError(
-            f"CuPy, which loads them, cannot be imported ({error});"
+            f"CuPy, which loads the kernels, cannot be imported ({error});"
             f" install it with `pip install '{extra_for(torch.version.cuda)}'`"
         ) from error
     device = CupyDevice(index)

@@ -1,7 +1,7 @@
-"""Memory of several nodes (NUMA): which nodes this process computes on, and memory that lies on all of them in turn.
+"""NUMA: nodes of this process's processors, and memory interleaved over them.
 
-Every step reads all weights with all threads, and which thread reads what is decided piece by piece. So weights are spread
-page by page over the nodes whose processors compute: each node's memory gives its share of the bandwidth, whoever asks.
+In every step all threads read all weights, with dynamic assignment of the work. So the pages of the weights are interleaved over
+the nodes in use, and every node contributes its bandwidth.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ log = logging.getLogger(__name__)
 SYSTEM = Path("/sys")
 MPOL_INTERLEAVE = 3
 MBIND = {"x86_64": 237, "aarch64": 235}
-"""The number of the system call (Linux's mbind(2)), for which the C library has no function."""
+"""System call number of Linux's mbind(2), for which the C library has no wrapper."""
 MASK_BITS = 1024
 
 
 def usable_nodes(affinity: set[int] | None = None, system: Path = SYSTEM) -> list[int]:
-    """Return the nodes that have a processor of ``affinity``; empty where the system is silent.
+    """Return the nodes with a processor of ``affinity``; empty if the system does not list nodes.
 
-    Default: the processors of all of this process's threads, since each of them may be kept on one.
+    Default: the processors of all threads of this process, because each thread may be pinned.
     """
     allowed = _processors_of_threads() if affinity is None else affinity
     nodes = []
@@ -41,46 +41,46 @@ def usable_nodes(affinity: set[int] | None = None, system: Path = SYSTEM) -> lis
 
 
 def nodes_of(processors: Collection[int], system: Path = SYSTEM) -> dict[int, int]:
-    """Return the node of each processor; nothing of those where the system is silent."""
-    found = {}
+    """Return the node of each processor; processors that the system does not list are missing."""
+    nodes = {}
     for folder in (system / "devices/system/node").glob("node[0-9]*"):
         with contextlib.suppress(OSError):
             for processor in _listed((folder / "cpulist").read_text()).intersection(processors):
-                found[processor] = int(folder.name.removeprefix("node"))
-    return found
+                nodes[processor] = int(folder.name.removeprefix("node"))
+    return nodes
 
 
 def interleave(address: int, size_bytes: int, nodes: list[int]) -> bool:
-    """Have untouched pages of ``[address, address + size_bytes)``, whole pages, lie on ``nodes`` in turn.
+    """Interleave the untouched, whole pages of ``[address, address + size_bytes)`` over ``nodes``.
 
-    Return whether the system will; otherwise pages lie where they are first touched, and the log says why.
+    Return whether the system accepts it; otherwise the reason is logged and the first touch places each page.
     """
     number = MBIND.get(platform.machine())
     if number is None or max(nodes) >= MASK_BITS:
-        log.info("weights lie on one node's memory: no mbind(2) for %s, nodes %s", platform.machine(), nodes)
+        log.info("memory is not interleaved: no mbind(2) for %s, nodes %s", platform.machine(), nodes)
         return False
     words = (ctypes.c_uint64 * (MASK_BITS // 64))()
     for node in nodes:
         words[node // 64] |= 1 << node % 64
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = (ctypes.c_long(number), ctypes.c_void_p(address), ctypes.c_size_t(size_bytes))
-    # The kernel reads one bit less than it is told.
+    # The kernel uses one bit less than the size argument.
     rest = (ctypes.c_long(MPOL_INTERLEAVE), words, ctypes.c_ulong(MASK_BITS + 1), ctypes.c_ulong(0))
     if libc.syscall(*arguments, *rest) == 0:
         return True
-    log.info("weights lie on one node's memory: %s", os.strerror(ctypes.get_errno()))
+    log.info("memory is not interleaved: %s", os.strerror(ctypes.get_errno()))
     return False
 
 
 def _processors_of_threads() -> set[int]:
     processors = set(os.sched_getaffinity(0))
     for thread in Path("/proc/self/task").glob("[0-9]*"):
-        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
             processors |= os.sched_getaffinity(int(thread.name))
     return processors
 
 
 def _listed(text: str) -> set[int]:
-    """Read a list such as ``0-3,8``."""
+    """Parse a list such as ``0-3,8``."""
     ranges = (part.partition("-") for part in text.strip().split(",") if part)
     return {number for first, _, last in ranges for number in range(int(first), int(last or first) + 1)}

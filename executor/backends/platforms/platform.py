@@ -1,4 +1,4 @@
-"""The device side's seam: which device, how many threads, which kernels."""
+"""Extension point for devices: registry of platforms."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PLATFORMS = {
     "cpu": "quintet.executor.backends.platforms.cpu:open_platform",
     "cuda": "quintet.executor.backends.platforms.cuda:open_platform",
 }
-"""``ExecutorConfig.device`` to the function that opens it. Third parties: entry points of ``quintet.platforms``."""
+"""Import path of the function that opens an ``ExecutorConfig.device``. Third parties register entry points of
+``quintet.platforms``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +28,23 @@ class Platform:
     """An opened device."""
 
     name: str
-    """Key of the table of kernels (`quintet.executor.sampling.ops`)."""
+    """Key of the kernel table (`quintet.executor.sampling.ops`)."""
     device: torch.device
     description: str
-    """For the boot story."""
+    """For the startup log."""
 
 
 def open_platform(config: ExecutorConfig) -> Platform:
-    """Open the device that the configuration names."""
+    """Open the configured device."""
     path = PLATFORMS.get(config.device) or entry_point_path("quintet.platforms", config.device)
     if path is None:
-        raise ConfigError(f"--device is {config.device!r}; it must be one of {', '.join(sorted(PLATFORMS))}")
+        raise ConfigError(f"--device is {config.device!r}; allowed are {', '.join(sorted(PLATFORMS))}")
     opener: Callable[[ExecutorConfig], Platform] = import_string(path)
     return opener(config)
 
 
 def import_string(path: str) -> Callable[..., ValueT]:
-    """Return what ``package.module:name`` names."""
+    """Import ``package.module:name``."""
     module, _, name = path.partition(":")
     value: Callable[..., ValueT] = getattr(importlib.import_module(module), name)
     return value

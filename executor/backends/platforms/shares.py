@@ -1,4 +1,4 @@
-"""Which part of the machine an engine or a rank computes on, where several share one: processors, or a GPU, of its own."""
+"""Division of a machine among engines and ranks: processors or GPUs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TASKS = Path("/proc/self/task")
 
 
 def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
-    """Keep this process to the share of a rank of engine ``index``, and return the configuration that goes with it.
+    """Restrict this process to the share of a rank of engine ``index``, and return the matching configuration.
 
-    To be called before anything computes or looks for a device. An engine that was added to those the server began with
-    shares processors with one of them; a GPU is never shared.
+    Call it before anything computes or initialises a device. An engine added after startup shares processors with one of the
+    initial engines; GPUs are never shared.
     """
     num_engines, num_ranks = config.processes.engines, config.executor.ranks_per_host
     if config.executor.kind == "mock" or (num_engines == config.executor.num_ranks == 1 and index == 0):
@@ -29,45 +29,45 @@ def take_share(index: int, config: EngineConfig, rank: int = 0) -> EngineConfig:
     if config.executor.device == "cuda":
         os.environ[VISIBLE] = devices_of(index, rank, num_ranks, os.environ.get(VISIBLE))
         return config
-    num_shares, its = num_engines * num_ranks, index % num_engines * num_ranks + rank % num_ranks
+    num_shares, share = num_engines * num_ranks, index % num_engines * num_ranks + rank % num_ranks
     num_cores = usable_cores()
     threads = config.executor.threads or max(1, default_threads(num_cores) // num_shares)
     has_own = index < num_engines and threads * num_shares <= num_cores
-    keep_to(share_of(os.sched_getaffinity(0), its, num_shares))
+    keep_to(share_of(os.sched_getaffinity(0), share, num_shares))
     executor = msgspec.structs.replace(config.executor, threads=threads, has_own_cores=has_own)
     return msgspec.structs.replace(config, executor=executor)
 
 
 def keep_to(processors: Collection[int]) -> None:
-    """Keep every thread of this process to some processors: those there are already, and whatever they start.
+    """Pin every existing thread of this process to the processors; new threads inherit the affinity.
 
-    A thread that was left out would compute on others, and weights would lie on their memory nodes too
-    (`quintet.executor.backends.platforms.memory_nodes.usable_nodes` asks all threads).
+    An unpinned thread would compute on other processors, and weights would be interleaved over their nodes too
+    (`quintet.executor.backends.platforms.memory_nodes.usable_nodes` reads the affinity of all threads).
     """
-    kept: set[str] = set()
-    while left := set(os.listdir(TASKS)) - kept:  # again: one that was not kept yet may have started another
+    pinned: set[str] = set()
+    while left := set(os.listdir(TASKS)) - pinned:  # repeat: an unpinned thread may have started another
         for task in left:
-            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            with contextlib.suppress(ProcessLookupError):  # the thread has ended
                 os.sched_setaffinity(int(task), processors)
-        kept |= left
+        pinned |= left
 
 
 def devices_of(index: int, rank: int, num_ranks: int, visible: str | None) -> str:
-    """Return the names of the devices of engine ``index`` among those that are visible: a rank's own first, the others to reach.
+    """Return CUDA_VISIBLE_DEVICES of a rank of engine ``index``: its own device first, then those of the other ranks.
 
-    One that does not exist has no name, which ends the list for CUDA.
+    A missing device becomes an empty name, which ends the list for CUDA.
     """
-    its = [index * num_ranks + (rank + step) % num_ranks for step in range(num_ranks)]
+    devices = [index * num_ranks + (rank + step) % num_ranks for step in range(num_ranks)]
     if not visible:
-        return ",".join(map(str, its))
+        return ",".join(map(str, devices))
     names = visible.split(",")
-    return ",".join(names[each] if each < len(names) else "" for each in its)
+    return ",".join(names[each] if each < len(names) else "" for each in devices)
 
 
 def share_of(processors: Collection[int], index: int, num_shares: int, system: Path = SYSTEM) -> set[int]:
-    """Return the processors of share ``index``: whole cores, and whole memory nodes as far as the numbers allow.
+    """Return the processors of share ``index``: whole cores, and whole NUMA nodes if the counts allow it.
 
-    All of them where there are fewer cores than shares.
+    Return all processors if there are fewer cores than shares.
     """
     nodes = nodes_of(processors, system)
     cores: dict[tuple[int, str], set[int]] = {}

@@ -1,1 +1,1 @@
-"""Torch backend: models run operation by operation, and models of transformers."""
+"""Torch backend: eager execution of models, and the fallback to models of transformers."""

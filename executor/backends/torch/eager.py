@@ -1,6 +1,6 @@
-"""Runs a model operation by operation with torch: on a GPU, and on a CPU without the compiled kernels.
+"""Eager execution of a model with torch, on a GPU or on a CPU without the compiled kernels.
 
-A `quintet.executor.runner.Runner`.
+Implements `quintet.executor.runner.Runner`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MAX_OUTPUTS = 256
 
 
 class EagerKv:
-    """KV memory, a tensor of bytes per place of a block: see `quintet.wire.kv_spec`."""
+    """KV memory: one uint8 tensor per place of a block, see `quintet.wire.kv_spec`."""
 
     def __init__(self, spec: KvSpec, num_blocks: int, dtype: torch.dtype, device: torch.device) -> None:
         self.spec = spec
@@ -50,7 +50,7 @@ class EagerKv:
         self.places = [lazy_zeros(shape, torch.uint8, device) for _ in range(spec.layers_per_block)]
 
     def of_layer(self, layer: AttentionLayer) -> tuple[int, torch.Tensor, torch.Tensor]:
-        """Return the layer's group, and its keys and values; see `quintet.executor.backends.cpu.ops.paged_attention`."""
+        """Return the layer's group, keys and values; see `quintet.executor.backends.cpu.ops.paged_attention`."""
         group, place = self.spec.place(layer.index)
         numbers = self.places[place].view(self.dtype)
         shape = (layer.num_kv_heads, self.spec.block_size)
@@ -62,17 +62,17 @@ class EagerKv:
         return group, keys, values.unflatten(1, (*shape, layer.value_width))
 
     def of_state(self, layer: int) -> tuple[int, torch.Tensor]:
-        """Return the group of a layer's states, and their memory: uint8 ``[num_blocks, layer_bytes]``."""
+        """Return the group of a layer's states and their memory, uint8 ``[num_blocks, layer_bytes]``."""
         group, place = self.spec.place(layer, state=True)
         return group, self.places[place]
 
 
 class EagerModel(Protocol):
-    """What runs so: any model of ours (`quintet.executor.models.model.CausalModel`), or one of transformers."""
+    """A model that can run eagerly: `quintet.executor.models.model.CausalModel`, or one of transformers."""
 
     @property
     def attentions(self) -> Sequence[AttentionLayer]:
-        """Of every layer."""
+        """Attention layers of the model."""
 
     @property
     def ropes(self) -> Sequence[Rope]:
@@ -86,7 +86,7 @@ class EagerModel(Protocol):
 
 
 class EagerPass:
-    """A `quintet.executor.models.forward.ForwardPass` over tensors: the pass of one step."""
+    """Pass of one step over tensors; implements `quintet.executor.models.forward.ForwardPass`."""
 
     def __init__(
         self,
@@ -95,13 +95,13 @@ class EagerPass:
         rotations: Sequence[tuple[torch.Tensor, torch.Tensor]],
         embeds: StepEmbeds | None = None,
     ) -> None:
-        """rotations: of each of the model's ropes, see `Rope.cos_sin`; embeds: of tokens without ids."""
+        """rotations: per rope of the model, see `Rope.cos_sin`; embeds: input embeddings of tokens without ids."""
         self._batch = batch
         self._kv = kv
         self._rotations = rotations
         self._embeds = embeds
-        self.num_done = 0
-        """Operations that were begun: the one before them is done, or handed to a device."""
+        self.num_started = 0
+        """Number of started operations; earlier ones are complete or queued on a device."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -115,7 +115,7 @@ class EagerPass:
 
     def embedding(self, layer: Embedding) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         embedded = layer(self._batch.token_ids)
         if self._embeds is not None:
             self._embeds.put(embedded)
@@ -123,61 +123,63 @@ class EagerPass:
 
     def add_positions(self, x: torch.Tensor, table: torch.Tensor, offset: int) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return x + table.index_select(0, self._batch.positions + offset)
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return norm(x)
 
     def linear(self, layer: Linear, x: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return layer(x)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return x + y
 
     def multiply(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return x * y
 
     def scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return x * factor
 
     def clip(self, x: torch.Tensor, bound: float) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return clipped(x, -bound, bound)
 
     def of_stage_before(self, width: int) -> torch.Tensor:
         """See `ForwardPass`."""
-        raise AssertionError(f"{width} numbers of a stage before: stages run compiled programs")
+        raise AssertionError(
+            f"input of width {width} from a previous stage: eager execution does not support pipeline stages"
+        )
 
     def of_all_ranks(self, x: torch.Tensor, kept: KeptRange) -> torch.Tensor:
-        """See `ForwardPass`. There are no others."""
+        """See `ForwardPass`. There is only one rank."""
         assert kept.is_all, kept
         return x
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return torch.tanh(x / cap) * cap
 
     def activation(self, x: torch.Tensor, kind: Activation) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return activate(x, kind)
 
     def xielu(self, x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return xielu(x, numbers)
 
     def columns(self, x: torch.Tensor, begin: int, width: int) -> torch.Tensor:
@@ -186,24 +188,24 @@ class EagerPass:
 
     def head_linear(self, layer: HeadLinear, x: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return layer(x)
 
     def join(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return torch.cat((x, y), dim=1)
 
     def experts(self, layer: Experts, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         return layer(x, scores)
 
     def attention(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """See `ForwardPass`."""
-        self.num_done += 1
+        self.num_started += 1
         batch, (group, keys, values) = self._batch, self._kv.of_layer(layer)
         if not layer.norms_behind:
             q = q if layer.q_norm is None else layer.q_norm(q)
@@ -214,7 +216,7 @@ class EagerPass:
         cache = (keys, values, batch.blocks[group], batch.offsets)
         q = rope_kv_write(layer, q, k, v, rotation, batch.positions, *cache)
         attended = paged_attention(layer, q, keys, values, batch.attention[group, layer.sight, layer.heads])
-        return attended.reshape(batch.num_tokens, -1).contiguous()  # a view, of heads of one number
+        return attended.reshape(batch.num_tokens, -1).contiguous()  # otherwise a view if head_dim is 1
 
     def causal_conv(self, layer: CausalConv, x: torch.Tensor) -> torch.Tensor:
         """See `ForwardPass`."""
@@ -262,13 +264,13 @@ class EagerPass:
         return delta_rule(rows, states, q, k, v, alpha, beta, layer.a, layer.dt_bias)
 
     def _states(self, part: StatePart, dtype: torch.dtype = torch.float32) -> tuple[StateRows, torch.Tensor]:
-        self.num_done += 1
+        self.num_started += 1
         group, blocks = self._kv.of_state(part.index)
         return self._batch.states[group], part.of(blocks, dtype)
 
 
 class EagerRunner:
-    """A model, its KV memory as plain tensors, and the hidden states of the last step."""
+    """A model, its KV memory as tensors, and the hidden states of the last step."""
 
     max_outputs = MAX_OUTPUTS
 
@@ -294,13 +296,13 @@ class EagerRunner:
         )
         self._pass: EagerPass | None = None
         self._hidden = torch.empty(0)
-        self._done_before = 0
+        self._num_done_before = 0
 
     @property
     def work_done(self) -> int:
-        """Operations computed so far."""
+        """Total number of computed operations."""
         current = self._pass
-        return self._done_before + (0 if current is None else current.num_done)
+        return self._num_done_before + (0 if current is None else current.num_started)
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
@@ -312,7 +314,7 @@ class EagerRunner:
         batch = self._builder.build(rows, tables)
         rotations = [rope.cos_sin(batch.positions, batch.prompts, self._dtype) for rope in self._model.ropes]
         self._span("arrays")
-        self._done_before = self.work_done
+        self._num_done_before = self.work_done
         embeds = embeds_of(rows, self._dtype, self._device)
         self._pass = EagerPass(batch, self._kv, rotations, embeds)
         self._hidden = self._model.forward(self._pass)
@@ -328,7 +330,7 @@ class EagerRunner:
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
     ) -> None:
-        """See `Runner.forward_and_draw`: one operation at a time is all it can."""
+        """See `Runner.forward_and_draw`; not supported."""
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""

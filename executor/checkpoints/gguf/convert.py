@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from quintet.executor.checkpoints.gguf.weights import GgufFile, ReadBlocks, open_gguf
+from quintet.executor.checkpoints.gguf.writing.layout import model_type_of
 from quintet.executor.checkpoints.weights.convert import write_safetensors
 from quintet.executor.checkpoints.weights.files import INDEX_FILE, SINGLE_FILE
 from quintet.executor.checkpoints.weights.header import Entry
@@ -64,7 +65,9 @@ class Folder:
         files = open_gguf(path, model, DTYPES[usual], read)
         self._files = [_Numbers(file, usual, told) for file in files]
         values = json.loads(model.card)
-        self._card = {key: values[key] for key in values if key not in (FILE_KEYS, "quantization_config")}
+        card = {key: values[key] for key in values if key not in (FILE_KEYS, "quantization_config")}
+        kind = model_type_of(model.architecture)
+        self._card = card | {"dtype": model.dtype} | ({} if kind is None else {"model_type": kind})
 
     @property
     def num_bytes(self) -> int:

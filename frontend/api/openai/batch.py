@@ -11,15 +11,14 @@ from quintet.frontend.api.openai.chat import (
     ChatAnswer,
     Conversation,
     channels_of,
-    chat_params,
     check_chat,
     choice_of,
     decode_part,
     parse_conversation,
     refuse_missing,
 )
+from quintet.frontend.api.openai.chat_params import params_and_reading
 from quintet.frontend.api.openai.logprobs import prompt_logprobs
-from quintet.frontend.api.openai.tools import reading_of
 from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
@@ -41,10 +40,8 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
             "prompt_token_ids is one prompt, and a batch has several; leave it out.", "prompt_token_ids"
         )
     conversations = _conversations(body, config)
-    params = chat_params(body, config)
+    params, reading = params_and_reading(body, conversations[0].tools, config)
     options = options_of("chatcmpl", body, params, exchange, config)
-    tools, form = conversations[0].prompt.tools, params.structured_outputs
-    reading = reading_of(body, tools, config.model.parsers, form)
     deadline_ns = parse.deadline_ns(body, exchange)
     refuse_missing(body)
     parse.refuse_search(body)

@@ -23,11 +23,12 @@ from quintet.frontend.api.openai.answer import (
     usage_of,
 )
 from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.api.openai.chat_params import params_and_reading
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.kv_transfer_params import take_handover, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.offered_tools import shown_tools, with_deferred
-from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, form_or_calls, reading_of
+from quintet.frontend.api.openai.tools import check_tool_choice
 from quintet.frontend.api.openai.translation import AS_SENT, Translation
 from quintet.frontend.api.openai.types import (
     ChatBody,
@@ -148,9 +149,7 @@ def checked_chat(
     """Validate the body except unsupported fields; return prompt, parameters and output parsing."""
     check_chat(body, config)
     conversation = parse_conversation(body, config, translation)
-    body.tools = msgspec.Raw(conversation.tools) if conversation.tools else msgspec.UNSET
-    params, parsers = chat_params(body, config), config.model.parsers
-    return conversation, params, reading_of(body, conversation.tools, parsers, params.structured_outputs)
+    return conversation, *params_and_reading(body, conversation.tools, config)
 
 
 def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
@@ -298,28 +297,6 @@ def refuse_missing(body: ChatBody) -> None:
         if parse.json_of(raw) not in {b"", b"{}"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
     parse.refuse_missing(body)
-
-
-def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
-    """Return the checked sampling parameters of a request, whose tools were checked."""
-    model = config.model
-    max_tokens = parse.chat_max_tokens(body)
-    if max_tokens is None and "max_tokens" in model.generation_defaults:
-        max_tokens = int(model.generation_defaults["max_tokens"])
-    logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = parse.sampling_params(body, model, max_tokens=max_tokens, logprobs=logprobs)
-    form = form_of_calls(body, model.parsers.forced)
-    is_format = body.response_format is not None and body.response_format.type != "text"
-    if form is not None and params.structured_outputs is not None and not is_format:
-        raise parse.invalid(
-            "tool_choice insists on calls, and the request asks for an answer of another form; send one of them.",
-            "tool_choice",
-        )
-    params.structured_outputs = form or form_or_calls(params.structured_outputs, body, model.parsers)
-    names = {"logprobs": "top_logprobs", **parse.names_of(body)}
-    if body.max_completion_tokens is not None:
-        names["max_tokens"] = "max_completion_tokens"
-    return parse.checked(params, config.frontend.max_logprobs, model, names)
 
 
 def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shape:

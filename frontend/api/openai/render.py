@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from quintet.frontend.api.openai import parse
-from quintet.frontend.api.openai.chat import chat_params, check_chat, parse_conversation, prompt_of
+from quintet.frontend.api.openai.chat import checked_chat, prompt_of
 from quintet.frontend.api.openai.chat import refuse_missing as refuse_missing_in_chat
 from quintet.frontend.api.openai.completions import completion_params, parse_prompts
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
@@ -32,9 +32,8 @@ async def render_chat(service: Service, exchange: HttpRequest) -> None:
     """Answer with the conversation's request in ids."""
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
-    check_chat(body, config)
-    prompt = prompt_of(body, parse_conversation(body, config), config)
-    params = chat_params(body, config)
+    conversation, params, _ = checked_chat(body, config)
+    prompt = prompt_of(body, conversation, config)
     refuse_missing_in_chat(body)
     parse.refuse_search(body)
     limit = params.max_tokens if parse.chat_max_tokens(body) is not None else None
@@ -133,9 +132,7 @@ def _told(params: SamplingParams) -> dict[str, object]:
     if params.repetition_detection is not None:
         told["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
     if form is not None:
-        told["structured_outputs"] = _changed(
-            msgspec.structs.replace(form, calls=""), StructuredOutputsParams()
-        )
+        told["structured_outputs"] = _changed(form, StructuredOutputsParams())
     return told
 
 

@@ -71,6 +71,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    calls: str | None = None
+    """Structural tag of the calls that the answer may be instead of JSON, as `/render` writes it."""
 
 
 class JsonSchemaFormat(msgspec.Struct, kw_only=True):
@@ -106,7 +108,7 @@ def _asked(body: FormFields) -> dict[str, StructuredOutputsParams]:
         asked["response_format"] = form
     if _was_sent(body.structured_outputs):
         given = _decoded(body.structured_outputs, StructuredOutputs, FIELD)
-        asked[FIELD] = StructuredOutputsParams(**msgspec.structs.asdict(given))
+        asked[FIELD] = StructuredOutputsParams(**msgspec.structs.asdict(given) | {"calls": given.calls or ""})
     if body.grammar_lazy:
         raise _bad(
             "grammar_lazy is true; leave it out: a grammar counts from the first token here.", "grammar_lazy"

@@ -65,7 +65,8 @@ def script_of(project: Path) -> list[Turn]:
         Turn("forty-two\n", "The patch was applied to this folder."),
         Turn("orchestrate it", call("functions__exec", {"input": CODE})),
         Turn("ninety-nine\n", "The script in JavaScript printed its number."),
-        # Vercel's AI SDK, the JDK's HttpClient
+        # Vercel's AI SDK, the JDK's HttpClient, Open WebUI
         Turn("Weather in Oslo?", "<think>\nI look.\n</think>\n\n" + call("weather", {"city": "Oslo"})),
         Turn("Fine in Oslo", "It is fine in Oslo."),
+        Turn("</chat_history>", '{"title": "Weather of Oslo"}'),
     ]

@@ -1,1 +1,1 @@
-"""The operations a model is made of: a torch reference each, with signature and shapes, and the host kernels' functions."""
+"""CPU operations of a model: a torch reference of each, and bindings of the host kernels."""

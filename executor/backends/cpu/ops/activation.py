@@ -1,4 +1,4 @@
-"""Activations: the reference, and the codes by which kernels of ``csrc/cpu`` know them."""
+"""Activation functions: torch reference, and their codes in ``csrc/cpu``."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ ACTIVATION_CODES = {
     Activation.QUICK_GELU: 6,
     Activation.SIGMOID: 7,
 }
-"""As ``csrc/cpu/work.hpp`` has them."""
+"""Codes of ``csrc/cpu/work.hpp``."""
 
 
 def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
-    """Return the activation of every number, rounded to the dtype of ``x``."""
+    """Apply the activation elementwise; the result has the dtype of ``x``."""
     match kind:
         case Activation.SILU:
             return F.silu(x)
@@ -43,18 +43,18 @@ def activate(x: torch.Tensor, kind: Activation) -> torch.Tensor:
 
 
 def clipped(x: torch.Tensor, least: float, most: float) -> torch.Tensor:
-    """Return every number within these bounds, which ``x``'s dtype need not hold, as torch asks of its own."""
+    """Clamp ``x``. Unlike `torch.clamp`, the bounds need not be representable in its dtype."""
     wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
     return wide.clamp(least, most).to(x.dtype)
 
 
 def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return xIELU of every number, in fp32, rounded once to the dtype of ``x``.
+    """Apply xIELU elementwise in fp32, rounded once to the dtype of ``x``.
 
     Huang and Schlag, "Deriving activation functions using integration", 2024: ``p x² + l x`` above 0, ``n (e^min(x, m) - 1 - x) +
     l x`` below. numbers: fp32 ``[4]``: p, n - l, l, m.
     """
-    p, n, line, most = numbers.unbind()
+    p, n, linear, cap = numbers.unbind()
     wide = x if x.dtype is torch.float64 else x.float()
-    below = (torch.expm1(torch.minimum(wide, most)) - wide) * (n + line)
-    return torch.where(wide > 0, p * wide * wide, below).add(line * wide).to(x.dtype)
+    below = (torch.expm1(torch.minimum(wide, cap)) - wide) * (n + linear)
+    return torch.where(wide > 0, p * wide * wide, below).add(linear * wide).to(x.dtype)

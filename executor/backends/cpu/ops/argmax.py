@@ -1,4 +1,4 @@
-"""The most likely token of each row: all that greedy decoding asks of the logits."""
+"""Greedy choice of a token per row."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the index of the largest logit of each row, the lowest one of equals. logits: ``[rows, vocab]``; int64[rows].
+    """Return the index of the largest logit of each row, int64 ``[rows]``; ties take the lowest. logits: ``[rows, vocab]``.
 
     A NaN counts as the largest.
     """

@@ -1,4 +1,4 @@
-"""Convolution over the last few tokens, each channel by itself, with a state of its last inputs."""
+"""Depthwise causal convolution; its state is the last inputs of a row."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def causal_conv(
     bias: torch.Tensor | None,
     silu: bool,
 ) -> torch.Tensor:
-    """Return ``bias + sum over j of weight[j] * x[t - (taps - 1) + j]``, rounded, then through SiLU if wanted.
+    """Return ``bias + sum over j of weight[j] * x[t - (taps - 1) + j]``, rounded, with SiLU applied if ``silu``.
 
-    x: ``[T, channels]``; weight: float32 ``[taps, channels]``, that of the newest input last; states: ``[num_blocks, taps - 1,
-    channels]`` in the format of x, overwritten.
+    x: ``[T, channels]``; weight: float32 ``[taps, channels]``, newest input last; states: ``[num_blocks, taps - 1, channels]``
+    in the dtype of x, overwritten.
     """
     old = len(weight) - 1
     before = rows.load(states)  # [R, old, channels]
-    # Line i of `inputs` is token i of the step; behind them, what the rows remember.
+    # Line i of `inputs` is token i of the step; the states of all rows follow the tokens.
     inputs = torch.cat((x, before.reshape(-1, x.shape[1])))
 
     def lines(row: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """Return where input ``index`` of a row stands; those before its first token are remembered: -1 is the newest."""
+        """Return the line of input ``index`` of a row; a negative index reads the state, -1 is the newest."""
         return torch.where(index >= 0, rows.offsets[row] + index, len(x) + (row + 1) * old + index)
 
     tokens = torch.arange(len(x), device=x.device)

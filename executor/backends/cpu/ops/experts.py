@@ -1,4 +1,4 @@
-"""Experts: each token goes through a few of many gated feed-forwards. The references, and what a device computes with torch."""
+"""Mixture of experts: torch reference of routing and of the gated feed-forwards; also the torch path of a device."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from quintet.executor.model_config.routing import Routing, Scoring
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """What becomes of an expert's gates and ups."""
+    """Gated activation of an expert."""
 
     activation: GatedActivation
     factor: float = 1.0
-    """Of `GatedActivation.CLAMPED_SWIGLU`, as ``limit`` is."""
+    """Only for `GatedActivation.CLAMPED_SWIGLU`, like ``limit``."""
     limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertTables:
-    """All experts' numbers, row-major in one number format."""
+    """Weights of all experts, row-major, in one dtype."""
 
     gate_up: torch.Tensor
     """``[experts, 2 width, hidden]``: gates, then ups."""
     down: torch.Tensor
     """``[experts, hidden, width]``."""
     gate_up_bias: torch.Tensor | None
-    """``[experts, 2 width]``; ``down_bias`` is ``[experts, hidden]``. Both or neither."""
+    """``[experts, 2 width]``; ``down_bias`` is ``[experts, hidden]``. Both are given or neither is."""
     down_bias: torch.Tensor | None
 
 
 def route(
     scores: torch.Tensor, routing: Routing, correction: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the experts that each token chooses, the best first, int64 ``[tokens, chosen]``, and their weights in fp32.
+    """Return each token's experts, best first, int64 ``[tokens, chosen]``, and their weights in fp32.
 
-    scores: ``[tokens, experts]``; correction: fp32 ``[experts]``, added for choosing alone.
+    scores: ``[tokens, experts]``; correction: fp32 ``[experts]``, added to the scores for selection only.
     """
     values = scores.float()
     if routing.scoring is Scoring.SOFTMAX:
@@ -51,10 +51,10 @@ def route(
     choices = values if correction is None else values + correction
     if routing.groups > 1:
         grouped = choices.unflatten(-1, (routing.groups, -1))
-        worth = grouped.topk(routing.group_best).values.sum(-1)
-        kept = torch.zeros_like(worth, dtype=torch.bool)
-        kept.scatter_(1, _largest(worth, routing.chosen_groups), True)
-        choices = grouped.masked_fill(~kept[..., None], -torch.inf).flatten(1)
+        group_scores = grouped.topk(routing.group_best).values.sum(-1)
+        is_kept = torch.zeros_like(group_scores, dtype=torch.bool)
+        is_kept.scatter_(1, _largest(group_scores, routing.chosen_groups), True)
+        choices = grouped.masked_fill(~is_kept[..., None], -torch.inf).flatten(1)
     ids = _largest(choices, routing.chosen)
     weights = values.gather(1, ids)
     if routing.scoring is Scoring.SPARSE_MIXER:
@@ -67,7 +67,7 @@ def route(
 
 
 def _shares_of_near(values: torch.Tensor, ids: torch.Tensor, jitter: float) -> torch.Tensor:
-    """Return of each choice, in its order, its part of a softmax over those that are near it and not chosen before it."""
+    """Return the weight of each choice: its softmax over the experts not chosen yet and within the jitter threshold."""
     left, shares = values.clone(), []
     for place in range(ids.shape[1]):
         chosen = ids[:, place : place + 1]
@@ -79,7 +79,7 @@ def _shares_of_near(values: torch.Tensor, ids: torch.Tensor, jitter: float) -> t
 
 
 def gated(y: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """Return the gates' activation times the ups of ``y [..., 2 width]``: ``[..., width]``."""
+    """Return ``activation(gate) * up`` of ``y [..., 2 width]``: ``[..., width]``."""
     gates, ups = y.chunk(2, dim=-1)
     if gate.activation is GatedActivation.CLAMPED_SWIGLU:
         gates, ups = clipped(gates, -math.inf, gate.limit), clipped(ups, -gate.limit, gate.limit)
@@ -95,7 +95,7 @@ def experts(
     gate: Gate,
     scaled_inputs: bool,
 ) -> torch.Tensor:
-    """Return each token's sum over its experts, ``[tokens, hidden]``; ids, weights: see `route`. Waits for a device."""
+    """Return each token's weighted sum over its experts, ``[tokens, hidden]``; ids, weights: see `route`. Syncs a device."""
     y = x.new_zeros(*ids.shape, x.shape[1])  # [tokens, chosen, hidden]
     for expert in ids.unique().tolist():
         token, place = torch.where(ids == expert)
@@ -108,14 +108,14 @@ def experts(
 
 def _one(x: torch.Tensor, tables: ExpertTables, expert: int, gate: Gate) -> torch.Tensor:
     biases = (None, None) if tables.gate_up_bias is None else (tables.gate_up_bias, tables.down_bias)
-    between = F.linear(x, tables.gate_up[expert], None if biases[0] is None else biases[0][expert])
+    gate_up = F.linear(x, tables.gate_up[expert], None if biases[0] is None else biases[0][expert])
     return F.linear(
-        gated(between, gate), tables.down[expert], None if biases[1] is None else biases[1][expert]
+        gated(gate_up, gate), tables.down[expert], None if biases[1] is None else biases[1][expert]
     )
 
 
 def sum_of_chosen(y: torch.Tensor, weights: torch.Tensor, scaled_inputs: bool) -> torch.Tensor:
-    """Return the sum over what is chosen of ``y [tokens, chosen, hidden]``, in its order, in fp32; see `experts`."""
+    """Sum ``y [tokens, chosen, hidden]`` over the chosen experts, in order and in fp32; see `experts`."""
     total = torch.zeros(y.shape[0], y.shape[2], dtype=torch.float32, device=y.device)
     for place in range(y.shape[1]):
         part = y[:, place].float()
@@ -124,5 +124,5 @@ def sum_of_chosen(y: torch.Tensor, weights: torch.Tensor, scaled_inputs: bool) -
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Return where the largest of each row are, the first of equal ones first."""
+    """Return the indices of the largest values of each row; ties keep their order."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :count]

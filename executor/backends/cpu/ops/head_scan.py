@@ -1,7 +1,6 @@
-"""The state space of Mamba 2: heads of channels that fade together.
+"""State space scan of Mamba 2 (Dao and Gu, "Transformers are SSMs", 2024, equation 1 with scalar-identity A).
 
-Dao and Gu, "Transformers are SSMs" (2024), equation 1 with scalar-identity A, token by token rather than by blocks: sums of
-blocks would depend on how a request is cut into steps.
+Computed token by token: sums by chunks would depend on the division of a request into steps.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def head_scan(
 ) -> torch.Tensor:
     """Return ``(c · state + skip * x) * silu(gate)`` where ``state = exp(d a) state + b (d x)``, ``d = softplus(dt + dt_bias)``.
 
-    x, gate: ``[T, heads * head_dim]``; dt: ``[T, heads]``; b, c: ``[T, groups * state_size]``, each group's for as many heads; a,
-    dt_bias, skip: ``[heads]``; dt_limits: what d is kept within; states: ``[num_blocks, heads, state_size, head_dim]``,
-    overwritten. Parameters and states are float32, as is what is computed.
+    x, gate: ``[T, heads * head_dim]``; dt: ``[T, heads]``; b, c: ``[T, groups * state_size]``, each group shared by
+    ``heads / groups`` heads; a, dt_bias, skip: ``[heads]``; dt_limits: bounds of d; states: ``[num_blocks, heads, state_size,
+    head_dim]``, overwritten. Parameters, states and arithmetic: float32.
     """
     _, heads, state_size, head_dim = states.shape
     shared_by = heads * state_size // b.shape[1]
@@ -39,14 +38,14 @@ def head_scan(
     def of_heads(groups: torch.Tensor) -> torch.Tensor:
         return groups.float().view(len(groups), -1, state_size).repeat_interleave(shared_by, 1)[..., None]
 
-    for tokens, there in rows.steps():
+    for tokens, active in rows.steps():
         inputs = x[tokens].float().view(-1, heads, head_dim)
         width = F.softplus(dt[tokens].float() + dt_bias).clamp(*dt_limits)[..., None]  # [R, heads, 1]
-        kept = state * torch.exp(width * a[:, None])[..., None]
-        state = keep_where(there, kept + of_heads(b[tokens]) * (width * inputs)[:, :, None], state)
+        decayed = state * torch.exp(width * a[:, None])[..., None]
+        state = keep_where(active, decayed + of_heads(b[tokens]) * (width * inputs)[:, :, None], state)
         y = (state * of_heads(c[tokens])).sum(2) + skip[:, None] * inputs
         if gate is not None:
             y = y * F.silu(gate[tokens].float()).view(-1, heads, head_dim)
-        scanned.put(tokens, there, y)
+        scanned.put(tokens, active, y)
     rows.save(states, state)
     return scanned.lines

@@ -1,11 +1,14 @@
-"""Attention over the paged cache and the write to it on a CPU: ``csrc/cpu/attention.cpp``, for bf16, fp16 and fp32 rows.
+"""CPU paged attention and KV write: bindings of ``csrc/cpu/attention.cpp`` for bf16, fp16 and fp32 rows.
 
-Owns the cache of a layer (`PagedKv`), the declarations of the C functions that compute at once, and the checks of what they
-are given. A compiled step calls the same kernels by `quintet.executor.backends.cpu.program.library`. What a token's
-attention comes to has the same bits in every batch, however its prompt was cut into chunks. An int8 cache holds a
-head's keys and values in 255 steps between their largest magnitude and its negative, with an fp32 scale for each; an
-int4 cache each 32 numbers of them in 16 steps between their least and their largest, both fp16; an fp8 cache e4m3 of
-what a head's scales divide.
+Owns the cache of a layer (`PagedKv`), the C declarations for eager calls, and the argument checks. A compiled step calls the
+same kernels through `quintet.executor.backends.cpu.program.library`. A token's attention has the same bits in every batch and
+for every chunking of its prompt.
+
+Quantized caches:
+
+- int8: symmetric, 255 levels, one fp32 scale per head, for keys and for values.
+- int4: groups of 32 elements, 16 levels between their minimum and maximum, both fp16.
+- fp8: e4m3 of the value divided by the head's scale.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 
 
 class CAttention(ctypes.Structure):
-    """Field by field ``qt::AttentionLayer``; its comments say what each is."""
+    """Mirror of ``qt::AttentionLayer``, which documents the fields."""
 
     _fields_ = (
         *((name, _SIZE) for name in ("heads", "kv_heads", "key_width", "value_width", "block_size")),
@@ -46,7 +49,7 @@ class CAttention(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class AttentionFunctions:
-    """The C functions; each says in ``csrc/cpu/attention.cpp`` what its arguments are."""
+    """C functions; ``csrc/cpu/attention.cpp`` documents the arguments."""
 
     block_bytes: Callable[..., Any]
     query_width: Callable[..., Any]
@@ -56,7 +59,7 @@ class AttentionFunctions:
 
 @cache
 def attention_functions() -> AttentionFunctions | None:
-    """Declare the functions; None where the library was not built."""
+    """Declare the functions; None if the library is not built."""
     library = open_library()
     if library is None:
         return None
@@ -79,9 +82,9 @@ def kv_block_bytes(
     *,
     values_in_keys: bool = False,
 ) -> int:
-    """Return the bytes of a block of one layer whose keys and values are stored as ``dtype``.
+    """Return the bytes of one layer's block with keys and values stored as ``dtype``.
 
-    Raises ConfigError where the kernels do not take such blocks.
+    Raises ConfigError if the kernels do not support such blocks.
     """
     heads = (num_kv_heads, head_dim, value_dim)
     size = int(_functions().block_bytes(DTYPE_CODES[dtype], *heads, block_size, values_in_keys))
@@ -89,20 +92,20 @@ def kv_block_bytes(
         return size
     if block_size % 16:
         raise ConfigError(
-            f"blocks of {block_size} tokens: on a CPU they are multiples of 16; give --block-size 16 or 32"
+            f"the block size is {block_size} tokens; the CPU backend needs a multiple of 16: set --block-size 16 or 32"
         )
     if values_in_keys and dtype is torch.quint4x2:
         raise ConfigError(
-            "an int4 cache stores keys and values apart, and these values are what keys begin with: give int8"
+            "the KV cache dtype is int4, which cannot store values that are a prefix of the keys (MLA); use int8"
         )
     raise ConfigError(
-        f"heads of {head_dim} numbers in keys and {value_dim} in values: the CPU's attention takes up to 576 and 512"
+        f"head dimensions are {head_dim} (keys) and {value_dim} (values); CPU attention supports at most 576 and 512"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PagedKv:
-    """The cache of one layer. Zeros, paid for when touched."""
+    """KV cache of one layer. Initialised to zeros; pages are allocated on the first write."""
 
     dtype: torch.dtype
     num_kv_heads: int
@@ -115,7 +118,7 @@ class PagedKv:
 
     @property
     def place(self) -> KvPlace:
-        """As the kernels are told it: of the only group."""
+        """Descriptor for the kernels: a single group."""
         return KvPlace(self.memory.data_ptr(), self.memory.stride(0), 0, 1, 0)
 
     @staticmethod
@@ -138,20 +141,22 @@ class PagedKv:
 
 
 def c_attention(layer: AttentionLayer, dtype: torch.dtype, kv_code: int, block_size: int) -> CAttention:
-    """Describe a layer whose activations are ``dtype`` to the kernels. It points into the layer's tensors.
+    """Describe a layer with ``dtype`` activations to the kernels; the result points into the layer's tensors.
 
-    kv_code: of the numbers stored. Norms are the kernels' business only where `AttentionLayer.norms_with_rotation`.
+    kv_code: of the cache's dtype. The kernels apply norms only with `AttentionLayer.norms_with_rotation`.
     """
     norms, temperature = layer.norms_with_rotation, layer.temperature
     _check_vectors(layer)
     for norm in norms or ():
         weight = norm.weight
         if weight is None or weight.dtype is not dtype or weight.shape != (layer.head_dim,):
-            found = "none" if weight is None else f"{weight.dtype}{list(weight.shape)}"
-            raise ValueError(f"a norm's weight is {found}; expected contiguous {dtype}[{layer.head_dim}]")
+            actual = "none" if weight is None else f"{weight.dtype}{list(weight.shape)}"
+            raise ValueError(
+                f"the weight of a norm is {actual}; expected contiguous {dtype}[{layer.head_dim}]"
+            )
     if layer.scale <= 0 or (layer.softcap is not None and layer.softcap <= 0):
         raise ValueError(
-            f"scale is {layer.scale}, softcap {layer.softcap}; expected positive numbers or, of a cap, None"
+            f"scale is {layer.scale}, softcap {layer.softcap}; expected scale > 0, and softcap > 0 or None"
         )
     return CAttention(
         heads=layer.num_heads,
@@ -202,7 +207,7 @@ def _check_vectors(layer: AttentionLayer) -> None:
 
 
 def query_width(head_dim: int) -> int:
-    """Return how many numbers a query head has after `write_kv`: the next multiple of 16."""
+    """Return the width of a query head after `write_kv`: ``head_dim`` rounded up to a multiple of 16."""
     return int(_functions().query_width(head_dim))
 
 
@@ -217,11 +222,10 @@ def write_kv(
     """Return queries ``[num_tokens, num_heads * query_width]`` for `attend`; write keys and values into ``kv``.
 
     q: ``[num_tokens, num_heads * head_dim]``; k: ``[num_tokens, num_kv_heads * head_dim]``; v: ``[num_tokens, num_kv_heads *
-    value_width]``, places of one row or rows of their own; not read where ``layer.values_in_keys``.
+    value_width]``. They may be columns of one matrix or separate matrices; v is not read with ``layer.values_in_keys``.
 
-    Rounded as `quintet.executor.backends.cpu.ops.rms_norm` and
-    `quintet.executor.backends.cpu.ops.rope_kv_write`, but for the products with sines, which are not rounded by themselves. The
-    step's cosines and sines are in the format of ``q``.
+    Rounds as `quintet.executor.backends.cpu.ops.rms_norm` and `quintet.executor.backends.cpu.ops.rope_kv_write`, except that
+    products with sines are not rounded separately. The step's cosines and sines have the dtype of ``q``.
     """
     width = query_width(layer.head_dim)
     _check(step, layer, "q", q, layer.num_heads * layer.head_dim, kv)
@@ -229,7 +233,7 @@ def write_kv(
     _check(step, layer, "v", v, layer.num_kv_heads * layer.value_width, kv)
     out = torch.empty((len(q), layer.num_heads * width), dtype=q.dtype)
     _functions().write_kv(
-        *(ctypes.byref(step), ctypes.byref(_described(layer, q, kv))),
+        *(ctypes.byref(step), ctypes.byref(_c_attention(layer, q, kv))),
         *(q.data_ptr(), q.stride(0), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
         *(ctypes.byref(kv.place), out.data_ptr(), out.stride(0)),
     )
@@ -237,17 +241,17 @@ def write_kv(
 
 
 def attend(step: CStep, layer: AttentionLayer, q: torch.Tensor, kv: PagedKv) -> torch.Tensor:
-    """Return attention outputs ``[num_tokens, num_heads * value_width]``. q: what `write_kv` returned."""
+    """Return attention outputs ``[num_tokens, num_heads * value_width]``. q: the result of `write_kv`."""
     _check(step, layer, "q", q, layer.num_heads * query_width(layer.head_dim), kv)
     out = torch.empty((len(q), layer.num_heads * layer.value_width), dtype=q.dtype)
     _functions().attend(
-        *(ctypes.byref(step), ctypes.byref(_described(layer, q, kv)), q.data_ptr(), q.stride(0)),
+        *(ctypes.byref(step), ctypes.byref(_c_attention(layer, q, kv)), q.data_ptr(), q.stride(0)),
         *(ctypes.byref(kv.place), out.data_ptr(), out.stride(0)),
     )
     return out
 
 
-def _described(layer: AttentionLayer, q: torch.Tensor, kv: PagedKv) -> CAttention:
+def _c_attention(layer: AttentionLayer, q: torch.Tensor, kv: PagedKv) -> CAttention:
     return c_attention(layer, q.dtype, DTYPE_CODES[kv.dtype], kv.block_size)
 
 
@@ -259,7 +263,7 @@ def _functions() -> AttentionFunctions:
     functions = attention_functions()
     if functions is None:
         raise RuntimeError(
-            "the host kernels were not built; see the log of the installation, or use the references"
+            "the host kernels are not built; check the installation log, or use the torch references"
         )
     return functions
 
@@ -269,19 +273,19 @@ def _check(step: CStep, layer: AttentionLayer, name: str, x: torch.Tensor, width
     if x.dim() != 2 or x.shape != (step.num_tokens, width) or x.dtype not in formats or x.stride(1) != 1:
         raise ValueError(
             f"{name} is {x.dtype}{list(x.shape)} with strides {x.stride()}; expected [{step.num_tokens}, {width}] of"
-            " bfloat16, float16 or float32 with neighbouring elements in a row"
+            " bfloat16, float16 or float32 with contiguous rows"
         )
     if kv.dtype not in (x.dtype, *NARROW_KV.values()):
         raise ValueError(
-            f"the cache holds {kv.dtype} and {name} is {x.dtype}; expected the same, or an int8, int4 or fp8 cache"
+            f"the KV cache is {kv.dtype} and {name} is {x.dtype}; expected the same dtype, or an int8, int4 or fp8 cache"
         )
     heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
     if layer.values_in_keys != kv.values_in_keys:
         raise ValueError(
-            f"the layer's values are in keys: {layer.values_in_keys}, the cache's: {kv.values_in_keys}"
+            f"values_in_keys is {layer.values_in_keys} in the layer and {kv.values_in_keys} in the cache; expected the same"
         )
     if heads != (kv.num_kv_heads, kv.head_dim, kv.value_dim):
         raise ValueError(
-            f"the layer has {heads[0]} KV heads of {heads[1]} and {heads[2]} numbers, the cache"
+            f"the layer has {heads[0]} KV heads of dimensions {heads[1]} and {heads[2]}, the cache"
             f" {kv.num_kv_heads} of {kv.head_dim} and {kv.value_dim}"
         )

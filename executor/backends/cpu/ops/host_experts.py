@@ -1,4 +1,4 @@
-"""Experts by the host kernels: ``csrc/cpu/experts.cpp``, alone or as an operation of a compiled step.
+"""Mixture of experts on the host kernels: ``csrc/cpu/experts.cpp``, eager or in a compiled step.
 
 The reference is `quintet.executor.backends.cpu.ops.experts`.
 """
@@ -22,13 +22,13 @@ from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight
 from quintet.executor.model_config.routing import MAX_CHOSEN, MAX_EXPERTS, Routing
 
 NO_EXPERT = -1
-"""Lies in a place that nothing was copied into."""
+"""Marks an empty place for a copy."""
 
 _SIZE, _ADDRESS, _INT, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int, ctypes.c_double
 
 
 class CExperts(ctypes.Structure):
-    """Field by field ``qt::ExpertsLayer``, its ``qt::Routing`` first."""
+    """Mirror of ``qt::ExpertsLayer``, which begins with its ``qt::Routing``."""
 
     _fields_ = (
         ("experts", _SIZE),
@@ -64,12 +64,12 @@ class CExperts(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Where experts are: at home at one rank, neighbours together; and copied into places of others."""
+    """Expert placement: each rank holds a contiguous range of experts, and places for copies of others."""
 
     rank: int = 0
     ranks: int = 1
     places: int = 0
-    """Of each rank."""
+    """Number of copies that each rank can hold."""
 
 
 ALL_HERE = Homes()
@@ -78,14 +78,14 @@ ALL_HERE = Homes()
 @cache
 def _experts_function() -> Callable[..., Any]:
     library = open_library()
-    assert library is not None, "there are packed weights, and so a library"
+    assert library is not None, "packed weights exist, so the library is loaded"
     check_layout(library, "qt_experts_bytes", ctypes.sizeof(CExperts))
     a, n, i = _ADDRESS, _SIZE, _INT
     return declare(library, "qt_op_experts", a, a, n, a, n, n, a, n, i)
 
 
 class HostExperts:
-    """A layer's experts as the kernels are told of them; keeps all that they point to."""
+    """A layer's experts in the kernels' layout; keeps the tensors that it points to alive."""
 
     def __init__(
         self,
@@ -100,16 +100,16 @@ class HostExperts:
         inputs: tuple[Inputs, Inputs] = (Inputs.SIXTEEN_BITS, Inputs.SIXTEEN_BITS),
         homes: Homes = ALL_HERE,
     ) -> None:
-        """gate_up: paired, of ``[2 width, hidden]`` each; down: ``[hidden, width]``; the rest: see `ExpertTables`, `route`.
+        """gate_up: paired, ``[2 width, hidden]`` each; down: ``[hidden, width]`` each. See also `ExpertTables` and `route`.
 
-        Of the experts that are at home here, then of the places. inputs: of gates and ups, then of downs.
+        Both list this rank's own experts first, then its places for copies. inputs: of gate and up, then of down.
         """
         first = routing.experts * homes.rank // homes.ranks
         kept = routing.experts * (homes.rank + 1) // homes.ranks - first
         assert len(gate_up) == len(down) == kept + homes.places, (len(gate_up), len(down), homes)
         assert routing.experts <= MAX_EXPERTS and routing.chosen <= MAX_CHOSEN, routing
         assert len(_shapes(gate_up)) == len(_shapes(down)) == 1, (_shapes(gate_up), _shapes(down))
-        assert correction is None or correction.dtype is torch.float32, "a correction is compared in fp32"
+        assert correction is None or correction.dtype is torch.float32, "the correction must be float32"
         tensors = (correction, gate_up_bias, down_bias)
         assert all(each is None or each.is_contiguous() for each in tensors)
         self._handles = [
@@ -120,14 +120,14 @@ class HostExperts:
         self.hidden = down[0].columns
         self.homes = homes
         self.first, self.kept = first, kept
-        """Experts that are at home here, from which one on, and how many."""
+        """This rank's own experts: the first index, and their count."""
         self.copies = np.full((homes.ranks, homes.places), NO_EXPERT, np.int32)
-        """``[ranks, places]``: which expert lies there. Written between steps, by all ranks alike."""
+        """``[ranks, places]``: expert of each copy. All ranks write the same table, between steps."""
         self.asked = np.zeros(routing.experts + 2, np.int64)
-        """Work of all steps so far, in rows; few rows of an expert count as many as are multiplied while it is read. Of each
-        expert; of whichever rank was busiest in each step; of all ranks."""
+        """Total work so far, in rows: of each expert; of the busiest rank of each step; of all ranks. A small number of rows
+        counts as the rows that take as long as reading the weights."""
         self.c = CExperts(
-            **_told_of(routing),
+            **_routing_fields(routing),
             correction=addresses[0],
             first=first,
             kept=kept,
@@ -149,14 +149,14 @@ class HostExperts:
         self.address = ctypes.addressof(self.c)
 
     def bytes_at(self, place: int) -> list[torch.Tensor]:
-        """Return all that is known of the expert at a place, of `kept` and then those for copies: uint8, as long at each."""
+        """Return the tensors of the expert at an index of `kept` plus copies: uint8, of equal sizes for all experts."""
         weights = [packed[place].memory for packed in self._weights]
         return weights + [each[place].view(torch.uint8) for each in self._biases if each is not None]
 
     def __call__(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return each token's sum over the experts that its scores choose.
+        """Return each token's weighted sum over the experts that its scores select.
 
-        x: ``[tokens, hidden]``; scores: ``[tokens, experts]``, of the weights' number format or, where that is integer, any.
+        x: ``[tokens, hidden]``; scores: ``[tokens, experts]``; both in the dtype of the weights, or any for integer weights.
         """
         assert x.shape == (len(scores), self.hidden) and scores.shape[1] == self.c.experts, (
             x.shape,
@@ -175,7 +175,7 @@ def _shapes(weights: Sequence[PackedWeight]) -> set[tuple[WeightFormat, int, int
     return {(each.format, each.columns, each.depth, each.group) for each in weights}
 
 
-def _told_of(routing: Routing) -> dict[str, float]:
+def _routing_fields(routing: Routing) -> dict[str, float]:
     return {
         "experts": routing.experts,
         "chosen": routing.chosen,

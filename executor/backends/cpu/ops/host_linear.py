@@ -1,7 +1,7 @@
-"""The linear kernels of ``csrc/cpu`` as functions of addresses: packed weights, multiplication.
+"""Bindings of the linear kernels of ``csrc/cpu``: packed weights and their multiplication.
 
-Knows no shapes: `quintet.executor.backends.cpu.ops.packed_weight` checks them before it hands over addresses. The
-same as operations of a program: `quintet.executor.backends.cpu.program.library`.
+`quintet.executor.backends.cpu.ops.packed_weight` checks shapes. `quintet.executor.backends.cpu.program.library` has the same
+kernels as operations of a program.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _ADDRESS, _SIZE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 
 
 class Inputs(IntEnum):
-    """What inputs are rounded to where weights are integers; the codes of csrc/cpu/linear.hpp."""
+    """Activation quantization for integer weights; codes of csrc/cpu/linear.hpp."""
 
     SIXTEEN_BITS = 0
-    """A scale for each group of the weight, or for 256 inputs where it has none."""
+    """One scale per group of the weight, or per 256 inputs for a weight without groups."""
     EIGHT_BITS = 1
-    """A scale for each token."""
+    """One scale per token."""
     EIGHT_BITS_IN_GROUPS = 2
-    """A scale for each group of the weight, of 32 inputs at least; for each token where it has none."""
+    """One scale per group of the weight (at least 32 inputs), or per token for a weight without groups."""
 
 
 class WeightFormat(IntEnum):
-    """How a packed weight stores its numbers; the codes of csrc/cpu/weight_formats.hpp."""
+    """Storage format of a packed weight; codes of csrc/cpu/weight_formats.hpp."""
 
     BF16 = 0
     FP16 = 1
@@ -40,11 +40,11 @@ class WeightFormat(IntEnum):
     INT8 = 3
     INT4 = 4
     INT4_ZEROS = 5
-    """4 bits with a zero point per group."""
+    """4 bits with one zero point per group."""
     INT8_ZEROS = 6
-    """8 bits, likewise."""
+    """8 bits with one zero point per group."""
     Q4_1 = 7
-    """From here on GGUF's, by the names of their types there."""
+    """The formats from this one to MXFP4 are GGUF types."""
     Q5_0 = 8
     Q5_1 = 9
     Q2_K = 10
@@ -55,77 +55,78 @@ class WeightFormat(IntEnum):
     IQ4_NL = 15
     IQ4_XS = 16
     MXFP4 = 17
-    """Also of safetensors, from codes."""
+    """A GGUF type; also filled from codes of safetensors."""
     NVFP4 = 18
-    """From codes alone."""
+    """Filled from codes only."""
     FP8 = 19
-    """From here on numbers that are multiplied in floating point: bytes of fp8, e4m3, with a scale for each group, in fp32."""
+    """fp8 e4m3 bytes with one fp32 scale per group; multiplied in floating point, like the formats up to FP4."""
     NF4 = 20
-    """bitsandbytes' tables of 16, likewise."""
+    """bitsandbytes' table of 16 values; so is FP4."""
     FP4 = 21
     INT4_SINGLE = 22
-    """From here on integers again, whose groups have scales in fp32, and zeros in fp32, which need not be integers."""
+    """Integers with fp32 scales per group, as are the formats up to INT8_SINGLE_ZEROS. ``_ZEROS``: zero points in fp32 that need
+    not be integers."""
     INT8_SINGLE = 23
     INT4_SINGLE_ZEROS = 24
     INT8_SINGLE_ZEROS = 25
     TABLES = 26
-    """4 bits that choose from 16 numbers in fp32, which each output has for itself, and outliers that are added to some."""
+    """4-bit codes into a table of 16 fp32 values per output, plus outliers that are added to some elements."""
 
     @property
     def is_float(self) -> bool:
-        """Whether the numbers are stored as the activations are."""
+        """True if the weight is stored in a dtype of activations."""
         return self <= WeightFormat.FP32
 
     @property
     def has_zeros(self) -> bool:
-        """Whether groups have zero points."""
+        """True if groups have zero points."""
         return self in (WeightFormat.INT4_ZEROS, WeightFormat.INT8_ZEROS) or self.has_real_zeros
 
     @property
     def has_real_zeros(self) -> bool:
-        """Whether they are numbers in fp32; otherwise they are bytes."""
+        """True if zero points are fp32; otherwise they are bytes."""
         return self in (WeightFormat.INT4_SINGLE_ZEROS, WeightFormat.INT8_SINGLE_ZEROS)
 
     @property
     def has_singles(self) -> bool:
-        """Whether scales of groups of integers are in fp32; nothing is rounded into such a format."""
+        """True if integer groups have fp32 scales; such a format is only filled from codes."""
         return WeightFormat.INT4_SINGLE <= self <= WeightFormat.INT8_SINGLE_ZEROS
 
     @property
     def has_tables(self) -> bool:
-        """Whether each column has its own; nothing is rounded into such a format."""
+        """True if each column has its own table; such a format is only filled from codes."""
         return self is WeightFormat.TABLES
 
     @property
     def has_own_group(self) -> bool:
-        """Whether its group is given as 0, for it has its own; nothing is rounded into such a format."""
+        """True if the format defines its group size, so ``group`` is 0; such a format is only filled from codes or blocks."""
         return WeightFormat.Q4_1 <= self <= WeightFormat.NVFP4
 
     @property
     def is_coded_float(self) -> bool:
-        """Whether codes stand for floating-point numbers, which are scaled and multiplied as such; x is what it is."""
+        """True if codes decode to floating-point values; activations are then not quantized."""
         return WeightFormat.FP8 <= self <= WeightFormat.FP4 or self.has_tables
 
     @property
     def is_integer(self) -> bool:
-        """Whether integers are multiplied, and x becomes some."""
+        """True if the multiplication is in integers; activations are then quantized."""
         return not self.is_float and not self.is_coded_float
 
     @property
     def code_levels(self) -> int:
-        """How many codes there are that `PackedWeight.fill_codes` takes; 0: it takes none."""
+        """Number of codes that `PackedWeight.fill_codes` accepts; 0: the format is not filled from codes."""
         if self in _OF_BYTES:
             return 256
-        takes_none = self.is_float or self.has_tables or (self.has_own_group and not self.bytes_group)
-        return 0 if takes_none else 16
+        has_no_codes = self.is_float or self.has_tables or (self.has_own_group and not self.bytes_group)
+        return 0 if has_no_codes else 16
 
     @property
     def bytes_group(self) -> int:
-        """Of fp4: how many k share a scale that is a byte; 0 of others."""
+        """For fp4: number of inputs that share a one-byte scale; 0 for other formats."""
         return {WeightFormat.MXFP4: 32, WeightFormat.NVFP4: 16}.get(self, 0)
 
     def block(self, group: int) -> tuple[int, int] | None:
-        """Return how many k a block of a GGUF file holds, and its bytes there; None where such files have no such format."""
+        """Return the inputs and the bytes of a GGUF block; None if GGUF has no such format."""
         return _BLOCKS.get(self) if group == (0 if self.has_own_group else 32) else None
 
 
@@ -151,20 +152,20 @@ _BLOCKS = {
     WeightFormat.IQ4_XS: (256, 136),
     WeightFormat.MXFP4: (32, 17),
 }
-"""Q8_0 is int8 and Q4_0 int4, in groups of 32."""
+"""Inputs and bytes per GGUF block. Q8_0 is INT8 and Q4_0 is INT4, both in groups of 32."""
 
 
 class CodesProblem(IntFlag):
-    """What `LinearLibrary.weight_fill_codes` found; ``qt::Problem``."""
+    """Problems that `LinearLibrary.weight_fill_codes` reports; ``qt::Problem``."""
 
     CODE = 1
-    """A code that the format does not have."""
+    """A code is outside the format's range."""
     SCALE = 2
-    """A scale or a zero point that the packed form does not hold."""
+    """A scale or zero point is not representable in the packed format."""
 
 
 class LinearLibrary:
-    """The functions; csrc/cpu/weight.cpp and linear_calls.cpp say what each argument is."""
+    """C functions; csrc/cpu/weight.cpp and linear_calls.cpp document the arguments."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         def function(name: str, *arguments: type, result: type | None = None) -> Callable[..., Any]:
@@ -216,12 +217,12 @@ class LinearLibrary:
 
 
 def head_linear(handles: ctypes.Array[ctypes.c_void_p], x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``[tokens, width]``: each head's columns of ``x [tokens, heads * depth]`` times the weight of its handle.
+    """Multiply each head's columns of ``x [tokens, heads * depth]`` by its weight; return ``[tokens, width]``.
 
-    Weights are of one shape and format, that of x. The reference is `torch.bmm`.
+    handles: one weight per head, of equal shapes and of the dtype of x. The reference is `torch.bmm`.
     """
     library = open_library()
-    assert library is not None and x.stride(1) == 1, "there are packed weights, and so a library"
+    assert library is not None and x.stride(1) == 1, "packed weights exist, so the library is loaded"
     multiply = declare(
         library, "qt_op_head_linear", _ADDRESS, _SIZE, _ADDRESS, _SIZE, _SIZE, _INT, _ADDRESS, _SIZE
     )
@@ -235,6 +236,6 @@ def head_linear(handles: ctypes.Array[ctypes.c_void_p], x: torch.Tensor, width: 
 
 @cache
 def linear_library() -> LinearLibrary | None:
-    """Return the functions, or None where the library was not built."""
+    """Return the functions, or None if the library is not built."""
     library = open_library()
     return None if library is None else LinearLibrary(library)

@@ -1,9 +1,8 @@
-"""The operations between multiplications on a CPU: ``csrc/cpu/pointwise.cpp``, for bf16, fp16 and fp32 rows.
+"""CPU pointwise operations: bindings of ``csrc/cpu/pointwise.cpp`` for bf16, fp16 and fp32 rows.
 
-Owns the declarations of their C functions, alone (``op``) and as operations of a compiled step (``program``; those that
-models use today are in `quintet.executor.backends.cpu.program.library` too), and the checks of tensors for the
-former. Rows may lie apart, their elements not; ``y`` may be the input. Results are rounded where the references
-(torch, transformers) round.
+Owns the declarations of the eager functions (``op``) and of the operations of a compiled step (``program``), and the checks of
+the former's tensors. Rows may be strided; the elements of a row are contiguous. ``y`` may be the input. Results are rounded at
+the points at which the references (torch, transformers) round.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _SIGNATURES: dict[str, tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     "activation": ((_INT, *_X), (_SIZE, *_Y)),
     "activation_and_mul": ((_INT, *_X), (_SIZE, *_Y)),
 }
-"""What comes before the number of rows, and after it. In a program it is not given; an extent comes last instead."""
+"""Arguments before and after the number of rows. A program's operation has an extent as last argument instead."""
 
 
 @dataclass(frozen=True, slots=True)
 class PointwiseFunctions:
-    """The C functions by their names after ``qt_op_`` and ``qt_program_``."""
+    """C functions by their names without the prefix ``qt_op_`` or ``qt_program_``."""
 
     op: dict[str, Callable[..., Any]]
     program: dict[str, Callable[..., Any]]
@@ -50,7 +49,7 @@ class PointwiseFunctions:
 
 @cache
 def pointwise_functions() -> PointwiseFunctions | None:
-    """Declare the functions; None where the library was not built."""
+    """Declare the functions; None if the library is not built."""
     library = open_library()
     if library is None:
         return None
@@ -86,9 +85,9 @@ def rms_norm(
     groups: int = 1,
     rounds_once: bool = False,
 ) -> torch.Tensor:
-    """Return ``x / rms(x) * (offset + weight)``; unless there is an offset or it ``rounds_once``, the quotient is rounded first.
+    """Return ``x / rms(x) * (offset + weight)``. The quotient is rounded first, unless ``offset`` or ``rounds_once``.
 
-    x: ``[rows, width]``, each of its ``groups`` normed by itself; weight: ``[width]``, or ``[width / groups]`` for all.
+    x: ``[rows, width]``; each of its ``groups`` is normalised separately. weight: ``[width]``, or ``[width / groups]`` for all.
     """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes, parameters, per_group = _grouped(x, groups, weight=weight)
@@ -101,7 +100,7 @@ def layer_norm(
 ) -> torch.Tensor:
     """Return ``(x - mean) / deviation * weight + bias`` (Ba et al., "Layer normalization", 2016), rounded once.
 
-    Shapes as of `rms_norm`; bias: like weight.
+    Shapes as in `rms_norm`; bias: like weight.
     """
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     sizes, parameters, per_group = _grouped(x, groups, weight=weight, bias=bias)
@@ -127,14 +126,14 @@ def multiply(x: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def scale(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """Return ``x * factor``; the factor in fp32, as given."""
+    """Return ``x * factor``; factor: fp32, not rounded to the dtype of ``x``."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     _op("scale")(*_rows(x), len(x), x.shape[1], factor, *_out(y))
     return y
 
 
 def clip(x: torch.Tensor, bound: float) -> torch.Tensor:
-    """Return ``x``, at least ``-bound`` and at most ``bound``."""
+    """Clamp ``x`` to ``[-bound, bound]``."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     _op("clip")(*_rows(x), len(x), x.shape[1], bound, *_out(y))
     return y
@@ -148,7 +147,7 @@ def softcap(x: torch.Tensor, bound: float) -> torch.Tensor:
 
 
 def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Return `quintet.executor.backends.cpu.ops.activation.xielu`, rounded once; numbers: fp32 ``[4]``."""
+    """See `quintet.executor.backends.cpu.ops.activation.xielu`."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     if numbers.dtype is not torch.float32 or numbers.shape != (4,) or not numbers.is_contiguous():
         raise ValueError(f"numbers are {numbers.dtype}{list(numbers.shape)}; expected contiguous float32[4]")
@@ -157,7 +156,7 @@ def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
 
 
 def activation(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """Return the activation of every element."""
+    """Apply the activation elementwise."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     _op("activation")(ACTIVATION_CODES[kind], *_rows(x), len(x), x.shape[1], *_out(y))
     return y
@@ -167,7 +166,7 @@ def activation_and_mul(kind: Activation, gate_up: torch.Tensor) -> torch.Tensor:
     """Return ``activation(gate) * up``, the activation rounded first; gate_up: ``[rows, 2 * width]``."""
     if gate_up.dim() == 2 and gate_up.shape[1] % 2:
         raise ValueError(
-            f"gate_up is {list(gate_up.shape)}; expected as many ups as gates: [rows, 2 * width]"
+            f"gate_up is {list(gate_up.shape)}; expected an even number of columns: [rows, 2 * width]"
         )
     address = _rows(gate_up)
     y = torch.empty((len(gate_up), gate_up.shape[1] // 2), dtype=gate_up.dtype)
@@ -233,17 +232,17 @@ def _op(name: str) -> Callable[..., Any]:
     functions = pointwise_functions()
     if functions is None:
         raise RuntimeError(
-            "the host kernels were not built; see the log of the installation, or use the references"
+            "the host kernels are not built; check the installation log, or use the torch references"
         )
     return functions.op[name]
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int]:
-    """Return address and stride of a matrix whose rows are contiguous."""
+    """Return address and stride of a matrix with contiguous rows."""
     if x.dim() != 2 or x.dtype not in FLOAT_CODES or (x.shape[1] > 1 and x.stride(1) != 1):
         raise ValueError(
             f"x is {x.dtype}{list(x.shape)} with strides {x.stride()}; expected [rows, width] of bfloat16, float16 or"
-            " float32 with neighbouring elements in a row"
+            " float32 with contiguous rows"
         )
     return x.data_ptr(), x.stride(0)
 
@@ -253,24 +252,24 @@ def _out(y: torch.Tensor) -> tuple[int, int, int]:
 
 
 def _grouped(
-    x: torch.Tensor, groups: int, **given: torch.Tensor | None
+    x: torch.Tensor, groups: int, **vectors: torch.Tensor | None
 ) -> tuple[tuple[int, int], list[int | None], bool]:
-    """Return groups and their width, the addresses of vectors, and whether these are as wide as the rows of ``x``."""
+    """Return groups and their width, the vectors' addresses, and whether the vectors are as wide as the rows of ``x``."""
     width = x.shape[1] // groups
     if width * groups != x.shape[1]:
-        raise ValueError(f"x is {list(x.shape)}; expected rows of {groups} groups")
-    per_group = any(vector is not None and vector.shape != (width,) for vector in given.values())
-    for name, vector in given.items():
+        raise ValueError(f"x is {list(x.shape)}; expected a width divisible by {groups} groups")
+    per_group = any(vector is not None and vector.shape != (width,) for vector in vectors.values())
+    for name, vector in vectors.items():
         if vector is not None:
             _like(x, name, vector, x.shape[1:] if per_group else (width,))
             if not vector.is_contiguous():
                 raise ValueError(f"{name} has stride {vector.stride()}; expected a contiguous vector")
-    addresses = [None if vector is None else vector.data_ptr() for vector in given.values()]
+    addresses = [None if vector is None else vector.data_ptr() for vector in vectors.values()]
     return (groups, width), addresses, per_group
 
 
 def _like(x: torch.Tensor, name: str, other: torch.Tensor, shape: tuple[int, ...]) -> None:
     if other.dtype is not x.dtype or other.shape != shape:
         raise ValueError(
-            f"{name} is {other.dtype}{list(other.shape)}; expected {x.dtype}{list(shape)} beside x {list(x.shape)}"
+            f"{name} is {other.dtype}{list(other.shape)}; expected {x.dtype}{list(shape)} for x {list(x.shape)}"
         )

@@ -1,9 +1,8 @@
-"""The operations with a state on a CPU: ``csrc/cpu/states.cpp``, for bf16, fp16 and fp32 rows.
+"""CPU operations with recurrent state: bindings of ``csrc/cpu/states.cpp`` for bf16, fp16 and fp32 rows.
 
-Each has the signature of the reference it replaces (`quintet.executor.backends.cpu.ops.causal_conv` and its
-neighbours), which says what is computed, and owns the declaration of its C function; as operations of a compiled step
-they are in `quintet.executor.backends.cpu.program.library`. Rows may lie apart, their elements not; a block's states
-may lie apart too.
+Each function has the signature of its reference (`quintet.executor.backends.cpu.ops.causal_conv`, ``selective_scan``,
+``head_scan``, ``delta_rule``). `quintet.executor.backends.cpu.program.library` has the same kernels as operations of a compiled
+step. Rows and blocks may be strided; their elements are contiguous.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     ),
     "delta_rule": (_ADDRESS, _SIZE, _SIZE, _SIZE, _SIZE, _ADDRESS, _ADDRESS, *_Y),
 }
-"""What each operation takes behind the rows, or behind a layer's memory, and the offset of its states."""
+"""Arguments of each operation after the rows (or a layer's memory) and the offset of its states."""
 
 
 class CColumns(ctypes.Structure):
-    """``qt::Columns``: where a value begins, and numbers from one row to the next."""
+    """``qt::Columns``: address of a value and its row stride in elements."""
 
     _fields_ = (("numbers", _ADDRESS), ("stride", _SIZE))
 
 
 def columns_of(*values: tuple[int | None, int]) -> ctypes.Array[CColumns]:
-    """Return addresses and strides as the C functions take them."""
+    """Pack addresses and strides for the C functions."""
     return (CColumns * len(values))(*(CColumns(*value) for value in values))
 
 
@@ -170,12 +169,12 @@ def _run(
     functions = _functions()
     if functions is None:
         raise RuntimeError(
-            "the host kernels were not built; see the log of the installation, or use the references"
+            "the host kernels are not built; check the installation log, or use the torch references"
         )
     if states.dtype is not dtype or states.shape[1:] != shape or not states[0].is_contiguous():
         raise ValueError(
             f"states are {states.dtype}{list(states.shape)} with strides {states.stride()}; expected {dtype}"
-            f"[num_blocks, {', '.join(map(str, shape))}], each block's contiguous"
+            f"[num_blocks, {', '.join(map(str, shape))}], contiguous within a block"
         )
     block_bytes, begin = states.stride(0) * states.element_size(), states.data_ptr()
     table = torch.stack(
@@ -191,11 +190,11 @@ def _run(
 
 
 def _columns(x: torch.Tensor, width: int) -> tuple[int, int]:
-    """Return address and stride of a matrix whose rows are contiguous."""
+    """Return address and stride of a matrix with contiguous rows."""
     if x.dim() != 2 or x.dtype not in FLOAT_CODES or x.shape[1] != width or (width > 1 and x.stride(1) != 1):
         raise ValueError(
             f"a value is {x.dtype}{list(x.shape)} with strides {x.stride()}; expected [tokens, {width}] of bfloat16,"
-            " float16 or float32 with neighbouring elements in a row"
+            " float16 or float32 with contiguous rows"
         )
     return x.data_ptr(), x.stride(0)
 

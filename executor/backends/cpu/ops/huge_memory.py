@@ -1,14 +1,14 @@
-"""Private zeroed memory on huge pages, made ready by several threads while the program goes on.
+"""Private zeroed memory on huge pages, populated by background threads.
 
     |#################################|- - - - - - - - - - - - - -|
-     ready: huge, and there            reserved: whoever writes there first waits for a page
+     populated with huge pages         reserved: the first write faults a page in
 
-Where a hypervisor gives memory when it is first touched, a gigabyte takes two seconds, of small pages and of huge ones alike;
-where all of it is there, zeroing takes a tenth of one. Several threads are that much faster at either. Only where free memory is
-so scattered that the system moves others' pages to make room for a huge one, or finds none, is it better to begin with small
-ones: it counts how often that was so (where it does not, whatever is slow counts as scattered).
+Under a hypervisor that allocates memory on first touch, populating 1 GB takes about 2 s, with small or huge pages. With memory
+already backed, zeroing takes about 0.1 s. Both scale with threads. If free memory is fragmented, the kernel compacts memory for
+each huge page, or fails; small pages are then faster. The code detects fragmentation by the kernel's counters, or, without
+counters, by the time spent.
 
-Imports no torch: memory for weights is made ready while torch is being imported
+Does not import torch: the memory of the weights is populated while torch is being imported
 (`quintet.executor.checkpoints.weights.read_ahead`).
 """
 
@@ -25,39 +25,39 @@ from quintet.executor.backends.platforms.memory_nodes import interleave, usable_
 
 PAGE_BYTES = 2 << 20
 PIECE_BYTES = 8 * PAGE_BYTES
-"""Taken by a thread at a time, between two looks at how it went."""
+"""Unit of work of a thread; it checks for fragmentation after each piece."""
 MAX_THREADS = 16
-"""More do not zero faster: by then memory is what is waited for."""
+"""More threads do not help: memory bandwidth is the limit."""
 SLACK_S = 0.03
-"""How much longer than it should a thread may need before that counts as slow. What others have of the processor is not
-counted: small pages would wait for it as well."""
+"""CPU time of a thread above the expected time before it counts as slow. CPU time excludes time of other processes, which
+would delay small pages as well."""
 BYTES_PER_S = 1.5e9
-"""Slower than a thread makes huge pages where there are some: 2 to 12e9 measured."""
-PAGES_PER_STALL, LEAST_STALLS = 8, 16
-"""Room is hard to find if the system had to make some, or found none, for one in so many pages, and so often at least: others'
-are counted with ours."""
+"""Lower bound of a thread's rate with free huge pages; measured 2e9 to 12e9."""
+PAGES_PER_STALL, MIN_STALLS = 8, 16
+"""Memory counts as fragmented if 1 of ``PAGES_PER_STALL`` pages needed compaction or failed, and at least ``MIN_STALLS``
+did. The kernel's counters include other processes."""
 SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 COUNTS = Path("/proc/vmstat")
 
 
 class HugeMemory:
-    """One reservation of whole huge pages; zeros until somebody writes there."""
+    """One reservation of whole huge pages, initially zeros."""
 
     def __init__(self, size_bytes: int, switch: Path = SWITCH) -> None:
-        """Reserve it; `begin` has it made ready. switch: where the system says whether it has huge pages."""
+        """Reserve the memory; `begin` populates it. switch: file with the system's huge page setting."""
         self.length = in_pages(size_bytes)
-        # Private: memory that children would share, mmap's default, gets no huge pages whatever is asked for.
+        # Private: shared memory, mmap's default, gets no huge pages from madvise.
         self.map = mmap.mmap(-1, self.length + PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         self.offset = -address % PAGE_BYTES
-        """Of the first huge page in ``map``; what is before it is never touched."""
+        """Offset of the first huge page in ``map``; the bytes before it are unused."""
         self._address = address + self.offset
         self.is_scattered = False
-        """Whether making room for the rest would take too long."""
+        """True if memory is too fragmented to populate the rest with huge pages."""
         self._taken = self._until = 0
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._begun: tuple[int, int, int] | None = None
+        self._initial: tuple[int, int, int] | None = None
         self._may_be_huge = _are_allowed(switch)
         nodes = usable_nodes()
         if len(nodes) > 1:
@@ -67,28 +67,28 @@ class HugeMemory:
 
     @property
     def ready(self) -> int:
-        """Where pages begin that may become huge later, once nothing is being made ready; where none may, behind the last."""
+        """Offset of the first page left for `HugePages.gather`, once population has finished; the length if there is none."""
         return self._taken if self.is_scattered else self.length
 
     def begin(self, until: int, num_threads: int) -> None:
-        """Have threads make the first ``until`` bytes ready, in order, and return. They stop where memory is scattered."""
+        """Start threads that populate the first ``until`` bytes in order; they stop if memory is fragmented."""
         if not self._may_be_huge:
             return
         stalls = _stalls()
         with self._lock:
             self._until = 0 if self.is_scattered else min(in_pages(until), self.length)
             pieces = -(-(self._until - self._taken) // PIECE_BYTES)
-            self._begun = None if stalls is None else (*stalls, self._taken)
+            self._initial = None if stalls is None else (*stalls, self._taken)
         for _ in range(min(num_threads, pieces)):
             thread = threading.Thread(target=self._make_ready, name="huge-memory", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # no more threads for this user: `finish` does it alone
+            except RuntimeError:  # thread limit of the user: `finish` does the work alone
                 return
             self._threads.append(thread)
 
     def finish(self) -> None:
-        """Take part in what was begun; return when it is ready. What is scattered has small pages from then on."""
+        """Help to populate, and return when done. If memory is fragmented, the rest uses small pages."""
         self._make_ready()
         self._join()
         if self.is_scattered and self._taken < self.length:
@@ -96,9 +96,9 @@ class HugeMemory:
             self.map.madvise(mmap.MADV_NOHUGEPAGE, self.offset + self._taken, rest)
 
     def shrink(self, size_bytes: int) -> None:
-        """Give back all but the first ``size_bytes``; with 0, all. Nobody may look at it yet."""
+        """Free all but the first ``size_bytes`` (0: everything). No view of the memory may exist."""
         with self._lock:
-            self._until = 0  # nobody takes another piece
+            self._until = 0  # stop the threads after their current piece
         self._join()
         length = in_pages(size_bytes)
         if length == 0:
@@ -113,44 +113,44 @@ class HugeMemory:
         self._threads = []
 
     def _make_ready(self) -> None:
-        begun, mine = time.thread_time(), 0
+        started, populated = time.thread_time(), 0
         while piece := self._take():
-            # Not MADV_POPULATE_WRITE, which keeps the lock of all of the process's mappings, for which imports wait; nor a byte
-            # of each page, which would be one of a small page where there is no huge one. One call: imports have Python's lock.
+            # MADV_POPULATE_WRITE would hold the process's mmap lock and block imports. Writing one byte per huge page would
+            # miss pages that fall back to small ones. memset is one call and releases the GIL for imports.
             ctypes.memset(self._address + piece.start, 0, len(piece))
-            mine += len(piece)
-            if self._is_hard(time.thread_time() - begun > SLACK_S + mine / BYTES_PER_S):
+            populated += len(piece)
+            if self._is_fragmented(time.thread_time() - started > SLACK_S + populated / BYTES_PER_S):
                 with self._lock:
                     self.is_scattered, self._until = True, 0
 
     def _take(self) -> range:
-        """Return which bytes the caller makes ready next; none where nothing is left."""
+        """Return the byte range that the caller populates next; empty if none is left."""
         with self._lock:
             begin, self._taken = self._taken, max(self._taken, min(self._taken + PIECE_BYTES, self._until))
             return range(begin, self._taken)
 
-    def _is_hard(self, is_slow: bool) -> bool:
-        """Whether room is hard to find: it was made, which is slow, or there was none, which need not be."""
+    def _is_fragmented(self, is_slow: bool) -> bool:
+        """Return whether huge pages are scarce: compaction was needed and slow, or allocation failed."""
         now = _stalls()
-        if now is None or self._begun is None:
+        if now is None or self._initial is None:
             return is_slow
-        made, none, taken = (a - b for a, b in zip((*now, self._taken), self._begun, strict=True))
-        stalls = made * is_slow + none
-        return stalls >= LEAST_STALLS and stalls * PAGES_PER_STALL * PAGE_BYTES > taken
+        compacted, failed, taken = (a - b for a, b in zip((*now, self._taken), self._initial, strict=True))
+        stalls = compacted * is_slow + failed
+        return stalls >= MIN_STALLS and stalls * PAGES_PER_STALL * PAGE_BYTES > taken
 
 
 def in_pages(size_bytes: int) -> int:
-    """Return the size in whole huge pages."""
+    """Return the size rounded up to whole huge pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def spare_threads() -> int:
-    """Return how many threads besides the caller should make memory ready."""
+    """Return the number of threads, besides the caller, for populating memory."""
     return min(usable_cores(), MAX_THREADS) - 1
 
 
 def _stalls() -> tuple[int, int] | None:
-    """Return how often the system has made room for a huge page so far, and how often it found none; None: it does not say."""
+    """Return the system's counts of compactions for huge pages and of failed allocations; None if unavailable."""
     try:
         counts = dict(line.split() for line in COUNTS.read_text().splitlines())
         return int(counts["compact_stall"]), int(counts["thp_fault_fallback"])
@@ -159,7 +159,7 @@ def _stalls() -> tuple[int, int] | None:
 
 
 def _are_allowed(switch: Path) -> bool:
-    """Whether the system has huge pages and lets programs ask for them."""
+    """Return whether the system supports huge pages on request."""
     try:
         return "[never]" not in switch.read_text()
     except OSError:

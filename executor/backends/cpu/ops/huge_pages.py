@@ -1,15 +1,13 @@
-"""Zeroed memory on huge pages as a tensor: at once, or where free memory is scattered bit by bit later.
+"""Zeroed memory on huge pages as a tensor.
 
     |#################################|- - - - - - - - - - - - - -|
-     huge since the reservation        small at first: `gather` makes huge pages of them, while nobody waits
+     huge pages at reservation         small pages: `gather` collapses them while the process is idle
 
-Every step reads all of a model's weights. With pages of 4 KiB the processor looks up half a million addresses for a gigabyte,
-and its prefetchers stop at each page's end. But on a machine whose free memory is scattered, the system takes milliseconds to
-make room for one page of 2 MiB, and whoever starts a server waits for the first token.
+Every step reads all weights of a model. With 4 KiB pages, 1 GB needs about 250 000 TLB entries, and prefetchers stop at each
+page end. With fragmented memory, however, the kernel takes milliseconds to allocate a 2 MiB page, which would delay startup.
 
-On a machine with several memory nodes the pages lie on those that compute, in turn (`executor.platforms.memory_nodes`).
-
-Nothing here changes what the memory holds. Who makes it ready: `executor.ops.huge_memory`.
+On a NUMA machine the pages are interleaved over the nodes in use (`quintet.executor.backends.platforms.memory_nodes`).
+`quintet.executor.backends.cpu.ops.huge_memory` populates the memory.
 """
 
 from __future__ import annotations
@@ -23,37 +21,37 @@ import torch
 from quintet.executor.backends.cpu.ops.huge_memory import PAGE_BYTES, HugeMemory, spare_threads
 
 MADV_COLLAPSE = 25
-"""Linux 6.1. Python's mmap has no name for it."""
+"""Since Linux 6.1; Python's mmap does not define it."""
 
 
 class HugePages:
-    """One reservation, whose memory the tensor keeps alive."""
+    """One reservation; the tensor keeps its memory alive."""
 
     def __init__(self, size_bytes: int, reserved: HugeMemory | None = None) -> None:
-        """Take ``reserved``, of at least so many bytes, or reserve them; return when they are ready."""
+        """Use ``reserved``, of at least ``size_bytes``, or reserve memory; return when it is populated."""
         own = HugeMemory(size_bytes) if reserved is None else reserved
         own.begin(size_bytes, spare_threads())
         own.finish()
         self._map, self._begin, self._length = own.map, own.offset, own.length
         whole = torch.frombuffer(own.map, dtype=torch.uint8)
         self.memory = whole[own.offset : own.offset + size_bytes]
-        """uint8 ``[size_bytes]``, zeros, on a huge page's boundary."""
+        """uint8 ``[size_bytes]``, zeros, aligned to a huge page."""
         self._gathered = own.ready
 
     @property
     def is_scattered(self) -> bool:
-        """Whether there is something left to `gather`."""
+        """True if small pages are left for `gather`."""
         return self._gathered < self._length
 
     def gather(self, seconds: float) -> None:
-        """Make huge pages of small ones for about this long; one for which there is no room stays as it is.
+        """Collapse small pages into huge ones for about ``seconds``; a page that fails stays small.
 
-        Nobody may be computing: who reads a page while it moves waits for it.
+        Call it only while no kernel runs: a read of a moving page blocks.
         """
         deadline = time.perf_counter() + seconds
         while self.is_scattered:
             begin, self._gathered = self._begin + self._gathered, self._gathered + PAGE_BYTES
-            with contextlib.suppress(OSError):  # no room, nothing written there yet, or an older system
+            with contextlib.suppress(OSError):  # no free huge page, an untouched page, or an older kernel
                 self._map.madvise(mmap.MADV_HUGEPAGE, begin, PAGE_BYTES)  # which `HugeMemory.finish` forbade
                 self._map.madvise(MADV_COLLAPSE, begin, PAGE_BYTES)
             if time.perf_counter() > deadline:

@@ -1,4 +1,4 @@
-"""Linear layers: all the multiplications of a model outside attention."""
+"""Linear layers: torch reference."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from quintet.executor.backends.cpu.ops.activation import ACTIVATION_CODES, activ
 from quintet.executor.model_config.spec import Activation
 
 WIDENED_ROWS = 4096
-"""Of a weight, converted to float32 at a time: a whole output layer in float32 is gigabytes."""
+"""Weight rows converted to float32 at a time; a whole output layer in float32 takes gigabytes."""
 
 
 class GatedActivation(IntEnum):
-    """What happens to a layer's result before it leaves; the codes are those of ``csrc/cpu``."""
+    """Gated activation of a layer's result; codes of ``csrc/cpu``."""
 
     NONE = 0
     SILU_AND_MUL = 1
-    """The first half of the columns are gates, the second ups; the result is ``silu(gate) * up``, half as wide."""
+    """``silu(gate) * up``: gates are the first half of the columns, ups the second; the result is half as wide."""
     GELU_TANH_AND_MUL = 2
     GELU_AND_MUL = 3
     RELU_AND_MUL = 4
@@ -27,16 +27,16 @@ class GatedActivation(IntEnum):
     QUICK_GELU_AND_MUL = 6
     SIGMOID_AND_MUL = 7
     CLAMPED_SWIGLU = 32
-    """Of experts alone: see `quintet.executor.backends.cpu.ops.experts.gated`."""
+    """Only for experts: see `quintet.executor.backends.cpu.ops.experts.gated`."""
 
     @classmethod
     def of(cls, kind: Activation) -> GatedActivation:
-        """Return the one whose gates are activated so."""
+        """Return the gated form of an activation."""
         return cls(ACTIVATION_CODES[kind])
 
     @property
     def kind(self) -> Activation:
-        """What the gates go through. Not of `NONE`, nor of `CLAMPED_SWIGLU`."""
+        """Activation of the gates; undefined for `NONE` and `CLAMPED_SWIGLU`."""
         return next(kind for kind, code in ACTIVATION_CODES.items() if code == self)
 
 
@@ -47,10 +47,10 @@ def linear(
     activation: GatedActivation = GatedActivation.NONE,
     result_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return ``activation(x @ weight.T + bias)``: the reference.
+    """Return ``activation(x @ weight.T + bias)``.
 
-    x: ``[num_tokens, in]``; weight: ``[out, in]``, of the same dtype; bias: ``[out]``. result_dtype: float32 for sums that are
-    not rounded, without an activation; None: that of x.
+    x: ``[num_tokens, in]``; weight: ``[out, in]``, same dtype; bias: ``[out]``. result_dtype: float32 for unrounded sums, only
+    without activation; None: that of x.
     """
     if result_dtype not in (None, x.dtype):
         assert activation is GatedActivation.NONE and result_dtype is torch.float32, (
@@ -66,7 +66,7 @@ def linear(
 
 
 def _linear_in_float32(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` in float32, of 16-bit operands whose products are exact in float32."""
+    """Return ``x @ weight.T + bias`` in float32 for 16-bit operands; their products are exact in float32."""
     if x.device.type == "cuda":
         y = torch.mm(x, weight.t(), out_dtype=torch.float32)
     else:

@@ -1,6 +1,6 @@
-"""Codes that choose from a table of each output on their way into packed weights, and outliers, which are added to some numbers.
+"""Fills packed weights of `WeightFormat.TABLES`: codes into a lookup table per output, and outliers added to some elements.
 
-Owns what `WeightFormat.TABLES` is filled with; the kernels are those of `quintet.executor.backends.cpu.ops.packed_weight`.
+The kernels are those of `quintet.executor.backends.cpu.ops.packed_weight`.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from quintet.executor.backends.cpu.ops.host_linear import CodesProblem
 from quintet.executor.backends.cpu.ops.packed_weight import PackedWeight, PackedWeightError
 
 TABLE_SIZE = 16
-"""Numbers of a table; codes of fewer bits choose from the first of them."""
+"""Entries of a table; codes of fewer bits use the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outliers:
-    """What is added to numbers of rows that codes choose."""
+    """Sparse values added to the decoded weight, in CSR form."""
 
     begins: torch.Tensor
-    """int64 ``[rows + 1]``: which of them each row has."""
+    """int64 ``[rows + 1]``: row pointers."""
     inputs: torch.Tensor
-    """int64 ``[count]``: the places in their rows; a place may have several."""
+    """int64 ``[count]``: column of each value; duplicates add up."""
     numbers: torch.Tensor
     """fp32 ``[count]``."""
 
-    def rows(self, some: range) -> Outliers:
-        """Return those of some of the rows."""
-        begins = self.begins[some.start : some.stop + 1]
+    def rows(self, selected: range) -> Outliers:
+        """Return the outliers of the selected rows."""
+        begins = self.begins[selected.start : selected.stop + 1]
         first, last = int(begins[0]), int(begins[-1])
         return Outliers(begins - first, self.inputs[first:last], self.numbers[first:last])
 
     def add_to(self, matrix: torch.Tensor) -> None:
-        """Add them to their places in ``matrix [rows, depth]``."""
+        """Add the values to ``matrix [rows, depth]`` in place."""
         places = torch.repeat_interleave(torch.arange(len(matrix)), self.begins.diff()), self.inputs
         matrix.index_put_(places, self.numbers, accumulate=True)
 
@@ -46,15 +46,15 @@ def fill_tables(
     outliers: Outliers | None = None,
     first_column: int = 0,
 ) -> None:
-    """Pack ``codes [count, depth]``, uint8, into the columns from ``first_column`` on, as `WeightFormat.TABLES` has them.
+    """Pack uint8 ``codes [count, depth]`` into the columns from ``first_column`` of a `WeightFormat.TABLES` weight.
 
-    tables: float32 ``[count, 16]``. outliers: of these columns; None: there are none. `PackedWeight.read` gives
-    ``tables[row, code]``, and outliers added to it in fp32; products have a term for each. Raises `PackedWeightError` for codes
-    above 15, numbers that are not finite, and more outliers than the weight has room for.
+    tables: float32 ``[count, 16]``. outliers: of these columns, or None. `PackedWeight.read` returns ``tables[row, code]`` plus
+    the outliers in fp32; a product has one term for each. Raises `PackedWeightError` for codes above 15, values that are not
+    finite, and more outliers than the weight's capacity.
     """
     count = codes.shape[0]
     if not weight.format.has_tables:
-        raise PackedWeightError(f"tables for a {weight.format.name} weight: it has none")
+        raise PackedWeightError(f"the weight is {weight.format.name}; tables need a weight of format TABLES")
     for name, tensor, dtype, shape in (
         ("codes", codes, torch.uint8, (count, weight.depth)),
         ("tables", tables, torch.float32, (count, TABLE_SIZE)),
@@ -69,31 +69,32 @@ def fill_tables(
         weight.handle, codes.data_ptr(), codes.stride(0), tables.data_ptr(), first_column, count
     )
     if problems & CodesProblem.CODE:
-        raise PackedWeightError("codes of a table are 0 to 15; there are others")
+        raise PackedWeightError("some codes are above 15; table codes are 0 to 15")
     if problems & CodesProblem.SCALE:
-        raise PackedWeightError("some numbers of tables are not finite")
+        raise PackedWeightError("some table values are not finite")
     _fill_outliers(weight, outliers, first_column, count)
 
 
 def _fill_outliers(weight: PackedWeight, outliers: Outliers | None, first_column: int, count: int) -> None:
     if outliers is None:
-        nothing = torch.zeros(0)
-        outliers = Outliers(torch.zeros(count + 1, dtype=torch.int64), nothing.long(), nothing)
+        empty = torch.zeros(0)
+        outliers = Outliers(torch.zeros(count + 1, dtype=torch.int64), empty.long(), empty)
     begins, inputs, numbers = outliers.begins, outliers.inputs, outliers.numbers
     kinds = [each.dtype for each in (begins, inputs, numbers)]
     if kinds != [torch.int64, torch.int64, torch.float32] or begins.shape != (count + 1,):
         raise PackedWeightError(
-            f"outliers of {len(begins) - 1} rows in {kinds}; expected those of {count} in int64, int64 and float32"
+            f"outliers have {len(begins) - 1} rows and dtypes {kinds}; expected {count} rows in int64, int64 and float32"
         )
-    its = len(inputs)
+    num_outliers = len(inputs)
     if (
         int(begins[0]) != 0
-        or int(begins[-1]) != its
+        or int(begins[-1]) != num_outliers
         or bool((begins.diff() < 0).any())
-        or len(numbers) != its
+        or len(numbers) != num_outliers
     ):
         raise PackedWeightError(
-            f"rows do not divide {its} outliers, {len(numbers)} numbers, among themselves"
+            f"the row pointers of the outliers do not fit {num_outliers} columns and {len(numbers)} values; they must start"
+            " at 0, not decrease, and end at the count"
         )
     if not bool(numbers.isfinite().all()):
         raise PackedWeightError("some outliers are not finite")
@@ -101,5 +102,6 @@ def _fill_outliers(weight: PackedWeight, outliers: Outliers | None, first_column
     arrays = (each.data_ptr() for each in (begins, inputs, numbers))
     if not weight.library.weight_fill_outliers(weight.handle, first_column, count, *arrays):
         raise PackedWeightError(
-            f"{its} outliers besides those of other columns, of a weight that has room for {weight.outliers}, {weight.depth} deep"
+            f"{num_outliers} outliers do not fit: the weight has capacity for {weight.outliers} in all columns, and the"
+            f" inputs must be below {weight.depth}"
         )

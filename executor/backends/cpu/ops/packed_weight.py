@@ -1,7 +1,7 @@
 """A weight packed for the host kernels: owns its memory, checks shapes, multiplies.
 
-The reference is `quintet.executor.backends.cpu.ops.linear.linear`. The layout is csrc/cpu/linear.hpp's and known
-nowhere else; packed bytes may be written to a file and mapped again by the same version, on any processor.
+The reference is `quintet.executor.backends.cpu.ops.linear.linear`. Only csrc/cpu/linear.hpp knows the layout. Packed bytes may
+be written to a file and mapped by the same version, on any processor.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from quintet.executor.backends.cpu.ops.linear import GatedActivation
 
 ALIGNMENT = 64
 LEAVES = (1, 2, 4, 8)
-"""Into how many a depth may be divided."""
+"""Allowed numbers of leaves of a depth."""
 
 
 class PackedWeightError(ValueError):
-    """A tensor or a format that a packed weight cannot take; the message says which is expected."""
+    """Unsupported tensor or format; the message names the expected one."""
 
 
 class PackedWeight:
     """A weight ``[columns, depth]`` (columns are outputs) in a format of the host kernels.
 
-    ``paired``: columns ``[0, n / 2)`` are gates and the others the ups that belong to them, for a `GatedActivation`. ``group``:
-    how many k share a scale (16, 32, 64 or 128; 0: one scale per column, int8 only, or what GGUF's formats have). ``memory``:
-    bytes packed before, which may be read-only; otherwise zeros, to be filled. ``leaves``: 2, 4 or 8 pieces of k alike, that are
-    packed and rounded each for itself, and whose sums are added as a tree: what is not paired, and not filled with codes or
-    blocks. ``cut_columns``: for how many outputs k is cut into slices, which decide on bits: those of other processes and of all
-    leaves among them; None: this weight's. ``outliers``: for how many there is room, of `WeightFormat.TABLES` alone
-    (`quintet.executor.backends.cpu.ops.packed_tables`).
+    - paired: columns ``[0, n / 2)`` are gates and the others the matching ups, for a `GatedActivation`.
+    - group: number of inputs per scale, 16, 32, 64 or 128; 0: one scale per column (int8 only), or a format with its own group.
+    - memory: previously packed bytes, possibly read-only; None: zeros, to be filled.
+    - leaves: 2, 4 or 8 equal parts of the depth that are packed and rounded separately; their sums are added as a tree. Not for
+      paired weights, nor for weights filled with codes or blocks.
+    - cut_columns: number of outputs that determines the slices of the depth, and so the bits. Includes the outputs of other
+      processes and of all leaves. None: this weight's.
+    - outliers: capacity for outliers, only for `WeightFormat.TABLES` (`quintet.executor.backends.cpu.ops.packed_tables`).
     """
 
     __slots__ = (
@@ -64,8 +65,8 @@ class PackedWeight:
         self._handle: int | None = None
         if depth % leaves or leaves not in LEAVES or (leaves > 1 and (paired or weight_format.has_tables)):
             raise PackedWeightError(
-                f"no packed weight [{columns}, {depth}] in {leaves} leaves, paired {paired}: there are 1, 2, 4 or 8, which"
-                " divide the depth; 1 of paired columns, and of tables"
+                f"unsupported packed weight [{columns}, {depth}] in {leaves} leaves, paired {paired}: the leaves must be 1, 2, 4"
+                " or 8 and divide the depth; paired columns and tables need 1"
             )
         leaf_depth = depth // leaves
         size_bytes = (
@@ -73,17 +74,19 @@ class PackedWeight:
         )
         if size_bytes == 0:
             raise PackedWeightError(
-                f"no packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: sizes are "
-                "at least 1, paired columns even, the group 0 for floating-point formats, 0, 16, 32, 64 or 128 for int8, "
-                "16, 32, 64 or 128 for int4, with zero points and of coded floats; 0 for GGUF's formats and fp4, and their "
-                "depth whole blocks"
+                f"unsupported packed weight [{columns}, {depth}] in {weight_format.name} with group {group}, paired {paired}: "
+                "sizes must be at least 1, and paired columns even; the group must be 0 for floating-point formats, 0, 16, 32, "
+                "64 or 128 for int8, and 16, 32, 64 or 128 for int4, zero points and coded floats; GGUF formats and fp4 need "
+                "group 0 and a depth of whole blocks"
             )
         if outliers and not weight_format.has_tables:
-            raise PackedWeightError(f"outliers of a {weight_format.name} weight, which has no tables")
+            raise PackedWeightError(
+                f"the weight is {weight_format.name}; outliers need a weight of format TABLES"
+            )
         tiles_bytes = size_bytes
         outlier_bytes = library.weight_outlier_bytes(columns, depth, int(paired), outliers)
         if outliers and not outlier_bytes:
-            raise PackedWeightError(f"{outliers} outliers are more than a packed weight has room for")
+            raise PackedWeightError(f"{outliers} outliers exceed the capacity of a packed weight")
         size_bytes += outlier_bytes
         if memory is None:
             memory = HugePages(size_bytes).memory
@@ -93,7 +96,7 @@ class PackedWeight:
             )
         elif memory.data_ptr() % ALIGNMENT:
             raise PackedWeightError(
-                f"packed bytes lie at {memory.data_ptr():#x}; expected a multiple of {ALIGNMENT}"
+                f"the address of the packed bytes is {memory.data_ptr():#x}; expected a multiple of {ALIGNMENT}"
             )
         self.library = library
         self.format, self.columns, self.depth = weight_format, columns, depth
@@ -112,19 +115,19 @@ class PackedWeight:
 
     @property
     def handle(self) -> int:
-        """What programs take as their weight; valid while this object lives."""
+        """C handle of the weight; valid while this object lives."""
         assert self._handle is not None
         return self._handle
 
     @property
     def output_columns(self) -> int:
-        """The width of what `linear` returns."""
+        """Width of the result of `linear`."""
         return self.columns // 2 if self.paired else self.columns
 
     def fill(self, source: torch.Tensor, first_column: int = 0) -> None:
-        """Pack ``source [count, depth]`` into the columns from ``first_column`` on, quantizing it for integer formats.
+        """Pack ``source [count, depth]`` into the columns from ``first_column``; integer formats quantize it.
 
-        Any floating-point dtype; rows may lie apart.
+        source: any floating-point dtype; rows may be strided.
         """
         if source.dim() != 2 or source.shape[1] != self.depth or source.dtype not in FLOAT_CODES:
             raise PackedWeightError(
@@ -133,7 +136,7 @@ class PackedWeight:
         self.check_columns(first_column, source.shape[0])
         if self.format.has_own_group or self.format.is_coded_float or self.format.has_singles:
             raise PackedWeightError(
-                f"nothing is rounded into {self.format.name}: it takes a checkpoint's numbers"
+                f"cannot quantize into {self.format.name}: it is only filled from a checkpoint's codes"
             )
         if source.stride(1) != 1:
             source = source.contiguous()
@@ -154,20 +157,19 @@ class PackedWeight:
         first_column: int = 0,
         group: int = 0,
     ) -> None:
-        """Pack ``codes [count, depth]`` times their scales into the columns from ``first_column`` on; nothing is rounded.
+        """Pack quantized ``codes [count, depth]`` into the columns from ``first_column`` without rounding.
 
-        `read` gives ``(code - zero) * scale`` afterwards. codes: int8, whose zero is 0, or uint8, whose zero is 8 (4 bits) or
-        128; with ``zeros``, which formats with zero points take, uint8 of any zero. scales: bfloat16, float16 or
-        float32 ``[count, ceil(depth / group)]``; zeros: uint8, or float32 of the formats ``…_SINGLE_ZEROS``, likewise. ``group``:
-        how many k share a scale, a multiple of this weight's group; 0: the weight's, or all of k where there is one scale for
-        each column.
+        `read` then returns ``(code - zero) * scale``.
 
-        Of `WeightFormat.FP8`, `NF4` and `FP4` codes are uint8 without ``zeros``, `read` gives ``number * scale`` rounded to fp32,
-        and scales are held in fp32.
+        - codes: int8 with zero point 0, or uint8 with zero point 8 (4 bits) or 128. With ``zeros``: uint8.
+        - scales: bfloat16, float16 or float32 ``[count, ceil(depth / group)]``.
+        - zeros: uint8, or float32 for the formats ``…_SINGLE_ZEROS``; shaped like scales. Only for formats with zero points.
+        - group: inputs per scale, a multiple of this weight's group; 0: the weight's, or the depth with one scale per column.
 
-        Of the formats ``…_SINGLE`` scales are held in fp32, too. Scales of groups of others are held as fp16 times a power of
-        two of the column: all of fp16, and bf16 down to 2^-25 of the column's largest. Raises `PackedWeightError` for others, and
-        for codes of more than 4 bits where the format has 4.
+        For `WeightFormat.FP8`, `NF4` and `FP4`, codes are uint8 without ``zeros``, and `read` returns ``value * scale`` rounded
+        to fp32. These and the formats ``…_SINGLE`` hold scales in fp32. Other formats with groups hold them as fp16 times a
+        power of two of the column: all of fp16, and bf16 down to 2^-25 of the column's largest. Raises `PackedWeightError` for
+        other scales, and for codes out of range.
         """
         count, group = codes.shape[0], group or self.group
         if scales.dim() == 2 and scales.shape[1] == 1:
@@ -185,13 +187,13 @@ class PackedWeight:
         )
         if problems & CodesProblem.CODE:
             raise PackedWeightError(
-                "codes of a 4-bit weight are 0 to 15, or as int8 -8 to 7, and no fp8 is NaN; there are others"
+                "some codes are out of range: a 4-bit weight allows 0 to 15, or -8 to 7 in int8, and fp8 must not be NaN"
             )
         if problems & CodesProblem.SCALE and self.format.has_singles:
             raise PackedWeightError("some scales or zero points are not finite")
         if problems & CodesProblem.SCALE:
             raise PackedWeightError(
-                f"scales are {scales.dtype}, and some are not finite, or not an fp16 number times a power of two of their "
+                f"scales are {scales.dtype}, and some are not finite or not an fp16 number times a power of two of their "
                 "column: round them to float16 first"
             )
 
@@ -202,16 +204,16 @@ class PackedWeight:
         factors: torch.Tensor | None = None,
         first_column: int = 0,
     ) -> None:
-        """Pack ``codes [count, depth]`` of fp4 numbers, a byte each, into the columns from ``first_column`` on, unrounded.
+        """Pack fp4 ``codes [count, depth]``, one per byte, into the columns from ``first_column`` without rounding.
 
-        scales: the bytes ``uint8[count, groups]`` of exponents in groups of 32 (`WeightFormat.MXFP4`) or of fp8 numbers, e4m3, in
-        groups of 16 (`WeightFormat.NVFP4`). factors: what each column is multiplied with besides, ``float32[count]``. Raises
-        `PackedWeightError` for codes above 15 and scales that are not a number.
+        scales: ``uint8[count, groups]``, exponents in groups of 32 (`WeightFormat.MXFP4`) or fp8 e4m3 in groups of 16
+        (`WeightFormat.NVFP4`). factors: one more scale per column, ``float32[count]``. Raises `PackedWeightError` for codes
+        above 15 and for NaN scales.
         """
         self._check_is_whole()
         group, count = self.format.bytes_group, codes.shape[0]
         if group == 0:
-            raise PackedWeightError(f"fp4 numbers for a {self.format.name} weight")
+            raise PackedWeightError(f"the weight is {self.format.name}; fp4 codes need MXFP4 or NVFP4")
         for name, tensor, shape in (
             ("codes", codes, (count, self.depth)),
             ("scales", scales, (count, self.depth // group)),
@@ -233,24 +235,26 @@ class PackedWeight:
             *(None if factors is None else factors.data_ptr(), None, 0, first_column, count),
         )
         if problems & CodesProblem.CODE:
-            raise PackedWeightError("codes of fp4 numbers are 0 to 15; there are others")
+            raise PackedWeightError("some codes are above 15; fp4 codes are 0 to 15")
         if problems & CodesProblem.SCALE:
-            raise PackedWeightError("a scale or a factor of fp4 numbers is not a number")
+            raise PackedWeightError("some fp4 scales or factors are NaN")
 
     def fill_blocks(self, blocks: torch.Tensor, first_column: int = 0) -> None:
-        """Pack rows of a GGUF file, ``uint8[count, row bytes]``, into the columns from ``first_column`` on; nothing is rounded.
+        """Pack rows of a GGUF file, ``uint8[count, row bytes]``, into the columns from ``first_column`` without rounding.
 
-        Their type is this weight's format: Q8_0 is `WeightFormat.INT8` and Q4_0 `WeightFormat.INT4`, both in groups of 32. What
-        `read` gives afterwards is what the file's format defines. Rows may lie apart.
+        Their GGUF type must match this weight's format: Q8_0 is `WeightFormat.INT8` and Q4_0 `WeightFormat.INT4`, both in
+        groups of 32. `read` then returns the values that GGUF defines. Rows may be strided.
         """
         self._check_is_whole()
         block = self.format.block(self.group)
         if block is None:
             raise PackedWeightError(
-                f"no block of a GGUF file is {self.format.name} in groups of {self.group}"
+                f"GGUF has no block format for {self.format.name} in groups of {self.group}"
             )
         if self.depth % block[0]:
-            raise PackedWeightError(f"a depth of {self.depth} is not whole blocks of {block[0]}")
+            raise PackedWeightError(
+                f"the depth is {self.depth}; expected a multiple of the block size {block[0]}"
+            )
         row_bytes = self.depth // block[0] * block[1]
         if blocks.dim() != 2 or blocks.shape[1] != row_bytes or blocks.dtype is not torch.uint8:
             raise PackedWeightError(
@@ -263,7 +267,7 @@ class PackedWeight:
         )
 
     def read(self, first_column: int = 0, num_columns: int | None = None) -> torch.Tensor:
-        """Return columns as ``float32[num_columns, depth]``: exactly the numbers that are multiplied."""
+        """Return columns as ``float32[num_columns, depth]``: exactly the values that the kernels multiply."""
         count = self.columns - first_column if num_columns is None else num_columns
         self.check_columns(first_column, count)
         out = torch.empty((count, self.depth), dtype=torch.float32)
@@ -280,10 +284,10 @@ class PackedWeight:
         inputs: Inputs = Inputs.SIXTEEN_BITS,
         result_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
-        """Return ``out [rows, output_columns]``: `quintet.executor.backends.cpu.ops.linear.linear`, added to ``residual``.
+        """Compute `quintet.executor.backends.cpu.ops.linear.linear` plus ``residual`` into ``out [rows, output_columns]``.
 
-        x: ``[rows, depth]``. ``out`` may be ``residual``. Rows of x and of out may lie apart. result_dtype: of out: x's, or
-        float32 without residual and activation; None: x's.
+        x: ``[rows, depth]``. ``out`` may be ``residual``. Rows of x and out may be strided. result_dtype: dtype of out, that of
+        x or float32; float32 excludes residual and activation; None: that of x.
         """
         self.check(x, bias, activation, inputs)
         rows, width, dtype = x.shape[0], self.output_columns, result_dtype or x.dtype
@@ -296,14 +300,12 @@ class PackedWeight:
                 )
         if dtype != x.dtype and (dtype != torch.float32 or residual is not None or activation):
             raise PackedWeightError(
-                f"a result in {dtype} of x in {x.dtype}: expected {x.dtype}, or torch.float32 without residual and activation"
+                f"the result dtype is {dtype}; expected {x.dtype}, or torch.float32 without residual and activation"
             )
         if out.stride(1) != 1 or (residual is not None and residual.stride() != out.stride()):
-            raise PackedWeightError(
-                "out and residual: rows must be contiguous and lie equally far apart in both"
-            )
+            raise PackedWeightError("out and residual must have contiguous rows and equal strides")
         if residual is not None and self.paired:
-            raise PackedWeightError("a paired weight takes no residual: its output is not added to anything")
+            raise PackedWeightError("a residual was given, but a paired weight does not support one")
         self.library.linear(
             self.handle,
             x.data_ptr(),
@@ -323,7 +325,7 @@ class PackedWeight:
     def check(
         self, x: torch.Tensor, bias: torch.Tensor | None, activation: GatedActivation, inputs: Inputs
     ) -> None:
-        """Raise `PackedWeightError` unless this weight can be multiplied so."""
+        """Raise `PackedWeightError` unless this weight supports the arguments of `linear`."""
         own = FLOAT_DTYPES.get(int(self.format))
         if x.dim() != 2 or x.shape[1] != self.depth or x.dtype not in ([own] if own else FLOAT_CODES):
             expected = own or "bfloat16, float16 or float32"
@@ -336,27 +338,29 @@ class PackedWeight:
             )
         if self.paired is (activation is GatedActivation.NONE):
             raise PackedWeightError(
-                f"{activation.name} on a weight that is {'' if self.paired else 'not '}paired: paired weights need an "
-                "activation, others take none"
+                f"the activation is {activation.name} and the weight is {'' if self.paired else 'not '}paired: paired weights "
+                "need an activation, others must have none"
             )
         if inputs != Inputs.SIXTEEN_BITS and not self.format.is_integer:
             raise PackedWeightError(
-                f"8-bit activations on a {self.format.name} weight: it takes its own format"
+                f"8-bit activations need an integer weight; this weight is {self.format.name}"
             )
 
     def _check_codes(
         self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, group: int
     ) -> None:
         if self.format.code_levels == 0 or self.format.bytes_group != 0:
-            raise PackedWeightError(f"codes for a {self.format.name} weight: it takes none")
+            raise PackedWeightError(f"the weight is {self.format.name}, which cannot be filled from codes")
         if self.format.is_coded_float and codes.dtype is torch.int8:
-            raise PackedWeightError(f"codes are int8; {self.format.name} takes uint8")
+            raise PackedWeightError(f"codes are int8; {self.format.name} needs uint8")
         if codes.shape[1:] != (self.depth,) or codes.dtype not in (torch.int8, torch.uint8):
             raise PackedWeightError(
                 f"codes are {codes.dtype}{list(codes.shape)}; expected int8 or uint8[count, {self.depth}]"
             )
         if group != self.depth and (group <= 0 or self.group == 0 or group % self.group):
-            raise PackedWeightError(f"scales of {group} k each, of a weight with groups of {self.group}")
+            raise PackedWeightError(
+                f"scales have a group of {group}; expected a multiple of the weight's group {self.group}"
+            )
         shape = (codes.shape[0], -(-self.depth // group))
         if scales.shape != shape or scales.dtype not in FLOAT_CODES:
             raise PackedWeightError(
@@ -366,7 +370,7 @@ class PackedWeight:
             return
         if not self.format.has_zeros or codes.dtype is torch.int8:
             raise PackedWeightError(
-                f"zero points of {codes.dtype} in {self.format.name}: expected uint8 codes and a ..._ZEROS"
+                f"zero points with {codes.dtype} codes in {self.format.name}: expected uint8 codes and a format ..._ZEROS"
             )
         dtype = torch.float32 if self.format.has_real_zeros else torch.uint8
         if zeros.shape != shape or zeros.dtype is not dtype:
@@ -377,15 +381,17 @@ class PackedWeight:
     def _check_is_whole(self) -> None:
         if self.leaves > 1:
             raise PackedWeightError(
-                f"a weight in {self.leaves} leaves takes numbers that are rounded by leaf, not a checkpoint's codes and blocks"
+                f"the weight has {self.leaves} leaves, which are quantized separately; codes and blocks need 1 leaf"
             )
 
     def check_columns(self, first: int, count: int) -> None:
-        """Raise `PackedWeightError` unless there are such columns."""
+        """Raise `PackedWeightError` unless the columns exist."""
         if first < 0 or count < 0 or first + count > self.columns:
-            raise PackedWeightError(f"columns {first} to {first + count} of a weight that has {self.columns}")
+            raise PackedWeightError(
+                f"columns {first} to {first + count} are out of range; the weight has {self.columns}"
+            )
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Return it with the elements of a row beside one another."""
+    """Return the tensor with contiguous rows."""
     return tensor if tensor.stride(1) == 1 else tensor.contiguous()

@@ -1,13 +1,12 @@
-"""Causal attention of new tokens over the paged cache, prefill and decode alike.
+"""Causal paged attention of prefill and decode: torch reference.
 
-KV layout of a layer: keys ``[num_blocks, num_kv_heads, block_size, head_dim]``, values likewise with a width of their own,
-blocks at any distance. A head within a block is one contiguous piece, to be read by one thread.
+KV layout of a layer: keys ``[num_blocks, num_kv_heads, block_size, head_dim]``, values ``[..., value_width]``; blocks may be
+strided. A head within a block is contiguous.
 
-Rows that bring equally many tokens are computed together (`AttentionGroup`): their blocks are gathered into
-``[rows * kv_heads, context, head_dim]`` and multiplied, query heads of one KV head folded into the matrix, so that no
-key is repeated for grouped queries (Ainslie et al., "GQA", 2023). Rows of many tokens go through torch's fused kernel,
-which never holds the whole score matrix (Dao et al., "FlashAttention", 2022). Scores that are more than a product (capped,
-with ALiBi, with sinks) are computed step by step in fp32, one KV head after the other.
+Rows with equal numbers of new tokens form an `AttentionGroup`. Short rows: blocks are gathered into
+``[rows * kv_heads, context, head_dim]``, and the query heads of a KV head are folded into the matrix (Ainslie et al., "GQA",
+2023). Long rows: torch's fused kernel, which never holds the whole score matrix (Dao et al., "FlashAttention", 2022). Scores
+with softcap, ALiBi or sinks are computed in fp32, one KV head at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MAX_FOLDED_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Rows that are computed in one go. ``B`` rows of ``c`` new tokens over at most ``L`` keys.
+    """Rows that are computed together: ``B`` rows of ``c`` new tokens over at most ``L`` keys.
 
     ::
 
@@ -36,15 +35,15 @@ class AttentionGroup:
     num_rows: int
     num_new: int
     tokens: torch.Tensor | None
-    """int64[B * c]: the group's tokens among the step's; None when they are all of them, in order."""
+    """int64[B * c]: the group's tokens among the step's; None: all tokens, in order."""
     blocks: torch.Tensor
-    """int64[B, 1, blocks]: where the rows' keys and values are."""
+    """int64[B, 1, blocks]: block table of the rows."""
     distance: torch.Tensor
-    """int64[B]: position of the row's first key minus that of its first query."""
+    """int64[B]: position of the first key minus position of the first query."""
     mask: torch.Tensor | None
-    """bool[B, 1, c, L], True where a query sees a key; None when plainly causal from position 0 (then ``L`` is cut to ``c``)."""
+    """bool[B, 1, c, L], True if the query attends to the key; None: causal from position 0, with ``L`` cut to ``c``."""
     bias: torch.Tensor | None
-    """The mask as 0 and -inf ``[B * kv_heads, 1, L]`` or ``[B * kv_heads, groups * c, L]`` for the folded form; else None."""
+    """Additive mask of the folded form, ``[B * kv_heads, 1, L]`` or ``[B * kv_heads, groups * c, L]``; None otherwise."""
 
 
 def paged_attention(
@@ -56,8 +55,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Return attention outputs ``[num_tokens, num_heads, value_width]``.
 
-    q: ``[num_tokens, num_heads, head_dim]``; keys, values: the cache, in which those of the new tokens were written already.
-    groups: of the layer's sight.
+    q: ``[num_tokens, num_heads, head_dim]``; keys, values: the cache, which already holds the new tokens. groups: with the masks
+    of the layer's window.
     """
     out = q.new_empty((*q.shape[:2], layer.value_width))
     for group in groups:
@@ -70,14 +69,13 @@ def paged_attention(
 def _attend(
     layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: AttentionGroup
 ) -> torch.Tensor:
-    """Return the outputs of a group's own tokens ``q [B * c, num_heads, head_dim]``."""
+    """Return the outputs of a group's tokens ``q [B * c, num_heads, head_dim]``."""
     heads = torch.arange(layer.num_kv_heads, device=q.device)[:, None]  # [kv_heads, 1]
     keys, values = (cache[group.blocks, heads].flatten(2, 3) for cache in (keys, values))
     if not layer.is_product:
         return _stepwise(layer, q, keys, values, group)
-    if (
-        group.bias is not None and len(group.bias) == len(keys) * layer.num_kv_heads
-    ):  # made for the first layer's heads
+    # The bias has the head count of the first layer.
+    if group.bias is not None and len(group.bias) == len(keys) * layer.num_kv_heads:
         return _folded(q, keys, values, group.num_new, group.bias, layer.scale)
     return _fused(q, keys, values, group.num_new, group.mask, layer.scale)
 
@@ -85,14 +83,14 @@ def _attend(
 def _stepwise(
     layer: AttentionLayer, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: AttentionGroup
 ) -> torch.Tensor:
-    """Scores in fp32 with whatever belongs to them, of the query heads of one KV head after the other."""
+    """Compute scores in fp32 with softcap, ALiBi and sinks, one KV head at a time."""
     rows, num_new, fold = group.num_rows, group.num_new, layer.num_heads // layer.num_kv_heads
     mask = group.mask
     if mask is None:
         keys, values = keys[:, :, :num_new], values[:, :, :num_new]
         mask = torch.ones(1, 1, num_new, num_new, dtype=torch.bool, device=q.device).tril()
-    ahead = torch.arange(keys.shape[2], device=q.device) - torch.arange(num_new, device=q.device)[:, None]
-    distance = (group.distance[:, None, None] + ahead).unsqueeze(1)  # [B, 1, c, L]
+    offset = torch.arange(keys.shape[2], device=q.device) - torch.arange(num_new, device=q.device)[:, None]
+    distance = (group.distance[:, None, None] + offset).unsqueeze(1)  # [B, 1, c, L]
     queries = q.view(rows, num_new, layer.num_heads, -1).transpose(1, 2)  # [B, heads, c, head_dim]
     parts = []
     for kv_head in range(layer.num_kv_heads):
@@ -114,7 +112,7 @@ def _stepwise(
 def _folded(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, num_new: int, bias: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Two matrix products and a softmax over ``[B * kv_heads, groups * c, L]`` scores."""
+    """Compute attention as two matrix products and a softmax over scores ``[B * kv_heads, groups * c, L]``."""
     rows, kv_heads, _, head_dim = keys.shape
     fold = q.shape[1] // kv_heads
     folded = q.reshape(rows, num_new, kv_heads, fold, head_dim)

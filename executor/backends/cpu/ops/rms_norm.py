@@ -12,10 +12,10 @@ def rms_norm(
     offset: float = 0.0,
     rounds_once: bool = False,
 ) -> torch.Tensor:
-    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension, the mean in fp32: the quotient is rounded first.
+    """Return ``x / sqrt(mean(x²) + eps) * weight`` over the last dimension; the quotient is rounded before the product.
 
-    With an offset, as Gemma has it, or where it ``rounds_once``, times ``offset + weight``, all of it in fp32. x:
-    ``[..., width]``; weight: ``[width]`` or anything that broadcasts against ``x``, of the same dtype; None for ones.
+    With ``offset`` (Gemma) or ``rounds_once``, the factor is ``offset + weight`` and all arithmetic is in fp32. x:
+    ``[..., width]``; weight: same dtype, ``[width]`` or a shape that broadcasts against ``x``; None for ones.
     """
     wide = x.float()
     quotient = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))

@@ -1,7 +1,7 @@
-"""Rotate queries and keys by their positions, and store keys and values in the paged cache.
+"""RoPE of queries and keys, and the write of keys and values to the paged cache.
 
-Rotary position embedding: Su et al., "RoFormer", 2021, section 3.4.2, in two layouts of the checkpoints: number ``i`` of
-what is rotated is paired with ``i + rotary_dim / 2`` (Llama), or ``2 i`` with ``2 i + 1`` (GPT-J, and the paper).
+Rotary position embedding: Su et al., "RoFormer", 2021, section 3.4.2. Two layouts of pairs: ``i`` with ``i + rotary_dim / 2``
+(Llama), or interleaved, ``2 i`` with ``2 i + 1`` (GPT-J, and the paper).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from quintet.executor.models.layers.attention import AttentionLayer
 def rope(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int = 0, interleaved: bool = False
 ) -> torch.Tensor:
-    """Return ``x`` rotated. x: ``[num_tokens, heads, head_dim]``; cos, sin: ``[num_tokens, 1, rotary_dim]``, same dtype, whose
-    second half is like the first.
+    """Rotate dimensions ``[first, first + rotary_dim)`` of each head; the others pass through.
 
-    Numbers ``[first, first + rotary_dim)`` of a head are rotated, the others pass through. interleaved: neighbours are pairs.
+    x: ``[num_tokens, heads, head_dim]``; cos, sin: ``[num_tokens, 1, rotary_dim]``, same dtype, both halves equal. interleaved:
+    adjacent dimensions form pairs.
     """
     rotary_dim = cos.shape[-1]
-    before, rotating, behind = x.tensor_split((first, first + rotary_dim), -1)
+    before, rotating, after = x.tensor_split((first, first + rotary_dim), -1)
     if interleaved:
         cos, sin = (part[..., : rotary_dim // 2].repeat_interleave(2, -1) for part in (cos, sin))
         pairs = rotating.unflatten(-1, (-1, 2))
@@ -31,11 +31,11 @@ def rope(
     rotated = turned.mul_(sin).addcmul_(rotating, cos)
     if rotary_dim == x.shape[-1]:
         return rotated
-    return torch.cat((before, rotated, behind), -1)
+    return torch.cat((before, rotated, after), -1)
 
 
 def temperatures(temperature: Temperature, positions: torch.Tensor) -> torch.Tensor:
-    """Return the fp32 factor of a query at each of ``positions``."""
+    """Return the fp32 query scale at each of ``positions``."""
     shifted = positions + temperature.shift
     periods = shifted // temperature.period if temperature.whole else shifted / temperature.period
     return 1.0 + temperature.growth * torch.log1p(periods.float().clamp(min=0))
@@ -53,12 +53,12 @@ def rope_kv_write(
     blocks: torch.Tensor,
     offsets: torch.Tensor,
 ) -> torch.Tensor:
-    """Return rotated queries, at their temperature; write rotated keys, and values, into the cache. Norms behind are included.
+    """Return rotated queries with norms after RoPE and temperature applied; write rotated keys and values to the cache.
 
-    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_width]``; rotation: cosines
-    and sines of the layer's, see `rope`; positions: int64``[num_tokens]``; keys, values: ``[num_blocks, num_kv_heads,
-    block_size, head_dim or value_width]``; blocks, offsets: int64``[num_tokens]``, in which block a token's key and value
-    stand, and where there. Where ``layer.values_in_keys``, ``values`` is a view of ``keys``.
+    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_width]``; rotation: cosines and
+    sines, see `rope`; positions: int64``[num_tokens]``; keys, values: ``[num_blocks, num_kv_heads, block_size, head_dim or
+    value_width]``; blocks, offsets: int64``[num_tokens]``, block and offset of each token. With ``layer.values_in_keys``,
+    ``values`` is a view of ``keys``.
     """
     if rotation is not None:
         q, k = (rope(x, *rotation, layer.rotary_first, layer.interleaved) for x in (q, k))

@@ -1,6 +1,6 @@
-"""The state space of Mamba: each channel fades by its own step width, and inputs choose what they add.
+"""Selective state space scan of Mamba, computed token by token.
 
-Gu and Dao, "Mamba: linear-time sequence modeling with selective state spaces" (2023), section 3.2, token by token.
+Gu and Dao, "Mamba: linear-time sequence modeling with selective state spaces" (2023), section 3.2.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ def selective_scan(
     """Return ``(state · c + skip * x) * silu(gate)`` where ``state = exp(d a) state + d x b``, ``d = softplus(dt + dt_bias)``.
 
     x, dt, gate: ``[T, channels]``; b, c: ``[T, state_size]``; a: ``[state_size, channels]``; dt_bias, skip: ``[channels]``;
-    states: ``[num_blocks, state_size, channels]``, overwritten. Parameters and states are float32, as is what is computed.
+    states: ``[num_blocks, state_size, channels]``, overwritten. Parameters, states and arithmetic: float32.
     """
     state = rows.load(states)
     scanned = Scanned(x)
-    for tokens, there in rows.steps():
+    for tokens, active in rows.steps():
         inputs = x[tokens].float()  # [R, channels]
         width = F.softplus(dt[tokens].float() + dt_bias)
         added = (width * inputs)[:, None] * b[tokens].float()[:, :, None]
-        state = keep_where(there, state * torch.exp(width[:, None] * a) + added, state)
+        state = keep_where(active, state * torch.exp(width[:, None] * a) + added, state)
         y = (state * c[tokens].float()[:, :, None]).sum(1) + skip * inputs
-        scanned.put(tokens, there, y * F.silu(gate[tokens].float()))
+        scanned.put(tokens, active, y * F.silu(gate[tokens].float()))
     rows.save(states, state)
     return scanned.lines

@@ -1,8 +1,8 @@
-"""Which state each row of a step goes on from and where it leaves its own: what the operations with a state share.
+"""Rows of a step with their recurrent states; shared by the operations with state.
 
-A layer's states are one tensor per kind, ``[num_blocks, ...]``, a block of the state group each. A row reads one block and
-writes one, the same or another. Operations go from token to token, all rows at once: with rows of one token there is no
-loop and no index is read by the host, so that a device can capture them.
+A layer's states are one tensor per kind, ``[num_blocks, ...]``, indexed by blocks of the state group. A row reads one block and
+writes one, the same or another. Operations process one token of all rows at a time. With one token per row there is no loop
+and no host read of an index, so a CUDA graph can capture them.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """R rows of consecutive tokens among a step's, on one device."""
+    """R rows of consecutive tokens of a step, on one device."""
 
     sources: torch.Tensor
-    """int64[R]: the block whose states a row goes on from."""
+    """int64[R]: block to load the state from."""
     targets: torch.Tensor
-    """int64[R]: the block that gets the states behind its last token. No two rows have one in common."""
+    """int64[R]: block to save the state after the row's last token; distinct for all rows."""
     fresh: torch.Tensor
-    """bool[R]: whether the row begins a request: its states are zeros, whatever the source holds."""
+    """bool[R]: whether the row starts a request, with a zero state regardless of the source block."""
     offsets: torch.Tensor
-    """int64[R]: its first token's index among the step's."""
+    """int64[R]: index of the row's first token in the step."""
     counts: torch.Tensor
-    """int64[R]: its tokens."""
+    """int64[R]: number of tokens of the row."""
     max_count: int
-    """The most tokens of a row."""
+    """Largest of the counts."""
 
     def load(self, states: torch.Tensor) -> torch.Tensor:
-        """Return each row's state ``[R, ...]``, a copy."""
+        """Return a copy of each row's state ``[R, ...]``."""
         fresh = self.fresh.view(-1, *(1 for _ in states.shape[1:]))
         return states[self.sources].masked_fill_(fresh, 0)
 
@@ -40,22 +40,22 @@ class StateRows:
         states[self.targets] = after
 
     def steps(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield, for the first, second, ... token of every row: its index ``int64[R]``, and whether there is one, ``bool[R]``."""
+        """Yield, for each token position within the rows, the token indices ``int64[R]`` and the active rows ``bool[R]``."""
         for i in range(self.max_count):
-            there = self.counts > i
-            yield torch.where(there, self.offsets + i, 0), there
+            active = self.counts > i
+            yield torch.where(active, self.offsets + i, 0), active
 
 
 class Scanned:
-    """The result of a scan, shaped like one of its values, filled token by token."""
+    """Result of a scan, filled token by token; shaped like one of its inputs."""
 
     def __init__(self, like: torch.Tensor) -> None:
-        # What rows without a further token compute goes to the last line, which nobody gets.
+        # Inactive rows write to the extra last line, which is dropped.
         self._lines = like.new_zeros((len(like) + 1, like.shape[1]))
 
-    def put(self, tokens: torch.Tensor, there: torch.Tensor, values: torch.Tensor) -> None:
-        """Fill the lines of ``tokens [R]`` that are there with ``values [R, ...]``, in the lines' number format."""
-        lines = torch.where(there, tokens, len(self._lines) - 1)
+    def put(self, tokens: torch.Tensor, active: torch.Tensor, values: torch.Tensor) -> None:
+        """Write ``values [R, ...]`` of the active rows to the lines of ``tokens [R]``, cast to the lines' dtype."""
+        lines = torch.where(active, tokens, len(self._lines) - 1)
         self._lines[lines] = values.reshape(len(values), -1).to(self._lines.dtype)
 
     @property
@@ -64,6 +64,6 @@ class Scanned:
         return self._lines[:-1]
 
 
-def keep_where(there: torch.Tensor, after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return the states ``after [R, ...]`` of the rows that had a token, and ``before`` of the others."""
-    return torch.where(there.view(-1, *(1 for _ in after.shape[1:])), after, before)
+def keep_where(active: torch.Tensor, after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Return the states ``after [R, ...]`` of active rows and ``before`` of the others."""
+    return torch.where(active.view(-1, *(1 for _ in after.shape[1:])), after, before)

@@ -1,1 +1,1 @@
-"""The compiled step on a CPU: a model's forward pass recorded once, run with one call into C++ per step."""
+"""Compiled CPU step: a forward pass recorded once and run with one call into C++ per step."""

@@ -1,5 +1,7 @@
-"""Records a forward pass: which operation reads and writes what. Then each value is given its place in memory, and the
-operations make the program.
+"""Builds a program from a forward pass.
+
+The builder records the values that each operation reads and writes. `MemoryPlanner` then assigns memory to each value, and
+each operation appends itself to the program.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadSca
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An operation's share of the program: one operation or, with quantized weights, two for each of them."""
+    """Range of program operations that one recorded operation emits: one, or two with quantized weights."""
 
     name: str
     begin: int
@@ -44,12 +46,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class RecordedGraph:
-    """Where everything is in the program."""
+    """Offsets into the program."""
 
     spans: list[Span]
-    """Of each operation that is left, in order."""
+    """One per operation that remains after fusion, in order."""
     parts: list[int]
-    """Where each marked part begins."""
+    """Index of the first operation of each marked part."""
 
 
 class GraphBuilder:
@@ -64,7 +66,7 @@ class GraphBuilder:
         max_outputs: int,
         ranks: Ranks | None = None,
     ) -> None:
-        """``max_tokens`` and ``max_outputs``: the most rows a step has of each extent. ranks: of a model that is divided."""
+        """max_tokens, max_outputs: row limits of a step, per extent. ranks: given for a tensor-parallel model."""
         self._library = library
         self._dtype = dtype
         self._code = FLOAT_CODES[dtype]
@@ -74,13 +76,13 @@ class GraphBuilder:
         self._kept: set[int] = set()
         self._marks: list[int] = []
         self.memory: list[torch.Tensor] = []
-        """What values lie in: must live as long as the program is run."""
+        """Memory of the values; must outlive the program."""
         self.expert_layers: list[HostExperts] = []
-        """Of all layers that have some, in order."""
+        """Experts of each mixture-of-experts layer, in order."""
         self.embedded: Value | None = None
-        """What the embedding makes: there until the operation behind it."""
-        self.given: Value | None = None
-        """What the stage before has computed; None in the first stage."""
+        """Result of the embedding; valid until the next operation."""
+        self.received_hidden: Value | None = None
+        """Hidden states from the previous stage; None in the first stage."""
         self.handle = library.new()
         self._input = partial(input_place, max_tokens, dtype=dtype, ranks=ranks)
         self._ranks = None if ranks is None else RankOperations(ranks, self.handle, dtype, max_tokens)
@@ -106,10 +108,10 @@ class GraphBuilder:
         return self._append("embedding", emit, (), y)
 
     def of_stage_before(self, width: int) -> Value:
-        """See `ForwardPass`. Nothing is written over it: other ranks read it too."""
-        self.given = Value(width, Extent.TOKENS, self._input(width))
-        self.keep(self.given)
-        return self.given
+        """See `ForwardPass`. Its memory is never reused, because other ranks read it too."""
+        self.received_hidden = Value(width, Extent.TOKENS, self._input(width))
+        self.keep(self.received_hidden)
+        return self.received_hidden
 
     def norm(self, x: Value, norm: Norm) -> Value:
         """See `ForwardPass`."""
@@ -137,12 +139,12 @@ class GraphBuilder:
         runs, code = layer.method.runs, self._code_of(y)
         assert runs, "recorded without the host kernels"
         assert x.width == layer.depth, (x.width, layer.depth)
-        inputs = [x if run.order is None else self._take_columns(x, run.order) for run in runs]
+        run_inputs = [x if run.order is None else self._take_columns(x, run.order) for run in runs]
 
         def emit(result: Value, residual: Value | None, activation: int) -> None:
             assert residual is None or residual.stride == result.stride, (residual, result)
             begin = 0
-            for run, its in zip(runs, inputs, strict=True):
+            for run, run_input in zip(runs, run_inputs, strict=True):
                 packed, bias, width = run.packed, run.bias, run.packed.output_columns
                 added = None if residual is None else self.columns(residual, begin, width).address
                 y = self.columns(result, begin, width)
@@ -150,8 +152,8 @@ class GraphBuilder:
                     *(
                         self.handle,
                         packed.handle,
-                        its.address,
-                        its.stride,
+                        run_input.address,
+                        run_input.stride,
                         self._max_rows[x.extent],
                         self._code,
                     ),
@@ -162,13 +164,12 @@ class GraphBuilder:
 
         name = f"linear {layer.depth} to {layer.width}"
         is_plain = layer.activation is GatedActivation.NONE and code == self._code
-        alone = partial(emit, y, None, layer.activation)
-        return self._append(
-            name, alone, tuple(dict.fromkeys(inputs)), y, emit_with=emit if is_plain else None
-        )
+        emit_alone = partial(emit, y, None, layer.activation)
+        reads = tuple(dict.fromkeys(run_inputs))
+        return self._append(name, emit_alone, reads, y, emit_with=emit if is_plain else None)
 
     def _linear_of_ranks(self, layer: Linear, x: Value) -> Value:
-        """Record a layer of whose inputs every rank has some."""
+        """Record a row-parallel layer: each rank holds a part of the inputs."""
         y, ranks = Value(layer.width, x.extent), self._ranks
         assert ranks is not None and x.width == layer.depth, (ranks, x.width, layer.depth)
 
@@ -176,11 +177,11 @@ class GraphBuilder:
             assert not activation, activation
             ranks.linear(layer, x, residual, result)
 
-        name = f"linear {layer.depth} to {layer.width}, and the other ranks'"
+        name = f"linear {layer.depth} to {layer.width}, all ranks"
         return self._append(name, partial(emit, y, None, 0), (x,), y, emit_with=emit)
 
     def _take_columns(self, x: Value, columns: torch.Tensor) -> Value:
-        """Return columns of x by their numbers, int32."""
+        """Gather columns of ``x``. columns: indices, int32 ``[width]``."""
         y = Value(x.width, x.extent)
         assert columns.dtype is torch.int32 and columns.shape == (x.width,), (x, columns)
 
@@ -193,7 +194,7 @@ class GraphBuilder:
         return self._append("order of inputs", emit, (x,), y)
 
     def add(self, x: Value, y: Value) -> Value:
-        """See `ForwardPass`. Part of the layer whose result it adds, where that can be."""
+        """See `ForwardPass`. Fused into the layer that computes a summand, if possible."""
         total = Value(x.width, x.extent)
         assert (y.width, y.extent) == (x.width, x.extent), (x, y)
 
@@ -255,7 +256,7 @@ class GraphBuilder:
         return self._append(name, emit, (x,), y, over=(x,))
 
     def activation(self, x: Value, kind: Activation) -> Value:
-        """See `ForwardPass`. Part of the layer whose result it takes, where nobody else does."""
+        """See `ForwardPass`. Fused into the layer that computes ``x``, if no other operation reads ``x``."""
         y, code = Value(x.width, x.extent), ACTIVATION_CODES[kind]
 
         def emit() -> None:
@@ -290,18 +291,18 @@ class GraphBuilder:
         return self._append(f"{shape.experts} x linear {shape.depth} to {shape.columns}", emit, (x,), y)
 
     def join(self, x: Value, y: Value) -> Value:
-        """See `ForwardPass`. A copy of each."""
-        both = Value(x.width + y.width, x.extent)
+        """See `ForwardPass`. Copies both inputs."""
+        joined = Value(x.width + y.width, x.extent)
         assert x.extent is y.extent, (x, y)
 
         def emit() -> None:
             for part, begin in ((x, 0), (y, x.width)):
                 self._library.scale(
                     *(self.handle, part.address, part.stride, part.width, 1.0),
-                    *(both.address + begin * self._dtype.itemsize, both.stride, self._code, x.extent),
+                    *(joined.address + begin * self._dtype.itemsize, joined.stride, self._code, x.extent),
                 )
 
-        return self._append("join", emit, (x, y), both)
+        return self._append("join", emit, (x, y), joined)
 
     def experts(self, layer: Experts, x: Value, scores: Value) -> Value:
         """See `ForwardPass`."""
@@ -309,7 +310,7 @@ class GraphBuilder:
         host = layer.host
         assert host is not None, "recorded without the host kernels"
         assert (x.width, scores.width) == (layer.hidden, layer.routing.experts), (x.width, scores.width)
-        assert x.extent is scores.extent is Extent.TOKENS, "experts are chosen for every token of a step"
+        assert x.extent is scores.extent is Extent.TOKENS, "experts run on token rows only"
         self.expert_layers.append(host)
 
         def emit() -> None:
@@ -324,14 +325,13 @@ class GraphBuilder:
 
         name = f"{layer.routing.chosen} of {layer.routing.experts} experts"
         if layer.is_partial:
-            alone = partial(emit_with, y, None, 0)
-            return self._append(f"{name}, and the other ranks'", alone, (x, scores), y, emit_with=emit_with)
+            emit_alone = partial(emit_with, y, None, 0)
+            return self._append(f"{name}, all ranks", emit_alone, (x, scores), y, emit_with=emit_with)
         return self._append(name, emit, (x, scores), y)
 
     def attention(self, layer: AttentionLayer, q: Value, k: Value, v: Value) -> Value:
-        """See `ForwardPass`. Rotation with the KV write, then attention."""
-        together = layer.norms_with_rotation
-        if together is None:
+        """See `ForwardPass`. Records RoPE with the KV write, then attention."""
+        if layer.norms_with_rotation is None:
             q = q if layer.q_norm is None else self.norm(q, layer.q_norm)
             k = k if layer.k_norm is None else self.norm(k, layer.k_norm)
         widths = (
@@ -343,28 +343,28 @@ class GraphBuilder:
         queries = Value(layer.num_heads * query_width(layer.head_dim), Extent.TOKENS)
         y = Value(layer.num_heads * layer.value_width, Extent.TOKENS)
         library, kv = self._library, self._kv
-        together_with = None if kv.turn.is_alone else self._ranks
-        if together_with is not None:
-            queries.place = together_with.queries(queries.width)
+        context_ranks = None if kv.turn.is_alone else self._ranks
+        if context_ranks is not None:
+            queries.place = context_ranks.queries(queries.width)
             self.keep(queries)
         place = kv.place(layer.index)
-        described = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
+        c_layer = c_attention(layer, self._dtype, kv.dtype, kv.spec.block_size)
 
         def emit_write() -> None:
             library.rope_kv_write(
-                *(self.handle, ctypes.byref(described)),
+                *(self.handle, ctypes.byref(c_layer)),
                 *(q.address, q.stride, k.address, k.stride, v.address, v.stride),
                 *(ctypes.byref(place), queries.address, queries.stride),
             )
-            if together_with is not None:
-                together_with.meet(Extent.TOKENS)
+            if context_ranks is not None:
+                context_ranks.meet(Extent.TOKENS)
 
         def emit_attend() -> None:
-            if together_with is not None:
-                together_with.attention(described, queries, place, y)
+            if context_ranks is not None:
+                context_ranks.attention(c_layer, queries, place, y)
                 return
             library.attention(
-                *(self.handle, ctypes.byref(described), queries.address, queries.stride, ctypes.byref(place)),
+                *(self.handle, ctypes.byref(c_layer), queries.address, queries.stride, ctypes.byref(place)),
                 *(y.address, y.stride, self._max_rows[Extent.TOKENS]),
             )
 
@@ -398,7 +398,7 @@ class GraphBuilder:
         return self._append("delta_rule", lambda: self._states.delta_rule(layer, reads, y), reads, y)
 
     def take_outputs(self, x: Value) -> Value:
-        """Return the rows of ``x`` whose logits are wanted."""
+        """Return the rows of ``x`` that need logits."""
         y = Value(x.width, Extent.OUTPUTS)
 
         def emit() -> None:
@@ -409,9 +409,9 @@ class GraphBuilder:
         return self._append("take outputs", emit, (x,), y)
 
     def gather_logits(self, logits: Value) -> Value:
-        """Return all ranks' logits: each rank's lie among the others' from the beginning, and are there once all have met."""
+        """Return the logits of all ranks. Each rank writes its columns directly into shared memory, before a barrier."""
         ranks = self._ranks
-        assert ranks is not None, "nobody else has logits"
+        assert ranks is not None, "a single rank has all logits"
         dtype = logits.dtype or self._dtype
         place = ranks.logits(dtype)
         whole = Value(place.shape[1], Extent.OUTPUTS, place, dtype=logits.dtype)
@@ -425,7 +425,7 @@ class GraphBuilder:
         )
 
     def of_all_ranks(self, x: Value, kept: KeptRange) -> Value:
-        """See `ForwardPass`. Each rank writes its columns where all read them, until the next but one wants the place."""
+        """See `ForwardPass`. Each rank writes its columns into one of two shared buffers that alternate."""
         ranks = self._ranks
         assert ranks is not None and x.extent is Extent.TOKENS and x.width == kept.count, (x, kept)
         whole = Value(kept.whole, x.extent, ranks.next_gathered(kept.whole))
@@ -440,24 +440,24 @@ class GraphBuilder:
             )
             ranks.meet(x.extent, SharedRows(own, x.width * item_bytes, whole.stride * item_bytes))
 
-        return self._append(f"{kept.whole} of all ranks", emit, (x,), whole)
+        return self._append(f"gather {kept.whole} columns of all ranks", emit, (x,), whole)
 
     def mark(self) -> None:
-        """Begin a part of the program that is run by itself, and have each run note when it comes to it.
+        """Begin a part of the program that runs separately; each run records the time at which the part starts.
 
-        What it reads of the parts before it has been kept.
+        Values of earlier parts that it reads must be kept (`keep`).
         """
         self._marks.append(len(self._operations))
 
     def keep(self, value: Value) -> None:
-        """Never give the memory of ``value`` to another: it is read after the pass, or by a later part."""
+        """Reserve the memory of ``value``: it is read after the pass, or by a later part."""
         self._kept.add(id(value.owner))
 
     def finish(self) -> RecordedGraph:
-        """Give every value its memory and append the operations to the program."""
+        """Assign memory to every value and append the operations to the program."""
         self._check_parts()
         operations = fuse(self._operations, self._kept, self._marks)
-        places = MemoryPlanner(self._dtype, self._max_rows, self._kept, Lifetimes(operations))
+        planner = MemoryPlanner(self._dtype, self._max_rows, self._kept, Lifetimes(operations))
         spans, parts = [], []
         for number, operation in enumerate(operations):
             begin = self._library.size(self.handle)
@@ -465,23 +465,23 @@ class GraphBuilder:
                 self._library.mark(self.handle)
                 parts.append(begin)
             if operation is not None:
-                places.give(number, operation)
+                planner.assign(number, operation)
                 operation.emit()
                 spans.append(Span(operation.name, begin, self._library.size(self.handle)))
-        self.memory = places.memory
+        self.memory = planner.memory
         return RecordedGraph(spans, parts)
 
     def _code_of(self, value: Value) -> int:
         return self._code if value.dtype is None else FLOAT_CODES[value.dtype]
 
     def _check_parts(self) -> None:
-        made = {id(operation.writes): number for number, operation in enumerate(self._operations)}
+        producers = {id(operation.writes): number for number, operation in enumerate(self._operations)}
         for number, operation in enumerate(self._operations):
             for value in operation.reads:
-                maker = made.get(id(value.owner), number)
-                is_here = all(not maker < mark <= number for mark in self._marks)
-                assert is_here or id(value.owner) in self._kept, (
-                    f"operation {number}, {operation.name!r}, reads what an earlier part made and did not keep"
+                producer = producers.get(id(value.owner), number)
+                is_same_part = all(not producer < mark <= number for mark in self._marks)
+                assert is_same_part or id(value.owner) in self._kept, (
+                    f"operation {number}, {operation.name!r}, reads a value of an earlier part that was not kept"
                 )
 
     def _append(

@@ -1,4 +1,4 @@
-"""The KV memory of a process's layers, and which layers the compiled attention takes."""
+"""KV memory of a process's layers, and the check that the compiled attention supports a layer."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from quintet.wire.kv_spec import KvSpec
 
 @dataclass(frozen=True, slots=True)
 class KvMemory:
-    """The KV memory of all layers."""
+    """KV memory of all layers."""
 
     spec: KvSpec
     places: tuple[torch.Tensor, ...]
-    """uint8 ``[num_blocks, layer_bytes]`` each, inner layout private to the kernels."""
+    """One uint8 ``[num_blocks, layer_bytes]`` per layer of a block; the inner layout is private to the kernels."""
     dtype: int
-    """Code of the numbers stored."""
+    """Code of the stored dtype."""
     turn: BlockStripe = ALONE
-    """Which blocks this process writes, where it keeps the memory together with others."""
+    """Blocks that this process writes when ranks share the memory (context parallelism)."""
 
     def place(self, layer: int, *, state: bool = False) -> KvPlace:
-        """Return where a layer's keys and values lie, or its state."""
+        """Return the location of a layer's keys and values, or of its recurrent state."""
         group, place = self.spec.place(layer, state=state)
         memory, turn = self.places[place].data_ptr(), self.turn
         return KvPlace(memory, self.spec.layer_bytes, group, turn.size, turn.index)
 
 
 def takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block_size: int) -> bool:
-    """Whether the kernels compute such a layer over a cache of such numbers."""
+    """Return whether the kernels support the layer with a KV cache of this dtype code."""
     heads = (layer.num_kv_heads, layer.head_dim, layer.value_width)
     return bool(library.kv_block_bytes(code, *heads, block_size, layer.values_in_keys))
 
@@ -43,9 +43,9 @@ def takes_layer(library: ProgramLibrary, layer: AttentionLayer, code: int, block
 def allocate_kv(
     spec: KvSpec, num_blocks: int, code: int, share: Share, ranks: Ranks | None = None
 ) -> KvMemory:
-    """Reserve the KV memory of the layers that this process has, or find that of the ranks that keep it together.
+    """Reserve the KV memory of this process's layers, or map the memory that ranks share.
 
-    Pages are mapped when first written. code: of the numbers stored. A place that only layers of other stages have is empty.
+    The kernel maps a page on its first write. code: of the stored dtype. A place that only layers of other stages use is empty.
     """
     used = spec.places_of(share.has_layer)
     if ranks is not None and not share.turn.is_alone:

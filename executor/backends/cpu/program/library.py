@@ -1,7 +1,7 @@
-"""The compiled step's functions of the kernel library: a program, and what appends an operation to it.
+"""Bindings of the compiled step: programs, and the functions that append operations to them.
 
-``csrc/cpu`` says what each argument is. Nothing is checked here:
-`quintet.executor.backends.cpu.program.graph_builder` hands over what it made itself.
+``csrc/cpu`` documents the arguments. The bindings check nothing: only
+`quintet.executor.backends.cpu.program.graph_builder` calls them, with its own values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ADDRESS, _SIZE, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, c
 
 
 class ProgramLibrary:
-    """The functions, with their C types."""
+    """Program functions of the kernel library, with their C types."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(library, "qt_draw_settings_bytes", RECORD.itemsize)
@@ -61,6 +61,6 @@ class ProgramLibrary:
 
 
 def program_library() -> ProgramLibrary | None:
-    """Return the functions, or None where the kernels were not built."""
+    """Return the bindings, or None if the kernels are not built."""
     library = open_library()
     return None if library is None else ProgramLibrary(library)

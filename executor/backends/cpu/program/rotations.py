@@ -1,4 +1,4 @@
-"""Cosines and sines by which a step's tokens are rotated, as its program reads them."""
+"""RoPE cosines and sines in the layout that a program reads."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from quintet.executor.ragged import ranges
 from quintet.executor.slots import SlotTables
 
 FIRST_ROTATIONS = 4096
-"""Positions whose cosines and sines are computed at boot."""
+"""Number of positions computed at startup."""
 
 
 class Rotations:
-    """The rotations of a model, as a step points to them."""
+    """Cosine and sine tables of a model's RoPE layers."""
 
     def __init__(
         self, ropes: Sequence[Rope], dtype: torch.dtype, max_positions: int, ranks: Ranks | None = None
     ) -> None:
-        self._described = (CRotation * max(1, len(ropes)))()
+        self._descriptors = (CRotation * max(1, len(ropes)))()
         self._rotations: list[_Rotation] = []
         self._ranks, num_shared = None, 0
-        for rope, described in zip(ropes, self._described, strict=False):
+        for rope, descriptor in zip(ropes, self._descriptors, strict=False):
             shared, width = None, rope.spec.rotary_dim
             if ranks is not None and rope.spec.depends_on_length:
                 shared = (
@@ -36,32 +36,32 @@ class Rotations:
                 )
                 num_shared += 2 * width
                 self._ranks = ranks
-            self._rotations.append(_Rotation(rope, dtype, max_positions, described, shared))
+            self._rotations.append(_Rotation(rope, dtype, max_positions, descriptor, shared))
 
     @property
     def address(self) -> int:
-        """Where they are described, for as long as this lives."""
-        return ctypes.addressof(self._described)
+        """Address of the C descriptors; valid while this object lives."""
+        return ctypes.addressof(self._descriptors)
 
     def fill(self, length: int, rows: Rows, tables: SlotTables) -> None:
-        """Describe the rotations of every token of ``rows``. length: their largest position plus 1."""
+        """Point the descriptors at the rotations of every token of ``rows``. length: the largest position plus 1."""
         if self._ranks is not None:
-            self._ranks.wait_for_all()  # who still reads those of the last step
+            self._ranks.wait_for_all()  # other ranks may still read those of the last step
         for rotation in self._rotations:
             rotation.fill(length, rows, tables)
 
     @property
     def handed_width(self) -> int:
-        """Numbers of a token that the next stage has to be handed: cosines and sines that depend on more than its position."""
+        """Elements per token to send to the next stage: cosines and sines that depend on more than the position."""
         return sum(rotation.handed_width for rotation in self._rotations)
 
     def hand_on(self, rows: torch.Tensor) -> None:
-        """Write those of the step that was filled, or taken, into rows ``[num_tokens, handed_width]``."""
+        """Write the current step's values into rows ``[num_tokens, handed_width]`` for the next stage."""
         for rotation, part in zip(self._rotations, self._parts(rows), strict=True):
             rotation.hand_on(part)
 
     def take(self, rows: torch.Tensor) -> None:
-        """Describe those of the step that the stage before has handed on, instead of `fill`. Nobody reads the last step's."""
+        """Use the values that the previous stage sent, instead of `fill`. No rank reads the last step's any more."""
         for rotation, part in zip(self._rotations, self._parts(rows), strict=True):
             rotation.take(part)
 
@@ -69,33 +69,36 @@ class Rotations:
         return list(rows.split([rotation.handed_width for rotation in self._rotations], dim=1))
 
     def reach(self, length: int) -> None:
-        """Describe those of positions up to ``length``, where nothing else matters: a rank knows no more of a step."""
+        """Extend position-only tables to ``length`` positions; a rank other than 0 knows only the length of a step."""
         for rotation in self._rotations:
             rotation.reach(length)
 
 
 class _Rotation:
-    """Cosines and sines by position, as many as were needed so far; by token where they depend on more than that."""
+    """Cosines and sines of one RoPE.
+
+    Indexed by position, and grown on demand. Indexed by token if they depend on more than the position.
+    """
 
     def __init__(
         self,
         rope: Rope,
         dtype: torch.dtype,
         max_positions: int,
-        described: CRotation,
+        descriptor: CRotation,
         shared: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """shared: where all ranks read cosines and sines by token, ``[max_tokens, rotary_dim]``; rank 0 fills it."""
+        """shared: per-token cosines and sines ``[max_tokens, rotary_dim]`` in shared memory; rank 0 fills them."""
         self._rope = rope
         self._shared = shared
         self._dtype = dtype
         self._max_positions = max_positions
-        self._described = described
+        self._descriptor = descriptor
         self._by_token = rope.spec.depends_on_length
         self._num_positions = 0
-        described.by_token = self._by_token
+        descriptor.by_token = self._by_token
         if shared is not None:
-            described.cosines, described.sines = (each.data_ptr() for each in shared)
+            descriptor.cosines, descriptor.sines = (each.data_ptr() for each in shared)
         if not self._by_token:
             self._grow(min(FIRST_ROTATIONS, max_positions))
 
@@ -121,8 +124,8 @@ class _Rotation:
     def take(self, rows: torch.Tensor) -> None:
         """See `Rotations.take`."""
         if self._by_token:
-            # The rows are the link's, to be written again once this step is done.
-            self._describe(
+            # The link reuses the memory of the rows after this step.
+            self._point_to(
                 *(half.clone(memory_format=torch.contiguous_format) for half in rows.chunk(2, dim=1))
             )
 
@@ -137,13 +140,13 @@ class _Rotation:
 
     def _use(self, positions: torch.Tensor, prompts: torch.Tensor | None) -> None:
         cosines, sines = self._rope.cos_sin(positions, prompts, self._dtype)
-        self._describe(cosines.flatten(1), sines.flatten(1))
+        self._point_to(cosines.flatten(1), sines.flatten(1))
 
-    def _describe(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
-        """Have steps point to them ``[rows, rotary_dim]``."""
+    def _point_to(self, cosines: torch.Tensor, sines: torch.Tensor) -> None:
+        """Point the descriptor at ``cosines`` and ``sines`` ``[rows, rotary_dim]``, or copy them to shared memory."""
         self._cosines, self._sines = cosines, sines
         if self._shared is None:
-            self._described.cosines, self._described.sines = cosines.data_ptr(), sines.data_ptr()
+            self._descriptor.cosines, self._descriptor.sines = cosines.data_ptr(), sines.data_ptr()
             return
         for place, numbers in zip(self._shared, (cosines, sines), strict=True):
             place[: len(numbers)].copy_(numbers)

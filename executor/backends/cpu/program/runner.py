@@ -1,4 +1,4 @@
-"""Runs a model's recorded program over a worker's plans. A `quintet.executor.runner.Runner`."""
+"""Runs a recorded program over the worker's plans; implements `quintet.executor.runner.Runner`."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class OpBalance:
-    """One operation's work in a step, cut for some number of threads."""
+    """Work of one operation in a step, split for a number of threads."""
 
     name: str
     pieces: int
     takes: int
-    """How often a thread takes pieces."""
+    """Number of times that threads take pieces."""
     cost: int
-    """Of all pieces, in about the time of a multiplication and addition."""
+    """Sum over all pieces, in units of about one multiply-add."""
     busiest: int
-    """Of the busiest thread's, were all threads equally fast."""
+    """Cost of the busiest thread, if all threads are equally fast."""
     bytes: int
-    """Of weights and KV that pieces read."""
+    """Bytes of weights and KV that pieces read."""
     bytes_again: int
-    """Of these, read before by another piece."""
+    """Bytes among these that another piece has read before."""
 
 
 class ProgramRunner:
-    """A model's program, its KV memory and the step it ran last."""
+    """A model's program, its KV memory, and the current step."""
 
     def __init__(self, stage: Stage, config: EngineConfig, span: Span = no_span) -> None:
-        """stage: of all layers. Of a model that is divided rank 0 has a runner, and the others do what it tells them."""
-        assert stage.logits is not None and stage.given is None, stage.share
+        """stage: with all layers. In a tensor-parallel model only rank 0 has a runner; the others execute its orders."""
+        assert stage.logits is not None and stage.received_hidden is None, stage.share
         self._span = span
         self._stage = stage
         self.max_outputs, self.spans = stage.max_outputs, stage.spans
@@ -58,16 +58,16 @@ class ProgramRunner:
         if span is no_span:
             self._step.c.marks = None
         self._length = 0
-        """The largest position of the step plus 1."""
+        """Largest position of the step plus 1."""
 
     @property
     def work_done(self) -> int:
-        """Pieces of work that the compute threads have done."""
+        """Number of work pieces that the compute threads have finished."""
         return self._stage.work_done
 
     @property
     def seconds(self) -> float:
-        """Time spent in the program so far."""
+        """Total time spent in the program."""
         return self._stage.seconds
 
     @property
@@ -106,18 +106,18 @@ class ProgramRunner:
         step = self._step
         tokens = step.columns["drawn"][: step.c.num_outputs].tobytes()
         if self._span is not no_span:
-            self._tell(step.columns["marks"].tolist() if tokens else [])
+            self._report_spans(step.columns["marks"].tolist() if tokens else [])
         return tokens
 
     def _embed(self, rows: Rows) -> int:
-        """Compute the beginning of a step that brings vectors of its own; return which operation is the next."""
+        """Run the embedding of a step with input embeddings; return the index of the next operation."""
         embeds = embeds_of(rows, self._stage.dtype, self._logits.device)
         if embeds is None:
             return 0
         self._stage.embed(self._step.address, self._length, embeds)
         return self._stage.embedding_end
 
-    def _tell(self, marks: list[int]) -> None:
+    def _report_spans(self, marks: list[int]) -> None:
         for part, mark in zip(("layers", "logits"), marks, strict=False):
             self._span(part, None, None, mark)
         self._span("sampling" if marks else "layers")
@@ -128,25 +128,25 @@ class ProgramRunner:
         self._span("arrays")
 
     def profile(self, rows: Rows, tables: SlotTables, tokens: Int) -> list[tuple[str, float]]:
-        """Compute a step as `forward` and `logits` do, one operation at a time; return each one's name and seconds."""
+        """Run a step like `forward` and `logits`, one operation at a time; return the name and seconds of each."""
         self.forward(rows, tables)
         self.logits(tokens)
         return [(span.name, self._run(span.begin, span.end)) for span in self.spans]
 
     def balance(self, starts: Sequence[int], counts: Sequence[int], threads: int) -> list[OpBalance]:
-        """Return how a step of such rows would keep so many threads busy, an operation each. Nothing is run.
+        """Return the predicted load balance of each operation in a step with these rows; runs nothing.
 
-        starts, counts: as in a plan. Not to be called between `forward` and `logits`: it describes another step. What is known
-        only while a step runs (experts' work) is told as the last step had it, cut for its threads: nothing before the first.
+        starts, counts: as in a plan. Do not call it between `forward` and `logits`, because it overwrites the step. The work of
+        experts is known only while a step runs: the result has that of the last step, with its number of threads.
         """
-        self._step.outline(starts, counts)
-        figures = np.zeros((self._size, 6), np.int64)
+        self._step.fill_counts(starts, counts)
+        table = np.zeros((self._size, 6), np.int64)
         self._library.balance(
-            self._stage.program, self._step.address, threads, 0, self._size, figures.ctypes.data
+            self._stage.program, self._step.address, threads, 0, self._size, table.ctypes.data
         )
         names = [span.name for span in self.spans for _ in range(span.begin, span.end)]
         names += ["draw"] * (self._size - len(names))
-        return [OpBalance(name, *row) for name, row in zip(names, figures.tolist(), strict=True)]
+        return [OpBalance(name, *row) for name, row in zip(names, table.tolist(), strict=True)]
 
     def _run(self, begin: int, end: int) -> float:
         return self._stage.run(self._step.address, begin, end, self._length)
@@ -157,5 +157,5 @@ class ProgramRunner:
 
 
 def append_draw(library: ProgramLibrary, program: int, logits: torch.Tensor, stage: Stage) -> None:
-    """Append the draw of a step's tokens from ``logits [max_outputs, vocab]``."""
+    """Append the sampling of a step's tokens from ``logits [max_outputs, vocab]``."""
     library.draw(*(program, logits.data_ptr(), logits.stride(0), FLOAT_CODES[logits.dtype], stage.vocab_size))

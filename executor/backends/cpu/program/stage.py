@@ -1,7 +1,7 @@
-"""What a process computes of a model, recorded: all of its layers, or those of a stage.
+"""Recorded program of one pipeline stage, or of the whole model.
 
-Owns the program, its KV memory and rotations, and has the other ranks of the stage run whatever it runs. Knows no plan and no
-table: a step is what `quintet.executor.backends.cpu.program.step` describes.
+Owns the program, its KV memory and its rotations. Rank 0 orders the other ranks of the stage to run the same operations. A
+stage knows no plan and no slot table; its input is a `quintet.executor.backends.cpu.program.step.Step`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quintet.wire.config import EngineConfig
 
 
 class Stage:
-    """The recorded layers of one process."""
+    """Recorded layers of one process."""
 
     def __init__(
         self,
@@ -40,121 +40,121 @@ class Stage:
         share: Share,
         ranks: Ranks | None = None,
     ) -> None:
-        """ranks: of a stage that is divided. Rank 0 has the others run whatever it runs; they do what they are told."""
+        """ranks: given for a tensor-parallel stage. Rank 0 sends the orders; the others execute them."""
         self.library, self.kv, self.dtype, self.share = library, kv, dtype, share
         self.vocab_size = model.vocab_size
         self.logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
-        """Of logits, whichever stage makes them."""
+        """Dtype of the logits, also in stages that do not compute them."""
         self._ranks = ranks
         self.max_outputs = most_outputs(config.scheduler)
         self.max_tokens = max(config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs)
         self.rotations = Rotations(model.ropes, dtype, config.model.max_model_len + 1, ranks)
-        recorder = GraphBuilder(library, dtype, kv, self.max_tokens, self.max_outputs, ranks)
-        hidden = model.forward(recorder)
-        recorder.keep(hidden)
+        builder = GraphBuilder(library, dtype, kv, self.max_tokens, self.max_outputs, ranks)
+        hidden = model.forward(builder)
+        builder.keep(hidden)
         logits = None
         if share.is_last:
-            recorder.mark()
-            logits = model.logits(recorder, recorder.take_outputs(hidden))
+            builder.mark()
+            logits = model.logits(builder, builder.take_outputs(hidden))
             if ranks is not None:
-                logits = recorder.gather_logits(logits)
-            recorder.keep(logits)
-        recorded = recorder.finish()
+                logits = builder.gather_logits(logits)
+            builder.keep(logits)
+        recorded = builder.finish()
         self.spans = recorded.spans
-        self.program = recorder.handle
-        self._alive = (model, recorder.memory)  # what the program's addresses point into
+        self.program = builder.handle
+        self._keep_alive = (model, builder.memory)  # the program holds addresses into these
         self.end = self.spans[-1].end
-        """Behind the last operation: of the logits, where they are made here."""
+        """End of the last operation, which may be that of the logits."""
         self.layers_end = recorded.parts[0] if recorded.parts else self.end
-        """Behind the last operation of the layers."""
-        self.given = None if recorder.given is None else recorder.given.tensor
-        """``[max_tokens, hidden]``: what the stage before has computed; None in the first stage."""
+        """End of the last operation of the layers."""
+        self.received_hidden = None if builder.received_hidden is None else builder.received_hidden.tensor
+        """``[max_tokens, hidden]``: hidden states from the previous stage; None in the first stage."""
         self.hidden = hidden.tensor
-        """``[max_tokens, hidden]``: what the next stage goes on with."""
+        """``[max_tokens, hidden]``: hidden states for the next stage."""
         self.logits = None if logits is None else logits.tensor
         assert self.logits is None or self.logits.dtype is self.logits_dtype, self.logits.dtype
-        """``[max_outputs, vocab]``; None where another stage makes them."""
-        self._embedded = None if recorder.embedded is None else recorder.embedded.tensor
+        """``[max_outputs, vocab]``; None if another stage computes them."""
+        self._embedded = None if builder.embedded is None else builder.embedded.tensor
         self.embedding_end = self.spans[0].end
         assert self._embedded is None or self.spans[0].name == "embedding", self.spans[0]
         self.seconds = 0.0
-        """Time spent in the program so far."""
+        """Total time spent in the program."""
         eplb = config.executor.eplb
         self._copies = (
-            ExpertCopies(recorder.expert_layers, ranks) if ranks is not None and share.places else None
+            ExpertCopies(builder.expert_layers, ranks) if ranks is not None and share.places else None
         )
         self._balancer = None
         if self._copies is not None and share.rank == 0 and eplb is not None:
             self._balancer = Balancer(self._copies, eplb)
         self.expert_counts = None
-        if recorder.expert_layers:
-            counts = [each.asked for each in recorder.expert_layers]
-            self.expert_counts = ExpertCounts(counts, recorder.expert_layers[0].homes.ranks, self._copied)
+        if builder.expert_layers:
+            counts = [each.asked for each in builder.expert_layers]
+            self.expert_counts = ExpertCounts(counts, builder.expert_layers[0].homes.ranks, self._copied)
 
     @property
     def work_done(self) -> int:
-        """Pieces of work that the compute threads have done."""
+        """Number of work pieces that the compute threads have finished."""
         return int(self.library.pieces_done())
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
-        """See `quintet.executor.runner.Runner.blocks`: of the layers that are here."""
+        """See `quintet.executor.runner.Runner.blocks`; only layers of this stage."""
         return [place for place in self.kv.places if place.shape[1]]
 
     def run(self, step: object, begin: int, end: int, length: int) -> float:
-        """Run operations ``[begin, end)`` over a step, with the other ranks; return the seconds it took.
+        """Run operations ``[begin, end)`` of a step on all ranks; return the elapsed seconds.
 
-        length: the step's largest position plus 1. What is behind the logits is this process's alone.
+        length: the step's largest position plus 1. Operations after the logits run only in this process.
         """
         if self._balancer is not None and begin == 0:
             self._balancer.note_step()
-        begun = time.perf_counter()
+        started = time.perf_counter()
         if self._ranks is not None and begin < self.end:
             self._ranks.tell_run(step, begin, min(end, self.end), length)
         self.library.run(self.program, step, begin, end)
-        spent = time.perf_counter() - begun
-        self.seconds += spent
-        return spent
+        elapsed = time.perf_counter() - started
+        self.seconds += elapsed
+        return elapsed
 
     @property
     def handed_width(self) -> int:
-        """Numbers of a token that a stage hands on to the next: hidden states, and rotations that it could not know."""
+        """Elements per token to send to the next stage: hidden states, and rotations that it cannot compute."""
         return int(self.hidden.shape[1]) + self.rotations.handed_width
 
     def hand_on(self, rows: torch.Tensor) -> None:
-        """Write them of the step that was run into rows ``[num_tokens, handed_width]``."""
+        """Write the last step's hidden states and rotations into rows ``[num_tokens, handed_width]``."""
         width = self.hidden.shape[1]
         rows[:, :width].copy_(self.hidden[: len(rows)])
         self.rotations.hand_on(rows[:, width:])
 
     def take(self, rows: torch.Tensor) -> None:
-        """Go on with what the stage before has handed on."""
-        assert self.given is not None, self.share
-        self.wait_for_ranks()  # who still read the last step's
-        width = self.given.shape[1]
-        self.given[: len(rows)].copy_(rows[:, :width])
+        """Load the hidden states and rotations that the previous stage sent."""
+        assert self.received_hidden is not None, self.share
+        self.wait_for_ranks()  # they may still read the last step's
+        width = self.received_hidden.shape[1]
+        self.received_hidden[: len(rows)].copy_(rows[:, :width])
         self.rotations.take(rows[:, width:])
 
     @property
     def has_chores(self) -> bool:
-        """Whether experts are to be copied between ranks, or it is to be found out whether."""
+        """True if expert load balancing has idle work: a decision or a copy between ranks."""
         return self._balancer is not None and self._balancer.has_chores
 
     def do_chore(self) -> None:
-        """Do a piece of that, with the other ranks; nothing where there is nothing to do."""
+        """Run one part of the expert load balancing on all ranks; no-op if there is none."""
         if self._balancer is not None:
             self._balancer.do_chore()
 
     def move_told(self, mail: bytes) -> None:
-        """Take part in copying an expert, as rank 0 does."""
-        assert self._copies is not None, "experts are copied that have no place to go"
+        """Take part in an expert copy that rank 0 ordered."""
+        assert self._copies is not None, "an expert copy was ordered, but this stage has no slots for copies"
         self._copies.move_told(mail)
 
     def _copied(self) -> tuple[int, int]:
         return (0, 0) if self._balancer is None else (self._balancer.num_copies, self._balancer.bytes_moved)
 
     def embed(self, step: object, length: int, embeds: StepEmbeds) -> None:
-        """Compute the beginning of a step that brings vectors of its own."""
+        """Run the embedding of a step with input embeddings and replace the given rows."""
         assert self._embedded is not None, "another stage has the embedding"
         self.run(step, 0, self.embedding_end, length)
         if self._ranks is not None:
@@ -164,18 +164,18 @@ class Stage:
         embeds.put(self._embedded)
 
     def wait_for_ranks(self) -> None:
-        """Wait until the other ranks have done what they were told: what they read may be written over."""
+        """Wait until the other ranks have executed their orders; the memory that they read may then be overwritten."""
         if self._ranks is not None:
             self._ranks.wait_for_all()
 
     def run_told(self, step: object, begin: int, end: int, length: int) -> None:
-        """Run what rank 0 runs, over the step that was heard of; length: its largest position plus 1."""
+        """Run the operations that rank 0 ordered. length: the step's largest position plus 1."""
         assert end <= self.library.size(self.program), (begin, end)
         self.rotations.reach(length)
         self.library.run(self.program, step, begin, end)
 
     def put_told(self, mail: bytes) -> None:
-        """Write vectors over what the embedding made, as rank 0 does."""
+        """Replace rows of the embedding, as rank 0 does."""
         assert self._embedded is not None, "another stage has the embedding"
         records = np.frombuffer(mail, vector_records(self._embedded.shape[1], self.dtype))
         vectors = torch.from_numpy(records["vector"].copy()).view(self.dtype)
@@ -190,7 +190,7 @@ class Stage:
             self._ranks.move_blocks(OrderKind.COPY_BLOCKS, pairs, self._copy)
 
     def copy_told(self, mail: bytes) -> None:
-        """Copy blocks that an order names, and have the other ranks copy theirs, where this one is the first."""
+        """Copy the blocks of an order; rank 0 forwards the order to the other ranks."""
         if self._ranks is None:
             self._copy(mail)
         elif self._ranks.share.rank == 0:
@@ -200,7 +200,7 @@ class Stage:
             self._ranks.wait_for_moved()
 
     def _copy(self, mail: bytes) -> None:
-        """Copy those blocks that are this process's to write."""
+        """Copy the blocks that this process writes."""
         turn, pairs = self.share.turn, np.frombuffer(mail, np.int32).reshape(-1, 2).astype(np.int64)
         sources, targets = torch.from_numpy(pairs[pairs[:, 1] % turn.size == turn.index].T.copy())
         for place in self.kv.places:

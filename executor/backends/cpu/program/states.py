@@ -1,4 +1,4 @@
-"""What appends operations with a state to a program: a layer's parameters, and where its group keeps the states."""
+"""Appends operations with recurrent state to a program."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from quintet.executor.models.layers.states import CausalConv, DeltaRule, HeadSca
 
 
 class StateOperations:
-    """See `quintet.executor.models.forward.ForwardPass`; each is called when all its values have memory."""
+    """Emits state operations of `quintet.executor.models.forward.ForwardPass`; all values must have memory."""
 
     def __init__(
         self, library: ProgramLibrary, program: int, place: Callable[[int], KvPlace], code: int
     ) -> None:
-        """place: where a layer's states lie; code: of the values' number format."""
+        """place: returns the location of a layer's states. code: of the values' dtype."""
         self._library = library
         self._program = program
         self._place = place
         self._code = code
 
     def causal_conv(self, layer: CausalConv, x: Value, y: Value) -> None:
-        """Append a convolution."""
+        """Append a causal convolution."""
         taps, channels = layer.weight.shape
         bias = None if layer.bias is None else layer.bias.data_ptr()
         self._library.causal_conv(
-            *(*self._where(layer.state), x.address, x.stride, channels, taps),
+            *(*self._location(layer.state), x.address, x.stride, channels, taps),
             *(layer.weight.data_ptr(), bias, layer.silu, y.address, y.stride, self._code),
         )
 
@@ -37,7 +37,7 @@ class StateOperations:
         """Append a scan of channels; values: x, dt, b, c, gate."""
         size, channels = layer.state.shape
         self._library.selective_scan(
-            *(*self._where(layer.state), _columns(*values), channels, size),
+            *(*self._location(layer.state), _columns(*values), channels, size),
             *(layer.a.data_ptr(), layer.dt_bias.data_ptr(), layer.skip.data_ptr()),
             *(y.address, y.stride, self._code),
         )
@@ -46,7 +46,7 @@ class StateOperations:
         """Append a scan of heads; values: x, dt, b, c, gate."""
         heads, size, head_dim = layer.state.shape
         self._library.head_scan(
-            *(*self._where(layer.state), _columns(*values), heads, head_dim, layer.groups, size),
+            *(*self._location(layer.state), _columns(*values), heads, head_dim, layer.groups, size),
             *(layer.a.data_ptr(), layer.dt_bias.data_ptr(), layer.skip.data_ptr(), *layer.dt_limits),
             *(y.address, y.stride, self._code),
         )
@@ -55,11 +55,11 @@ class StateOperations:
         """Append the gated delta rule; values: q, k, v, alpha, beta."""
         heads, key_dim, head_dim = layer.state.shape
         self._library.delta_rule(
-            *(*self._where(layer.state), _columns(*values), heads, head_dim, layer.key_heads, key_dim),
+            *(*self._location(layer.state), _columns(*values), heads, head_dim, layer.key_heads, key_dim),
             *(layer.a.data_ptr(), layer.dt_bias.data_ptr(), y.address, y.stride, self._code),
         )
 
-    def _where(self, state: StatePart) -> tuple[int, object, int]:
+    def _location(self, state: StatePart) -> tuple[int, object, int]:
         return self._program, ctypes.byref(self._place(state.index)), state.offset
 
 

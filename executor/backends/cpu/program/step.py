@@ -1,4 +1,4 @@
-"""What changes from step to step, as the C++ side reads it: ``qt::Step`` of ``csrc/cpu/program.hpp``."""
+"""Per-step arguments of a program: ``qt::Step`` of ``csrc/cpu/program.hpp``."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COLUMNS_OF_ROWS = (
 
 
 class CRotation(ctypes.Structure):
-    """Field by field ``qt::Rotation``; its comments say what each is."""
+    """Mirror of ``qt::Rotation``, which documents the fields."""
 
     _fields_ = (("cosines", _ADDRESS), ("sines", _ADDRESS), ("by_token", _SIZE))
 
 
 class CStep(ctypes.Structure):
-    """Field by field ``qt::Step``; its comments say what each is."""
+    """Mirror of ``qt::Step``, which documents the fields."""
 
     _fields_ = (
         ("num_tokens", _SIZE),
@@ -62,7 +62,7 @@ class CStep(ctypes.Structure):
 
 
 class KvPlace(ctypes.Structure):
-    """Where a layer keeps what it needs of each request; field by field ``qt::KvPlace`` of ``csrc/cpu/blocks.hpp``."""
+    """Location of a layer's KV or state; mirror of ``qt::KvPlace`` of ``csrc/cpu/blocks.hpp``."""
 
     _fields_ = (
         ("memory", _ADDRESS),
@@ -74,7 +74,7 @@ class KvPlace(ctypes.Structure):
 
 
 class Step:
-    """A `CStep` that is filled anew for each plan, the arrays it points into, and the tables it reads."""
+    """A `CStep` that is refilled for each plan, and the arrays that it points into."""
 
     def __init__(self, library: ProgramLibrary, max_tokens: int, max_rows: int) -> None:
         library.check_layout("qt_step_bytes", ctypes.sizeof(CStep))
@@ -84,7 +84,7 @@ class Step:
         self.columns: dict[str, NDArray[np.generic]] = {
             name: np.zeros(max_rows, np.int64) for name in COLUMNS_OF_ROWS
         }
-        """The arrays by name; of a step with fewer rows or tokens, the first ones hold it."""
+        """Arrays by name; a smaller step uses their first entries."""
         self.columns |= {
             "token_ids": np.zeros(max_tokens, np.int32),
             "positions": np.zeros(max_tokens, np.int64),
@@ -96,9 +96,9 @@ class Step:
         self.address = ctypes.byref(self.c)
 
     def fill(self, rows: Rows, tables: SlotTables, settings: Settings | None = None) -> int:
-        """Describe the rows of a plan whose deltas ``tables`` already hold; without rotation.
+        """Fill in the rows of a plan, without rotations. ``tables`` already include the plan's deltas.
 
-        Returns the largest position plus 1. Raises ValueError where the plan names what there is no room for.
+        Returns the largest position plus 1. Raises ValueError if the plan exceeds the limits of the step or of the tables.
         """
         if tables is not self._tables or settings is not self._settings:
             self._bind(tables, settings)
@@ -113,25 +113,25 @@ class Step:
         if length < 0:
             row = -1 - length
             raise ValueError(
-                f"step {plan.step}, row {row} of {num_rows}: slot {rows.slots[row]}, tokens from {rows.starts[row]} on:"
-                f" {rows.counts[row]}; there are {self.c.num_slots} slots of {self.c.slot_tokens_stride - 1} tokens, and a"
+                f"step {plan.step}, row {row} of {num_rows}: slot {rows.slots[row]}, {rows.counts[row]} tokens from position"
+                f" {rows.starts[row]}; there are {self.c.num_slots} slots of {self.c.slot_tokens_stride - 1} tokens, and a"
                 f" step has at most {self.c.max_rows} rows and {self.c.max_tokens} tokens"
             )
         return length
 
     @contextmanager
     def asking_for(self, tokens: Int) -> Iterator[None]:
-        """Want the logits of other tokens of the step, by index among them, for as long as this lasts."""
+        """Replace the step's output tokens within the context. tokens: indices into the step's tokens."""
         c, tokens = self.c, np.ascontiguousarray(tokens)
-        own = c.output_tokens
+        saved = c.output_tokens
         try:
             c.num_outputs, c.output_tokens = len(tokens), tokens.ctypes.data
             yield
         finally:
-            c.output_tokens = own  # whatever a signal's handler raises: the next plan is written there
+            c.output_tokens = saved  # also if a signal handler raises: the next plan is written there
 
-    def outline(self, starts: Sequence[int], counts: Sequence[int]) -> None:
-        """Describe rows that all draw, in the first slots, without any of their tokens: for `ProgramRunner.balance` alone."""
+    def fill_counts(self, starts: Sequence[int], counts: Sequence[int]) -> None:
+        """Fill in row lengths without tokens, in the first slots; every row draws. Only for `ProgramRunner.balance`."""
         num_rows, c = len(counts), self.c
         c.num_tokens, c.num_rows, c.num_outputs = sum(counts), num_rows, num_rows
         assert num_rows <= c.max_rows and c.num_tokens <= c.max_tokens, (num_rows, c.num_tokens)
@@ -145,9 +145,11 @@ class Step:
             self.columns[name][:num_rows] = column
 
     def _bind(self, tables: SlotTables, settings: Settings | None) -> None:
-        """Point at the tables: the same ones in every step of a worker."""
+        """Point the step at the tables. A worker uses the same tables in every step."""
         c, token_ids, block_table = self.c, tables.token_ids, tables.block_table
-        assert token_ids.is_contiguous() and block_table.flags.c_contiguous, "a table has gaps"
+        assert token_ids.is_contiguous() and block_table.flags.c_contiguous, (
+            "token_ids and block_table must be contiguous"
+        )
         c.slot_tokens, c.slot_tokens_stride = token_ids.data_ptr(), token_ids.shape[1]
         _, c.num_slots, c.block_table_stride = block_table.shape
         c.block_table, c.block_table_group_stride = (

@@ -1,4 +1,4 @@
-"""What a recorded pass is made of: values, and operations that read some and write one."""
+"""Nodes of a recorded pass: values, and operations that read values and write one."""
 
 from __future__ import annotations
 
@@ -10,71 +10,72 @@ import torch
 
 
 class Extent(IntEnum):
-    """What the rows of a value are; ``qt::Extent``."""
+    """Row dimension of a value; ``qt::Extent``."""
 
     TOKENS = 0
-    """Every token of the step."""
+    """All tokens of the step."""
     OUTPUTS = 1
-    """Those whose logits are wanted."""
+    """Tokens that need logits."""
 
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A value of the pass being recorded, or a view of some columns of one."""
+    """A value of the recorded pass, or a view of some of its columns."""
 
     width: int
     extent: Extent
     place: torch.Tensor | None = None
-    """Its memory, ``[max_rows, width]``, once places are given out, or from the beginning where others see it too. A view has
-    none of its own."""
+    """Memory ``[max_rows, width]``; None until planned, except for memory shared with other ranks. None in a view."""
     viewed: Value | None = None
-    """Of whose columns it is a view."""
+    """Value that this is a view of."""
     begin: int = 0
-    """Which is the view's first column."""
+    """First column of the view."""
     dtype: torch.dtype | None = None
-    """Its number format; None: the pass's."""
+    """None: the dtype of the pass."""
 
     @property
     def owner(self) -> Value:
-        """Whose memory it lies in: its own, unless it is a view."""
+        """The viewed value, or this one if it is no view."""
         return self if self.viewed is None else self.viewed
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its memory, ``[max_rows, width]``."""
+        """Memory ``[max_rows, width]``."""
         place = self.owner.place
         assert place is not None, "no memory yet"
         return place.narrow(1, self.begin, self.width)
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Address of the first element."""
         return self.tensor.data_ptr()
 
     @property
     def stride(self) -> int:
-        """Numbers from a row to the next."""
+        """Elements from one row to the next."""
         return self.tensor.stride(0)
 
 
 EmitWith = Callable[[Value, Value | None, int], None]
-"""Appends an operation whose result is added to another value, which lies alike, or activated, as it is made. Takes the value
-that this makes, the other one or None, and the activation's code or 0."""
+"""Appends an operation with a fused addition or activation.
+
+Arguments: the value written, the value added (same layout) or None, and the activation code or 0.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operation:
-    """Appends itself to the program, once all its values have memory."""
+    """A recorded operation; appends itself to the program once all its values have memory."""
 
     name: str
     emit: Callable[[], None]
     reads: tuple[Value, ...]
     writes: Value
     over: tuple[Value, ...] = ()
-    """Values over which the result may be written, where they are read for the last time."""
+    """Values that the result may overwrite, if this is their last read."""
     emit_with: EmitWith | None = None
-    """Instead of ``emit``, where a reader's operation becomes a part of this one."""
+    """Used instead of ``emit`` when a reader is fused into this operation."""
     sums: tuple[Value, Value] | None = None
-    """What an operation adds that does nothing else, and so may be a part of the one that makes a summand."""
+    """Summands of a plain addition, which may be fused into the producer of either."""
     activates: tuple[Value, int] | None = None
-    """What an operation activates that does nothing else, and the code of the activation; likewise."""
+    """Input and code of a plain activation, which may be fused into the producer of the input."""

@@ -1,4 +1,4 @@
-"""Whose kernels compute the attention of prompts: ours, torch's or FlashInfer's. Decode steps are always ours.
+"""Attention backends for steps with prompts: our kernels, torch or FlashInfer. Decode steps always use our kernels.
 
-`choice` decides at boot; each backend is a file. All read the same paged cache and the same `StepRows`.
+`choice` selects one at startup. All backends read the same paged cache and the same `StepRows`.
 """

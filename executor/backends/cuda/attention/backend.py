@@ -1,4 +1,4 @@
-"""The seam of attention in steps with prompts: what a backend is asked to compute and how it is made."""
+"""Extension point for attention in steps with prompts: the backend's interface and constructor."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from quintet.executor.backends.cuda.rows import StepRows
 
 
 class UnsupportedError(Exception):
-    """A backend cannot compute this model's attention; the message says why, for the log."""
+    """The backend does not support this model's attention; the message has the reason for the log."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionNeeds:
-    """What a model and its settings ask of attention."""
+    """Attention requirements of a model and its settings."""
 
     dtype: torch.dtype
     kv_dtype: torch.dtype
@@ -40,17 +40,17 @@ class AttentionNeeds:
 
 @dataclass(frozen=True, slots=True)
 class HostRows:
-    """A step's rows as the plan named them: for libraries that plan on the host. Without padding."""
+    """Rows of a step on the host, without padding; for libraries that plan on the host."""
 
     starts: NDArray[np.int32]
     counts: NDArray[np.int32]
 
 
 class AttentionBackend(Protocol):
-    """Computes one model's attention in steps that are launched one by one, not captured."""
+    """Computes one model's attention in eager steps."""
 
     def prepare(self, rows: StepRows, host: HostRows) -> None:
-        """Do what is done once per step. Must not wait for the device. `AttentionPlan.prepare` was launched before."""
+        """Prepare a step, without waiting for the device. `AttentionPlan.prepare` was launched before."""
         ...
 
     def attend(
@@ -61,18 +61,18 @@ class AttentionBackend(Protocol):
         window: int | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return what `quintet.executor.backends.cuda.ops.attention.paged_attention` does, its shapes and zeros for padding too.
+        """Compute attention as `quintet.executor.backends.cuda.ops.attention.paged_attention` does, with zeros for padding.
 
-        Scale, cap and slopes are those of the needs; ``window`` is one of their windows.
+        Scale, softcap and ALiBi slopes come from the needs; ``window`` is one of their windows.
         """
         ...
 
 
 OpenBackend = Callable[[Device, AttentionPlan, AttentionNeeds], AttentionBackend]
-"""What the registry and the entry points of ``quintet.attention`` name. Raises `UnsupportedError`."""
+"""Constructor of a backend, named by the registry and by entry points of ``quintet.attention``. Raises `UnsupportedError`."""
 
 
 def require(condition: bool, reason: str) -> None:
-    """Raise `UnsupportedError` unless the condition holds; ``reason`` says what was needed, and what is supported."""
+    """Raise `UnsupportedError` unless the condition holds. reason: the requirement and the supported values."""
     if not condition:
         raise UnsupportedError(reason)

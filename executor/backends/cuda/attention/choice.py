@@ -1,7 +1,7 @@
-"""Which backend computes attention in steps with prompts, decided once at boot and logged in one line with the reason.
+"""Selects the attention backend for steps with prompts at startup, and logs it with the reason.
 
-A library is taken if it says it can, computes a small random problem as our kernels do, and is not slower on a larger one.
-Whatever goes wrong in between, ours computes: a server must not fail for a library it does not need.
+A library is selected if it supports the model, agrees with our kernels on a small random problem, and is faster on a larger one.
+After any error our kernels are used: a server must not fail because of an optional library.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ BACKENDS = {
     "flashinfer": "quintet.executor.backends.cuda.attention.flashinfer:FlashInferAttention",
     "torch": "quintet.executor.backends.cuda.attention.torch_varlen:TorchAttention",
 }
-"""``--attention-backend`` to what opens it. Third parties: entry points of ``quintet.attention``."""
+"""Import path of the constructor per ``--attention-backend``. Third parties register entry points of ``quintet.attention``."""
 
 CANDIDATES = ("flashinfer", "torch")
-"""What ``auto`` tries besides ours."""
+"""Libraries that ``auto`` tries."""
 
 MARGIN = 0.95
-"""A library is taken if it needs at most this much of our time: for less, one code path for all steps is worth more."""
+"""A library is selected if it takes at most this fraction of our time; a smaller gain does not justify two code paths."""
 
 TIMED_TOKENS = 4096
-"""Of the prompt that is timed, or as many as the plan holds."""
+"""Length of the timed prompt, limited by the plan."""
 
 Stopwatch = Callable[[Callable[[], None]], float]
-"""Runs a function's launches and returns the device's milliseconds."""
+"""Runs a function's launches and returns the device time in milliseconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackendChoice:
-    """The backend, and why."""
+    """Selected backend, with the reason."""
 
     name: str
     backend: AttentionBackend
@@ -56,36 +56,36 @@ class BackendChoice:
 
 
 def choose_attention(
-    wanted: str,
+    requested: str,
     device: Device,
     plan: AttentionPlan,
     needs: AttentionNeeds,
     stopwatch: Stopwatch,
     backends: Mapping[str, str] = BACKENDS,
 ) -> BackendChoice:
-    """Return the backend for ``--attention-backend wanted``; `ConfigError` for a name nobody registered."""
+    """Return the backend for ``--attention-backend requested``; `ConfigError` for an unregistered name."""
     ours: OpenBackend = import_string(backends[OURS])
-    choice = _choose(wanted, device, plan, needs, stopwatch, backends, ours(device, plan, needs))
+    choice = _choose(requested, device, plan, needs, stopwatch, backends, ours(device, plan, needs))
     log.info("attention of prompts: %s (%s)", choice.name, choice.reason)
     return choice
 
 
-def choose_as_first(wanted: str, ranks: Ranks, choose: Callable[[str], BackendChoice]) -> BackendChoice:
-    """Return the choice of rank 0, by `choose`, at every rank; ours at all of them where another one cannot have it.
+def choose_for_ranks(requested: str, ranks: Ranks, choose: Callable[[str], BackendChoice]) -> BackendChoice:
+    """Return rank 0's choice at every rank, or our kernels if some rank cannot use it. All ranks call it.
 
-    Each rounds in its own way, and times differ from rank to rank. Called by all ranks.
+    The ranks must agree, because backends round differently, and measured times differ between ranks.
     """
-    own = choose(wanted) if ranks.share.rank == 0 else None
+    own = choose(requested) if ranks.share.rank == 0 else None
     name = ranks.as_first_says(b"" if own is None else own.name.encode()).decode()
     choice = own or choose(name)
     if ranks.all_say(choice.name == name):
         return choice
-    log.warning("attention of prompts: %s cannot be had by every rank, so %s computes it", name, OURS)
+    log.warning("attention of prompts: %s is not available on every rank; using %s", name, OURS)
     return choose(OURS)
 
 
 def _choose(
-    wanted: str,
+    requested: str,
     device: Device,
     plan: AttentionPlan,
     needs: AttentionNeeds,
@@ -93,11 +93,11 @@ def _choose(
     backends: Mapping[str, str],
     ours: AttentionBackend,
 ) -> BackendChoice:
-    if wanted == OURS:
-        return BackendChoice(OURS, ours, "as --attention-backend asks")
-    paths = {name: _path(name, backends) for name in (CANDIDATES if wanted == "auto" else (wanted,))}
+    if requested == OURS:
+        return BackendChoice(OURS, ours, "set by --attention-backend")
+    paths = {name: _path(name, backends) for name in (CANDIDATES if requested == "auto" else (requested,))}
     if needs.batch_invariant:
-        return BackendChoice(OURS, ours, "--batch-invariant needs fixed splits, which only ours have")
+        return BackendChoice(OURS, ours, "--batch-invariant needs fixed splits, which only our kernels have")
     reasons = []
     times_ms: dict[str, float] = {}
     usable: dict[str, AttentionBackend] = {}
@@ -106,20 +106,22 @@ def _choose(
             open_backend: OpenBackend = import_string(path)
             backend = open_backend(device, plan, needs)
             compare(backend, ours, plan, random_step(device, plan, needs, probe_rows(needs)), needs)
-            if wanted == "auto":
+            if requested == "auto":
                 times_ms[name] = _time(backend, device, plan, needs, stopwatch)
         except UnsupportedError as error:
             reasons.append(f"{name}: {error}")
         except ImportError as error:
             reasons.append(f"{name} is not installed: {error}")
-        except Exception as error:  # noqa: BLE001  # a library may fail in any way, and is not needed
+        except Exception as error:  # noqa: BLE001  # an optional library may fail in any way
             reasons.append(f"{name} failed: {type(error).__name__}: {_first_line(error)}")
         else:
             usable[name] = backend
     if not usable:
         return BackendChoice(OURS, ours, "; ".join(reasons))
-    if wanted != "auto":
-        return BackendChoice(wanted, usable[wanted], "as --attention-backend asks; a probe agreed with ours")
+    if requested != "auto":
+        return BackendChoice(
+            requested, usable[requested], "set by --attention-backend; a probe agrees with our kernels"
+        )
     return _fastest(usable, times_ms, _time(ours, device, plan, needs, stopwatch), ours, reasons)
 
 
@@ -145,7 +147,7 @@ def _time(
     needs: AttentionNeeds,
     stopwatch: Stopwatch,
 ) -> float:
-    """Return the milliseconds of a layer over one prompt."""
+    """Return the milliseconds of one layer over one prompt."""
     num_tokens = min(TIMED_TOKENS, plan.max_tokens, needs.max_model_len)
     step = random_step(device, plan, needs, rows=((0, num_tokens),))
     plan.prepare(step.rows)
@@ -161,8 +163,8 @@ def _path(name: str, backends: Mapping[str, str]) -> str:
     path = backends.get(name) or entry_point_path("quintet.attention", name)
     if path is None:
         raise ConfigError(
-            f"--attention-backend is {name!r}; it must be auto, {', '.join(backends)}, or a name that an installed package"
-            " registered under 'quintet.attention'"
+            f"--attention-backend is {name!r}; allowed are auto, {', '.join(backends)}, and names that installed packages"
+            " register under the entry point 'quintet.attention'"
         )
     return path
 

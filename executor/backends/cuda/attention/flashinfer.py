@@ -1,7 +1,7 @@
-"""FlashInfer's attention over paged KV as a backend, where the package is installed.
+"""FlashInfer attention backend, available if the package is installed.
 
-It plans a step on the host, so it is given the rows' lengths from the plan; its list of blocks is gathered on the device.
-A plan belongs to one window, so there is a wrapper per window.
+FlashInfer plans a step on the host from the rows' lengths; the block list is gathered on the device. A FlashInfer plan has one
+window, so there is one wrapper per window.
 """
 
 from __future__ import annotations
@@ -17,39 +17,41 @@ from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.ragged import ranges
 
 WORKSPACE_BYTES = 128 << 20
-"""For the parts of split rows; the size its documentation recommends. Wrappers share it, as layers run one by one."""
+"""Workspace for split rows, of the size that FlashInfer recommends. Wrappers share it, because layers run in sequence."""
 
 
 class FlashInferAttention:
     """An `AttentionBackend` over ``BatchPrefillWithPagedKVCacheWrapper``."""
 
     def __init__(self, device: Device, plan: AttentionPlan, needs: AttentionNeeds) -> None:
-        require(needs.dtype.itemsize == 2, f"the model is {needs.dtype}, it takes bf16 and fp16")
+        require(needs.dtype.itemsize == 2, f"the model is {needs.dtype}; bf16 and fp16 are supported")
         require(
             needs.kv_dtype == needs.dtype,
-            f"KV is {needs.kv_dtype}; only the model's own format is used with it",
+            f"the KV cache is {needs.kv_dtype}; only the model's dtype is supported",
         )
-        require(needs.head_dim in (64, 128, 256), f"heads of {needs.head_dim}, it takes 64, 128 and 256")
-        require(needs.alibi is None, "the model uses ALiBi, with slopes that it does not take")
+        require(
+            needs.head_dim in (64, 128, 256), f"head_dim is {needs.head_dim}; 64, 128 and 256 are supported"
+        )
+        require(needs.alibi is None, "the model uses ALiBi, which is not supported")
         import flashinfer
 
         self._needs = needs
-        self._place = device.torch_device
-        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._place)
+        self._torch_device = device.torch_device
+        workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=self._torch_device)
         self._wrappers = {
             window: flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
             for window in needs.windows
         }
 
     def prepare(self, rows: StepRows, host: HostRows) -> None:
-        """Plan every window's step."""
+        """Plan the step for every window."""
         needs, size = self._needs, rows.block_size
         lengths = host.starts.astype(np.int64) + host.counts
         blocks = -(-lengths // size)
         row, index = ranges(np.zeros(len(blocks), np.int64), blocks)
-        places = torch.from_numpy(np.stack((row, index))).to(self._place, non_blocking=True)
+        entries = torch.from_numpy(np.stack((row, index))).to(self._torch_device, non_blocking=True)
         slots = rows.slots[: len(lengths)].long()
-        indices = rows.block_table[slots[places[0]], places[1]]
+        indices = rows.block_table[slots[entries[0]], entries[1]]
         for window, wrapper in self._wrappers.items():
             wrapper.plan(
                 _starts_of(host.counts),
@@ -84,7 +86,7 @@ class FlashInferAttention:
 
 
 def _starts_of(counts: np.ndarray[tuple[int], np.dtype[np.signedinteger]]) -> torch.Tensor:
-    """Return int32[rows + 1] on the host: where each row's share begins."""
+    """Return exclusive prefix sums, int32[rows + 1] on the host."""
     starts = np.zeros(len(counts) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     return torch.from_numpy(starts)

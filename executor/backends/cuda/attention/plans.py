@@ -1,4 +1,4 @@
-"""The attention plans of a model: one for each kind of heads that its layers have, and none where no layer attends."""
+"""Attention plans of a model: one per head configuration of its layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quintet.wire.errors import ConfigError
 
 
 class AttentionPlans:
-    """Owns them. Layers are computed one after the other on one stream, so each plan serves all layers of its kind."""
+    """Owns the plans. Layers run in sequence on one stream, so all layers of a head configuration share a plan."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class AttentionPlans:
         dtype: torch.dtype,
         kv_dtype: torch.dtype,
     ) -> None:
-        """Allocate for steps of up to so many tokens. Raises `ConfigError` for blocks that the kernels do not read."""
+        """Allocate for steps of up to ``max_tokens``. Raises `ConfigError` for an unsupported block size."""
         self._plans = {
             heads: AttentionPlan(
                 device,
@@ -40,24 +40,26 @@ class AttentionPlans:
                 kv_dtype,
                 fixed_splits=config.executor.batch_invariant,
                 value_dim=heads.value_width,
-                sights=tuple(dict.fromkeys(layer.sight for layer in layers if layer.heads == heads)),
+                attention_windows=tuple(
+                    dict.fromkeys(layer.sight for layer in layers if layer.heads == heads)
+                ),
             )
             for heads in dict.fromkeys(layer.heads for layer in layers)
         }
         block_size = config.model.kv.block_size
-        if not all(plan.reads_blocks_of(block_size) for plan in self._plans.values()):
+        if not all(plan.supports_block_size(block_size) for plan in self._plans.values()):
             raise ConfigError(
-                f"blocks of {block_size} tokens are not read on a GPU by sequences of {config.model.max_model_len}: give"
-                " --block-size 16, or another from 2 on"
+                f"the block size is {block_size} tokens, which the GPU kernels do not support for sequences of"
+                f" {config.model.max_model_len} tokens: set --block-size 16, or another size of at least 2"
             )
 
     def of(self, layer: AttentionLayer) -> AttentionPlan:
-        """Return a layer's."""
+        """Return the plan of a layer."""
         return self._plans[layer.heads]
 
     @property
     def only(self) -> AttentionPlan | None:
-        """The plan of all layers, where one serves all."""
+        """The plan, if all layers share one; None otherwise."""
         return next(iter(self._plans.values())) if len(self._plans) == 1 else None
 
     def prepare(self, rows: StepRows) -> None:

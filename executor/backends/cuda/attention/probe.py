@@ -1,4 +1,4 @@
-"""A small random step over a paged cache, and whether a backend computes it as ours does."""
+"""Probe of an attention backend: a small random step, compared with our kernels."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from quintet.executor.backends.cuda.ops.attention_plan import AttentionPlan
 from quintet.executor.backends.cuda.rows import StepRows
 
 ROWS = ((0, 77), (130, 1), (37, 40))
-"""Cached and new tokens of a prompt, a decoding row and a chunk, as far as the plan holds them."""
+"""Cached and new tokens of a prompt, a decode row and a chunk."""
 
 PADDING = 3
 
 
 @dataclass(frozen=True, slots=True)
 class ProbeStep:
-    """A step and its tensors."""
+    """A random step and its tensors."""
 
     rows: StepRows
     host: HostRows
@@ -36,9 +36,9 @@ class ProbeStep:
 def random_step(
     device: Device, plan: AttentionPlan, needs: AttentionNeeds, rows: tuple[tuple[int, int], ...]
 ) -> ProbeStep:
-    """Return a step of these rows, cut to the plan's and the model's limits, with some padding.
+    """Return a step of these rows, limited by the plan and the model, with padding.
 
-    Places of the cache that no row may read are NaN: a backend that multiplies them by 0 is found out.
+    Cache entries that no row may read are NaN, to detect a backend that multiplies them by 0.
     """
     size, limit = needs.block_size, needs.max_model_len
     kept = [(min(start, limit - 1), count) for start, count in rows[: plan.max_rows]]
@@ -96,16 +96,16 @@ def random_step(
 
 
 def _borders(start: int, length: int, windows: tuple[int | None, ...]) -> list[int]:
-    """Return the positions on both sides of where a row's first new token stops to see.
+    """Return the positions on both sides of the attention limits of a row's first new token.
 
-    Their keys get to resemble its first query, and thereby most of its weight: one position more or less changes much.
+    Their keys are made similar to its first query, so they get most of the weight: an off-by-one mask then changes the result.
     """
-    behind = [start - window + side for window in windows if window is not None for side in (0, 1)]
-    return [position for position in (start + 1, *behind) if 0 <= position < length]
+    edges = [start - window + side for window in windows if window is not None for side in (0, 1)]
+    return [position for position in (start + 1, *edges) if 0 <= position < length]
 
 
 def probe_rows(needs: AttentionNeeds) -> tuple[tuple[int, int], ...]:
-    """Return the rows on which backends are compared: those of `ROWS`, and one beyond every window."""
+    """Return the rows of the comparison: `ROWS`, and one row longer than each window."""
     return (*ROWS, *((window + 5, 2) for window in needs.windows if window is not None))
 
 
@@ -116,10 +116,10 @@ def compare(
     step: ProbeStep,
     needs: AttentionNeeds,
 ) -> None:
-    """Raise `UnsupportedError` unless both give the same up to rounding, in every window of the model.
+    """Raise `UnsupportedError` unless both backends agree up to rounding, for every window of the model.
 
-    Each rounds weights and outputs to the model's format, by half a unit in the last place; values of the probe are
-    about 4 at most. Thrice that is far from what a wrong mask, scale or order of heads does: errors of about 1.
+    Each rounds weights and outputs to the model's dtype, by half a unit in the last place; values of the probe are at most about
+    4. Three times that is far below the error of a wrong mask, scale or head order, which is about 1.
     """
     bound = 4.0 * 3.0 * torch.finfo(needs.dtype).eps
     plan.prepare(step.rows)
@@ -127,7 +127,7 @@ def compare(
     for window in needs.windows:
         expected, actual = (one.attend(step.q, step.kv, step.rows, window) for one in (ours, backend))
         error = float((actual.float() - expected.float()).abs().max())
-        if not error <= bound:  # NaN is no agreement either
+        if not error <= bound:  # also rejects NaN
             raise UnsupportedError(
-                f"differs from ours by up to {error:.3g} on a random problem (window {window}); {bound:.3g} is rounding"
+                f"differs from our kernels by up to {error:.3g} on a random problem (window {window}); the limit is {bound:.3g}"
             )

@@ -1,4 +1,4 @@
-"""Our own kernels as a backend: takes everything, and keeps to fixed splits where bits must not depend on the batch."""
+"""Our kernels as an attention backend: supports every model, and uses fixed splits with --batch-invariant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class QuintetAttention:
         self._device, self._plan, self._needs = device, plan, needs
 
     def prepare(self, rows: StepRows, host: HostRows) -> None:
-        """Nothing: the plan is prepared in every step."""
+        """Do nothing: the runner prepares the plan in every step."""
 
     def attend(
         self,

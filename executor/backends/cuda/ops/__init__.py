@@ -1,4 +1,4 @@
-"""The operations on a CUDA device: one file each, with host checks, the launch and the torch reference.
+"""CUDA operations: one module each, with argument checks, the launch and the torch reference.
 
-They take a `Device` first, allocate nothing that a captured graph could not replay, and never wait for the device.
+Each takes a `Device` first, never waits for it, and may be captured in a graph.
 """

@@ -1,4 +1,4 @@
-"""Gated activations on the device: the reference is the second half of `quintet.executor.backends.cpu.ops.linear`."""
+"""Gated activations; the reference is the second half of `quintet.executor.backends.cpu.ops.linear`."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, SUFFIXES, che
 
 
 class Gate(Enum):
-    """What is done to the gates, by the beginning of the kernel's name."""
+    """Activation of the gates; the value is a prefix of the kernel's name."""
 
     SILU = "silu_and_mul"
     GELU = "gelu_and_mul"
-    """With the error function."""
+    """Exact, with the error function."""
     GELU_TANH = "gelu_tanh_and_mul"
-    """Approximated with tanh."""
+    """tanh approximation."""
 
 
 _KERNELS = {
@@ -32,7 +32,7 @@ _KERNELS = {
 
 
 def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:
-    """Return ``gate(first half) * second half`` of each row, the gate rounded to the dtype."""
+    """Return ``gate(first half) * second half`` of each row; the gate is rounded to the dtype."""
     gates, ups = x.chunk(2, dim=-1)
     if gate is Gate.SILU:
         return F.silu(gates).mul_(ups)
@@ -40,10 +40,10 @@ def gated_reference(x: torch.Tensor, gate: Gate) -> torch.Tensor:
 
 
 def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `gated_reference`, up to the last bit of the gate where the exponential rounds otherwise.
+    """Compute `gated_reference`; the last bit of the gate may differ, because the exponential rounds differently.
 
-    x: ``[num_rows, 2 * width]`` in bf16, fp16 or fp32, rows contiguous; out: ``[num_rows, width]`` without gaps. A row's
-    bits depend on the row alone.
+    x: ``[num_rows, 2 * width]`` in bf16, fp16 or fp32, rows contiguous; out: contiguous ``[num_rows, width]``. A row's bits
+    depend only on that row.
     """
     num_rows, width = x.shape[0], x.shape[1] // 2
     if out is None:
@@ -52,11 +52,11 @@ def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None 
         _check(x, out)
     pack = PACK_BYTES // x.element_size()
     in_packs = width % pack == 0
-    pieces = width // pack if in_packs else width
+    num_units = width // pack if in_packs else width
     if num_rows and width:
         device.launch(
             _KERNELS[gate, in_packs, x.dtype],
-            (num_rows, -(-pieces // 256), 1),
+            (num_rows, -(-num_units // 256), 1),
             (256, 1, 1),
             (x, x.stride(0), out, width),
         )
@@ -64,12 +64,12 @@ def gated(device: Device, x: torch.Tensor, gate: Gate, out: torch.Tensor | None 
 
 
 def _check(x: torch.Tensor, out: torch.Tensor) -> None:
-    """Raise `ValueError` that names the tensor."""
+    """Raise `ValueError` for an unsupported tensor."""
     check_rows("x", x, x)
     if x.shape[1] % 2:
-        raise ValueError(f"x: expected rows of two halves, got {list(x.shape)}")
+        raise ValueError(f"x: expected an even row width, got {list(x.shape)}")
     check_rows("out", out, x, (x.shape[0], x.shape[1] // 2))
     if not out.is_contiguous():
         raise ValueError(
-            f"out: expected no gaps between rows, got strides {out.stride()} of {list(out.shape)}"
+            f"out: expected a contiguous tensor, got strides {out.stride()} of {list(out.shape)}"
         )

@@ -1,4 +1,4 @@
-"""Sums over ranks on the device: of a layer of whose inputs each rank has some."""
+"""One-shot all-reduce over ranks, for row-parallel layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, p
 
 
 def all_reduce_reference(parts: Sequence[torch.Tensor], bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return what every rank gets: parts added as a tree in fp32, neighbours first, then the bias; rounded once."""
+    """Return the result of every rank: a tree sum in fp32, adjacent ranks first, plus the bias; rounded once."""
     sums = [part.float() for part in parts]
     while len(sums) > 1:
         sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
@@ -27,10 +27,10 @@ def all_reduce(
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the sum of all ranks' ``x [rows, width]``, plus the bias: the same bits at every rank.
+    """Return the sum of all ranks' ``x [rows, width]`` plus the bias, with the same bits at every rank.
 
-    bf16, fp16 or fp32; x and out without gaps, at a multiple of 16 bytes; bias: ``[width]``. ``out`` may be ``x``. A number's
-    bits depend on the ranks' numbers alone, neither on how many there are nor on its place among them.
+    bf16, fp16 or fp32; x and out are contiguous and 16-byte aligned; bias: ``[width]``. ``out`` may be ``x``. An element's bits
+    depend only on the ranks' values, not on the message size or its position.
     """
     out = torch.empty_like(x) if out is None else out
     for name, rows in (("x", x), ("out", out)):
@@ -44,14 +44,14 @@ def all_reduce(
     if not x.numel():
         return out
     width, pack = x.shape[1], PACK_BYTES // x.element_size()
-    numbers = pack if width % pack == 0 else 1  # a unit's
-    blocks, piece = pieces_of(x.numel() // numbers, numbers * x.element_size())
-    variant = "" if numbers > 1 else "single_"
+    unit = pack if width % pack == 0 else 1  # elements
+    blocks, piece = pieces_of(x.numel() // unit, unit * x.element_size())
+    variant = "" if unit > 1 else "single_"
     name = f"all_reduce_{peers.size}_{variant}{number_format(x)}"
     device.launch(
         Kernel("all_reduce", name, f"{EXCHANGE}ppplii"),
         (blocks, 1, 1),
         (THREADS, 1, 1),
-        (*peers.arguments, x, bias, out, x.numel(), width, piece * numbers),
+        (*peers.arguments, x, bias, out, x.numel(), width, piece * unit),
     )
     return out

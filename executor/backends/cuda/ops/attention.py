@@ -1,6 +1,6 @@
-"""Causal attention of a step's new tokens over the paged cache, single tokens and chunks alike.
+"""Causal paged attention of prefill and decode.
 
-The reference is `quintet.executor.backends.cuda.ops.attention_reference`; what a plan owns, `AttentionPlan`.
+The reference is `quintet.executor.backends.cuda.ops.attention_reference`; `AttentionPlan` owns the buffers.
 """
 
 from __future__ import annotations
@@ -40,16 +40,21 @@ def paged_attention(
 ) -> torch.Tensor:
     """Return ``softmax(q k^T * scale) v * value_scale`` of each token over the positions up to its own.
 
-    q: ``[num_tokens, num_heads, head_dim]``, tokens at any distance (a slice of ``qkv``); kv: keys and values, each
-    ``[num_blocks, num_kv_heads, block_size, head_dim or value_dim]``, blocks at any distance, the same of both, in which those
-    of the new tokens were written already; values may be what keys begin with; out: ``[num_tokens, num_heads, value_dim]``
-    without gaps. `AttentionPlan.prepare` has been launched for ``rows``. ``scale`` is positive. window: positions that a token
-    sees, its own included; chunk: positions of which it sees those of its own; see `AttentionWindow`. soft_cap: logits become
-    ``cap * tanh(logit / cap)``; 0 for none. alibi: fp32 slopes ``[num_heads]``, times the distance (negative) to the position.
-    sinks: fp32 ``[num_heads]``, a logit without a value. Padding tokens get zeros.
+    `AttentionPlan.prepare` must have been launched for ``rows``.
 
-    Positions beyond a row's length and those that left the window are never read. A row's bits do not depend on the
-    other rows where the plan has fixed splits.
+    - q: ``[num_tokens, num_heads, head_dim]``, tokens strided (a slice of ``qkv``).
+    - kv: keys and values, each ``[num_blocks, num_kv_heads, block_size, head_dim or value_dim]``, with equal block strides. They
+      already hold the new tokens. Values may be a prefix of the keys.
+    - out: contiguous ``[num_tokens, num_heads, value_dim]``; zeros for padding tokens.
+    - scale: positive.
+    - window: number of positions that a token attends to, itself included. chunk: size of the chunks; a token attends only to its
+      own chunk. See `AttentionWindow`.
+    - soft_cap: logits become ``cap * tanh(logit / cap)``; 0 for none.
+    - alibi: fp32 slopes ``[num_heads]``, times the (negative) distance.
+    - sinks: fp32 ``[num_heads]``, a logit without a value.
+
+    Positions beyond a row's length or outside the window are not read. With fixed splits, a row's bits do not depend on other
+    rows.
     """
     out = q.new_empty((*q.shape[:2], plan.value_dim)) if out is None else out
     if device.checks_arguments:
@@ -66,13 +71,13 @@ def paged_attention(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What `paged_attention` is given."""
+    """Arguments of `paged_attention`."""
 
     q: torch.Tensor
     kv: Planes
     rows: StepRows
     scale: float
-    sight: AttentionWindow
+    attention_window: AttentionWindow
     soft_cap: float
     alibi: torch.Tensor | None
     sinks: torch.Tensor | None
@@ -81,19 +86,25 @@ class _Call:
 
 
 def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, call: _Call) -> None:
-    rows, (keys, values), sight = call.rows, call.kv, call.sight
+    rows, (keys, values), attention_window = call.rows, call.kv, call.attention_window
     front = (call.out, call.q, keys, rows.slots, rows.starts, rows.counts, rows.offsets, rows.block_table)
     shape = (plan.max_rows, plan.num_heads, plan.num_kv_heads, plan.head_dim)
-    seen = (sight.window or 0, sight.chunk or 0)
-    cache = (rows.block_size, rows.block_table.shape[1], call.q.stride(0), *seen, plan.split_tiles)
+    limits = (attention_window.window or 0, attention_window.chunk or 0)
+    cache = (rows.block_size, rows.block_table.shape[1], call.q.stride(0), *limits, plan.split_tiles)
     plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
     tail = (plane, keys.stride(0), call.scale, call.soft_cap, call.value_scale)
-    # Rows of at most 16 lines are the decode kernel's, all others the chunk kernel's (`is_decode` in attention.cuh).
+    # The decode kernel computes rows of at most 16 lines, the chunk kernel all others (`is_decode` in attention.cuh).
     has_decode, has_chunks = plan.group <= DECODE_PATCH, rows.max_count * plan.group > DECODE_PATCH
     work: tuple[torch.Tensor | None, ...]
     if has_decode:
         fit = kernels.decode_fit
-        work = (plan.table(sight, False), plan.decode_sums, plan.decode_stats, None, plan.decode_tickets)
+        work = (
+            plan.table(attention_window, False),
+            plan.decode_sums,
+            plan.decode_stats,
+            None,
+            plan.decode_tickets,
+        )
         sizes = (rows.num_rows, rows.num_tokens, *shape, *cache, fit.stages)
         device.launch(
             kernels.decode,
@@ -104,8 +115,14 @@ def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, 
         )
     if has_chunks:
         fit = kernels.chunk_fit
-        work = (plan.table(sight, True), plan.chunk_sums, plan.chunk_stats, plan.totals, plan.chunk_tickets)
-        # Padding tokens are one kernel's work.
+        work = (
+            plan.table(attention_window, True),
+            plan.chunk_sums,
+            plan.chunk_stats,
+            plan.totals,
+            plan.chunk_tickets,
+        )
+        # Only one kernel zeroes padding tokens.
         sizes = (rows.num_rows, 0 if has_decode else rows.num_tokens, *shape, *cache, fit.stages)
         device.launch(
             kernels.chunk,
@@ -117,7 +134,7 @@ def _launch_matrix(device: Device, plan: AttentionPlan, kernels: MatrixKernels, 
 
 
 def _launch_plain(device: Device, plan: AttentionPlan, call: _Call) -> None:
-    rows, (keys, values), sight = call.rows, call.kv, call.sight
+    rows, (keys, values), attention_window = call.rows, call.kv, call.attention_window
     device.launch(
         plan.plain,
         (rows.num_tokens, plan.num_heads, 1),
@@ -126,7 +143,13 @@ def _launch_plain(device: Device, plan: AttentionPlan, call: _Call) -> None:
             *(call.out, call.q, keys, values, rows.slots, rows.positions, rows.token_rows, rows.block_table),
             *(call.alibi, call.sinks, plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.value_dim),
             *(values.stride(2), rows.block_size, rows.block_table.shape[1], call.q.stride(0)),
-            *(sight.window or 0, sight.chunk or 0, keys.stride(0), call.scale, call.soft_cap),
+            *(
+                attention_window.window or 0,
+                attention_window.chunk or 0,
+                keys.stride(0),
+                call.scale,
+                call.soft_cap,
+            ),
             call.value_scale,
         ),
     )
@@ -141,22 +164,23 @@ def _check(
     of_heads: dict[str, torch.Tensor | None],
     out: torch.Tensor,
 ) -> None:
-    """Raise `ValueError` that names the tensor: a kernel would read or write other memory."""
+    """Raise `ValueError` for an unsupported tensor; a kernel would access other memory."""
     shape = (rows.num_tokens, plan.num_heads, plan.head_dim)
     row_bytes = q.stride(0) * q.element_size()
     packed = plan.matrix is None or not (row_bytes % PACK_BYTES or q.data_ptr() % PACK_BYTES)
     inner = q.shape[1:].numel() <= 1 or q[:1].is_contiguous()
     if tuple(q.shape) != shape or q.dtype != plan.dtype or not (inner and packed):
         raise ValueError(
-            f"q: expected {plan.dtype}{list(shape)}, each token without gaps and beginning at a multiple of {PACK_BYTES}"
-            f" bytes, got {describe(q)}"
+            f"q: expected {plan.dtype}{list(shape)}, each token contiguous and aligned to {PACK_BYTES} bytes, got {describe(q)}"
         )
     result = (*shape[:2], plan.value_dim)
     if tuple(out.shape) != result or out.dtype != plan.dtype or not out.is_contiguous() or out.data_ptr() % 4:
         raise ValueError(f"out: expected contiguous {plan.dtype}{list(result)}, got {describe(out)}")
     check_planes(kv, plan.kv_dtype, (plan.num_kv_heads, rows.block_size), (plan.head_dim, plan.value_dim))
-    if not plan.reads_blocks_of(rows.block_size):
-        raise ValueError(f"block_size is {rows.block_size}: not for sequences of {plan.max_model_len}")
+    if not plan.supports_block_size(rows.block_size):
+        raise ValueError(
+            f"block_size {rows.block_size} is not supported for sequences of {plan.max_model_len}"
+        )
     if rows.block_table.ndim != 2 or not rows.block_table.is_contiguous():
         raise ValueError(
             f"block_table: expected contiguous [max_num_seqs, max_blocks], got {describe(rows.block_table)}"
@@ -170,6 +194,6 @@ def _check(
             )
     for name, x in {"keys": kv[0], "out": out, "block_table": rows.block_table, **of_heads}.items():
         if x is not None and x.device != q.device:
-            raise ValueError(f"{name}: expected on {q.device} as q is, got {describe(x)}")
+            raise ValueError(f"{name}: expected a tensor on {q.device} like q, got {describe(x)}")
     if not scale > 0.0:
         raise ValueError(f"scale is {scale}; expected a positive number")

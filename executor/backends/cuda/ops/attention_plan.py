@@ -1,11 +1,10 @@
-"""Buffers and choices of attention that live as long as the model: kernels, shared memory, workspace, the step's plan.
+"""Attention kernels of a model with their shared memory, workspace and per-step plan.
 
-Owns how big everything is; what is in the plan is written and read on the device only (csrc/cuda/attention_plan.cu).
+Owns the buffers. Only the device reads and writes the plan (csrc/cuda/attention_plan.cu).
 
-Memory, with ``P`` patches of the workspace: ``P * patch * (head_dim + 2) * 4`` bytes. ``P`` is 8 per decode block and 2
-per chunk block that the device runs at a time: of a head of 128 numbers on 132 multiprocessors 17 and 34 MiB. No step
-needs more: a plan whose splits would not fit is not chosen, down to no splits at all. With fixed splits, chunk blocks have
-18 MiB more for the totals of splits that they walk one after the other.
+Workspace: ``P * patch * (head_dim + 2) * 4`` bytes for ``P`` patches, 8 per resident decode block and 2 per resident chunk block.
+With a head_dim of 128 and 132 multiprocessors that is 17 and 34 MiB. It suffices for every step: the planner only selects splits
+that fit. With fixed splits, chunk blocks need 18 MiB more for the totals of splits that they process in sequence.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from quintet.executor.backends.cuda.rows import StepRows
 from quintet.executor.models.layers.attention import AttentionWindow
 
 TILE = 64
-"""Positions that are computed together; all split sizes are multiples."""
+"""Positions of a tile; all split sizes are multiples of it."""
 DECODE_PATCH = 16
-"""Lines, that is (new token, head) pairs of a KV head, of a block of the decode kernel: one matrix tile."""
+"""Lines ((new token, head) pairs of a KV head) of a block of the decode kernel: one matrix tile."""
 MATRIX_DIMS = (64, 128, 256)
-"""Head widths that the matrix kernels are compiled for; others are padded to the next."""
+"""Head dimensions of the matrix kernels; other dimensions are padded to the next one."""
 PLAIN_MAX_DIM, PLAIN_MAX_VALUE_DIM = 576, 512
 MAX_POSITIONS = 1 << 22
 THREADS = 128
 _PLAN_THREADS = 1024
 _MAX_STAGES = 8
 _FIXED_SPLITS = 32
-_LEAST_FIXED_SPLIT = 256
+_MIN_FIXED_SPLIT = 256
 _DECODE_PATCHES_PER_BLOCK = 8
 _CHUNK_PATCHES_PER_BLOCK = 2
 _UNSPLIT_TILES = 1 << 30
@@ -42,36 +41,36 @@ _MATRIX_KINDS = "p" * 15 + "i" * 13 + "llfff"
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How blocks of one kernel share a multiprocessor."""
+    """Occupancy of one kernel."""
 
     blocks: int
-    """On a multiprocessor at a time."""
+    """Resident blocks per multiprocessor."""
     stages: int
-    """Units of the ring: 64 keys or 64 values each."""
+    """Units of the ring buffer: 64 keys or 64 values each."""
     shared_bytes: int
     """Dynamic shared memory of a block."""
 
     @classmethod
-    def of(cls, max_shared_bytes: int, besides_bytes: int, unit_bytes: int) -> Fit:
-        """Fit two blocks with rings of four units and more, or else one.
+    def of(cls, max_shared_bytes: int, fixed_bytes: int, unit_bytes: int) -> Fit:
+        """Fit two blocks with at least four units each, or one block.
 
-        A kernel's static variables and what the driver keeps take a KiB of each block (CUDA C++ Programming Guide,
-        "Shared Memory"); ``max_shared_bytes`` is what the largest block may have besides.
+        Static variables and the driver's reservation take 1 KiB per block (CUDA C++ Programming Guide, "Shared Memory");
+        ``max_shared_bytes`` is the dynamic limit of one block.
         """
         half = (max_shared_bytes + 1024) // 2 - 1024
-        for blocks, available, least in ((2, half, 4), (1, max_shared_bytes, 2)):
-            stages = min(_MAX_STAGES, (available - 128 - besides_bytes) // unit_bytes)
-            if stages >= least:
-                return cls(blocks, stages, besides_bytes + stages * unit_bytes)
+        for blocks, available, min_stages in ((2, half, 4), (1, max_shared_bytes, 2)):
+            stages = min(_MAX_STAGES, (available - 128 - fixed_bytes) // unit_bytes)
+            if stages >= min_stages:
+                return cls(blocks, stages, fixed_bytes + stages * unit_bytes)
         raise ValueError(
-            f"attention needs {besides_bytes + 2 * unit_bytes + 128} bytes of shared memory per block, and the device has"
+            f"attention needs {fixed_bytes + 2 * unit_bytes + 128} bytes of shared memory per block; the device has"
             f" {max_shared_bytes}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixKernels:
-    """The kernels for one head width and number formats, and how they fit the device."""
+    """Kernels for one head dimension and dtype, with their occupancy."""
 
     decode: Kernel
     chunk: Kernel
@@ -79,13 +78,13 @@ class MatrixKernels:
     chunk_fit: Fit
     chunk_patch: int
     totals_per_block: int
-    """fp32 numbers a chunk block keeps of the splits behind it."""
+    """fp32 values that a chunk block keeps of its earlier splits."""
 
     @classmethod
     def of(
         cls, dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, max_shared_bytes: int
     ) -> MatrixKernels:
-        """Return the kernels that `takes_matrix_kernels` said there are."""
+        """Return the kernels. `supports_matrix_kernels` must hold."""
         dim = next(width for width in MATRIX_DIMS if width >= head_dim)
         suffix = _suffix(dtype, kv_dtype)
         row = 2 * dim + 16
@@ -104,22 +103,22 @@ class MatrixKernels:
         )
 
 
-def takes_matrix_kernels(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether matrix instructions compute it: 16-bit formats, and rows of the cache in whole copies of 16 bytes."""
-    numbers_per_copy = 16 // kv_dtype.itemsize
-    return dtype.itemsize == 2 and head_dim <= MATRIX_DIMS[-1] and head_dim % numbers_per_copy == 0
+def supports_matrix_kernels(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int) -> bool:
+    """Return whether the matrix kernels support the layer: 16-bit dtypes, and cache rows of whole 16-byte copies."""
+    elements_per_copy = 16 // kv_dtype.itemsize
+    return dtype.itemsize == 2 and head_dim <= MATRIX_DIMS[-1] and head_dim % elements_per_copy == 0
 
 
 def fixed_split_size(max_model_len: int) -> int:
-    """Return the positions of a split where results must not depend on the batch: at most 32 splits of a row."""
-    wanted = -(-max_model_len // _FIXED_SPLITS)
-    return max(_LEAST_FIXED_SPLIT, 1 << (wanted - 1).bit_length())
+    """Return the positions of a fixed split, for batch-invariant results: at most 32 splits of a row."""
+    size = -(-max_model_len // _FIXED_SPLITS)
+    return max(_MIN_FIXED_SPLIT, 1 << (size - 1).bit_length())
 
 
 class AttentionPlan:
-    """Owns the workspace, and how the rows of the current step are cut into pieces of work, a table per sight.
+    """Workspace, and the division of the current step's rows into work items, one table per attention window.
 
-    One plan serves all layers with the same heads; layers are computed one after the other on one stream.
+    All layers with the same heads share a plan; layers run in sequence on one stream.
     """
 
     def __init__(
@@ -136,87 +135,91 @@ class AttentionPlan:
         *,
         fixed_splits: bool,
         value_dim: int | None = None,
-        sights: Sequence[AttentionWindow] = (AttentionWindow(),),
+        attention_windows: Sequence[AttentionWindow] = (AttentionWindow(),),
     ) -> None:
-        """Allocate. value_dim: None for ``head_dim``; sights: of all layers, once each.
+        """Allocate. value_dim: None for ``head_dim``; attention_windows: the distinct windows of all layers.
 
-        With ``fixed_splits`` the bits of a token do not depend on the batch or on how its prompt was cut into chunks.
+        With ``fixed_splits`` the bits of a token do not depend on the batch or on the chunking of its prompt.
         """
         value_dim = head_dim if value_dim is None else value_dim
-        _check(num_heads, num_kv_heads, head_dim, value_dim, max_model_len, dtype, kv_dtype, sights)
+        _check(
+            num_heads, num_kv_heads, head_dim, value_dim, max_model_len, dtype, kv_dtype, attention_windows
+        )
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.max_model_len = max_model_len
         self.dtype, self.kv_dtype = dtype, kv_dtype
         self.group = num_heads // num_kv_heads
-        self.sights = tuple(sights)
+        self.attention_windows = tuple(attention_windows)
         self.plain = Kernel(
             "attention_plain", f"attention_plain_{_suffix(dtype, kv_dtype)}", "p" * 10 + "i" * 10 + "lfff"
         )
         self.matrix: MatrixKernels | None = None
         self._device = device
-        if value_dim == head_dim and takes_matrix_kernels(dtype, kv_dtype, head_dim):
+        if value_dim == head_dim and supports_matrix_kernels(dtype, kv_dtype, head_dim):
             self.matrix = MatrixKernels.of(dtype, kv_dtype, head_dim, device.max_shared_bytes)
             self._allocate(self.matrix, fixed_splits)
 
     def _allocate(self, kernels: MatrixKernels, fixed_splits: bool) -> None:
         device = self._device.torch_device
         self.split_size = fixed_split_size(self.max_model_len) if fixed_splits else None
-        """Positions; None where the device chooses in every step."""
+        """Positions; None: the device selects it in every step."""
         self.split_tiles = _UNSPLIT_TILES if self.split_size is None else self.split_size // TILE
         self.decode_blocks = self._device.num_multiprocessors * kernels.decode_fit.blocks
         self.chunk_blocks = self._device.num_multiprocessors * kernels.chunk_fit.blocks
         self._decode_patches = self.decode_blocks * _DECODE_PATCHES_PER_BLOCK
         self._chunk_patches = self.chunk_blocks * _CHUNK_PATCHES_PER_BLOCK
 
-        def numbers(*shape: int) -> torch.Tensor:
+        def floats(*shape: int) -> torch.Tensor:
             return torch.empty(shape, dtype=torch.float32, device=device)
 
-        self.decode_sums = numbers(self._decode_patches, DECODE_PATCH, self.head_dim)
-        self.decode_stats = numbers(self._decode_patches, DECODE_PATCH, 2)
-        self.chunk_sums = numbers(self._chunk_patches, kernels.chunk_patch, self.head_dim)
-        self.chunk_stats = numbers(self._chunk_patches, kernels.chunk_patch, 2)
-        # 0 between launches: whoever stores the last part of a patch sets its ticket back.
+        self.decode_sums = floats(self._decode_patches, DECODE_PATCH, self.head_dim)
+        self.decode_stats = floats(self._decode_patches, DECODE_PATCH, 2)
+        self.chunk_sums = floats(self._chunk_patches, kernels.chunk_patch, self.head_dim)
+        self.chunk_stats = floats(self._chunk_patches, kernels.chunk_patch, 2)
+        # 0 between launches: the block that stores the last part of a patch resets its ticket.
         self.decode_tickets = torch.zeros(self._decode_patches, dtype=torch.int32, device=device)
         self.chunk_tickets = torch.zeros(self._chunk_patches, dtype=torch.int32, device=device)
-        self.totals = numbers(self.chunk_blocks, kernels.totals_per_block) if fixed_splits else None
+        self.totals = floats(self.chunk_blocks, kernels.totals_per_block) if fixed_splits else None
         self._stride = 4 + 3 * self.max_rows + 1
-        self.tables = torch.zeros((len(self.sights), 2, self._stride), dtype=torch.int32, device=device)
-        numbers_of = [(sight.window or 0, sight.chunk or 0) for sight in self.sights]
-        self._sights = torch.tensor(numbers_of, dtype=torch.int32, device=device)
+        self.tables = torch.zeros(
+            (len(self.attention_windows), 2, self._stride), dtype=torch.int32, device=device
+        )
+        limits = [(each.window or 0, each.chunk or 0) for each in self.attention_windows]
+        self._window_limits = torch.tensor(limits, dtype=torch.int32, device=device)
 
-    def reads_blocks_of(self, block_size: int) -> bool:
-        """Whether blocks of so many positions are read: ``inverse_size`` in csrc/cuda/attention.cuh says what limits them."""
+    def supports_block_size(self, block_size: int) -> bool:
+        """Return whether the kernels support the block size; the limit is ``inverse_size`` in csrc/cuda/attention.cuh."""
         if self.matrix is None:
             return block_size >= 1
         return block_size >= 2 and (self.max_model_len + 1) * block_size <= 1 << 32
 
-    def table(self, sight: AttentionWindow, of_chunks: bool) -> torch.Tensor:
-        """Return the table of a sight for one of the kernels; `ValueError` for a sight the plan was not made for."""
-        if sight not in self.sights:
+    def table(self, attention_window: AttentionWindow, for_chunks: bool) -> torch.Tensor:
+        """Return the table of a window for the decode or the chunk kernel; `ValueError` for an unknown window."""
+        if attention_window not in self.attention_windows:
             raise ValueError(
-                f"{sight} was not among those the plan was made for, {self.sights}: name all layers' sights"
+                f"{attention_window} is not a window of the plan, {self.attention_windows}: pass the windows of all layers"
             )
-        return self.tables[self.sights.index(sight), int(of_chunks)]
+        return self.tables[self.attention_windows.index(attention_window), int(for_chunks)]
 
     def prepare(self, rows: StepRows) -> None:
-        """Cut the rows of a step into pieces of work, for all its layers. Launches; may be captured."""
+        """Launch the division of a step's rows into work items, for all layers; may be captured."""
         if rows.num_rows > self.max_rows or rows.num_tokens > self.max_tokens:
             raise ValueError(
-                f"a step of {rows.num_rows} rows and {rows.num_tokens} tokens; the plan was made for {self.max_rows} and"
+                f"the step has {rows.num_rows} rows and {rows.num_tokens} tokens; the plan allows {self.max_rows} and"
                 f" {self.max_tokens}"
             )
         if self.matrix is None or rows.num_rows == 0:
             return
         self._device.launch(
             _PLAN,
-            (len(self.sights), 2, 1),
+            (len(self.attention_windows), 2, 1),
             (_PLAN_THREADS, 1, 1),
             (
                 rows.starts,
                 rows.counts,
-                self._sights,
+                self._window_limits,
                 self.tables,
                 rows.num_rows,
                 self.max_rows,
@@ -245,21 +248,23 @@ def _check(
     max_model_len: int,
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
-    sights: Sequence[AttentionWindow],
+    attention_windows: Sequence[AttentionWindow],
 ) -> None:
     if dtype not in SUFFIXES or kv_dtype not in (dtype, torch.float8_e4m3fn):
         raise ValueError(
-            f"attention over {kv_dtype} for a model in {dtype}; the model is bf16, fp16 or fp32, and KV is in the same"
-            " format or float8_e4m3fn"
+            f"the model is {dtype} and the KV cache {kv_dtype}; expected a bf16, fp16 or fp32 model, and a KV cache of the"
+            " same dtype or float8_e4m3fn"
         )
     if num_kv_heads < 1 or num_heads % num_kv_heads:
-        raise ValueError(f"{num_heads} heads are not shared equally by {num_kv_heads} KV heads")
+        raise ValueError(f"num_heads is {num_heads}; expected a multiple of num_kv_heads {num_kv_heads}")
     if not (1 <= head_dim <= PLAIN_MAX_DIM and 1 <= value_dim <= PLAIN_MAX_VALUE_DIM):
         raise ValueError(
-            f"heads of {head_dim} numbers in keys and {value_dim} in values; up to {PLAIN_MAX_DIM} and"
-            f" {PLAIN_MAX_VALUE_DIM} are computed"
+            f"head dimensions are {head_dim} (keys) and {value_dim} (values); at most {PLAIN_MAX_DIM} and"
+            f" {PLAIN_MAX_VALUE_DIM} are supported"
         )
     if max_model_len > MAX_POSITIONS:
-        raise ValueError(f"max_model_len is {max_model_len}; at most {MAX_POSITIONS} positions are counted")
-    if not sights or len(set(sights)) < len(sights):
-        raise ValueError(f"sights are {sights}; each is named once")
+        raise ValueError(f"max_model_len is {max_model_len}; at most {MAX_POSITIONS} is supported")
+    if not attention_windows or len(set(attention_windows)) < len(attention_windows):
+        raise ValueError(
+            f"attention_windows are {attention_windows}; expected at least one, without duplicates"
+        )

@@ -1,5 +1,6 @@
-"""Causal attention over the paged cache, one row after the other with dense matrices in fp32: what kernels are tested
-against. Reads values on the host, so it stops the stream; never part of a step.
+"""Reference of paged attention: one row at a time, with dense fp32 matrices.
+
+Only for tests: it reads values on the host, which synchronizes the stream.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def paged_attention_reference(
     sinks: torch.Tensor | None = None,
     value_scale: float = 1.0,
 ) -> torch.Tensor:
-    """Return what `quintet.executor.backends.cuda.ops.attention.paged_attention` should, in fp32; padding tokens get zeros."""
+    """Return `quintet.executor.backends.cuda.ops.attention.paged_attention` in fp32, with zeros for padding tokens."""
     num_heads, (_, kv_heads, _, value_dim) = q.shape[1], kv[1].shape
     out = torch.zeros((*q.shape[:2], value_dim), dtype=torch.float32, device=q.device)
     for row, slot in enumerate(rows.slots.tolist()):
@@ -44,11 +45,11 @@ def paged_attention_reference(
         distance = torch.arange(length, device=q.device)[None, :] - own  # [count, length]
         if alibi is not None:
             logits = logits + alibi[:, None, None] * distance
-        seen = distance <= 0 if window is None else (distance <= 0) & (distance > -window)
+        visible = distance <= 0 if window is None else (distance <= 0) & (distance > -window)
         if chunk is not None:
             keys_of, own_chunk = torch.arange(length, device=q.device) // chunk, own // chunk
-            seen = seen & (keys_of >= own_chunk)
-        logits = logits.masked_fill(~seen, -torch.inf)
+            visible = visible & (keys_of >= own_chunk)
+        logits = logits.masked_fill(~visible, -torch.inf)
         if sinks is not None:
             logits = torch.cat((logits, sinks[:, None, None].expand(-1, count, 1)), -1)
         weights = logits.softmax(-1)[..., :length]

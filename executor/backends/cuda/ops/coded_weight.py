@@ -1,8 +1,7 @@
-"""A weight in codes of 4 or 8 bits as ``csrc/cuda/linear_coded.cu`` reads it: its layout, and how rows get there and back.
+"""Quantized weight with 4- or 8-bit codes in the layout of ``csrc/cuda/linear_coded.cu``.
 
-A number is ``(code - zero) * scale - minimum``, or a float of so many bits times a scale; neighbouring inputs of an output share
-zero, scale and minimum. Nothing is rounded: codes are kept, scales and minima are fp32. Does not know where rows come from, nor
-how they are multiplied.
+An element is ``(code - zero) * scale - minimum`` for integers, or a small float times a scale. The inputs of a group share zero
+point, scale and minimum. Packing does not round: codes are kept, and scales and minima are fp32.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from functools import cached_property
 import torch
 
 STEP_DEPTH = 64
-"""Inputs of a brick, and of a step of the kernel."""
+"""Inputs of a brick, which is also one step of the kernel."""
 BRICK_COLUMNS = 16
 TILE_COLUMNS = 64
-"""Columns are rounded up to these."""
+"""Columns are padded to a multiple of this."""
 RUNS = (64, 32, 16)
-"""Inputs that are summed before they are scaled."""
+"""Possible numbers of inputs that are summed before scaling."""
 ONE_GROUP = 30
-"""The shift that takes every run of a row to group 0."""
+"""Shift that maps every run of a row to group 0."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Code(StrEnum):
-    """What codes are, by the names of csrc/cuda/codes.cuh."""
+    """Type of the codes; names of csrc/cuda/codes.cuh."""
 
     INT4 = "Int4"
     INT8 = "Int8"
@@ -38,26 +37,26 @@ class Code(StrEnum):
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits per code."""
         return 4 if self in (Code.INT4, Code.FP4) else 8
 
     @property
     def is_integer(self) -> bool:
-        """Whether there are zero points."""
+        """True if codes are integers with a zero point."""
         return self in (Code.INT4, Code.INT8)
 
 
 @dataclass(frozen=True)
 class CodedLayout:
-    """One weight's, or that of each of several alike."""
+    """Layout of one weight, or of each of several equal ones."""
 
     code: Code
     columns: int
     depth: int
     group: int
-    """Neighbouring inputs that share a scale, a multiple of 16; 0: all."""
+    """Number of adjacent inputs per scale, a multiple of 16; 0: all inputs."""
     has_zeros: bool = False
-    """Whether zero points differ."""
+    """True if each group has its own zero point."""
     has_minima: bool = False
 
     def __post_init__(self) -> None:
@@ -66,48 +65,48 @@ class CodedLayout:
 
     @property
     def zero(self) -> int:
-        """The zero point of integers where all have one: the middle, or 0 where there are minima."""
+        """Common zero point of integers: the middle of the range, or 0 with minima."""
         return 1 << (self.code.bits - 1) if self.code.is_integer and not self.has_minima else 0
 
     @property
     def width(self) -> int:
-        """Columns, with those that fill the last tile."""
+        """Number of columns with padding."""
         return -(-self.columns // TILE_COLUMNS) * TILE_COLUMNS
 
     @property
     def steps(self) -> int:
-        """Bricks of a column."""
+        """Number of bricks along the depth."""
         return -(-self.depth // STEP_DEPTH)
 
     @property
     def brick_bytes(self) -> int:
-        """Of 16 columns and 64 inputs."""
+        """Bytes of a brick of 16 columns and 64 inputs."""
         return BRICK_COLUMNS * STEP_DEPTH * self.code.bits // 8
 
     @property
     def run(self) -> int:
-        """Inputs whose products are summed before they are scaled."""
+        """Number of inputs that are summed before scaling."""
         return next(run for run in RUNS if self.group % run == 0)
 
     @property
     def run_shift(self) -> int:
-        """A run is 16 times this power of two."""
+        """Base-2 logarithm of ``run / 16``."""
         return (self.run // 16).bit_length() - 1
 
     @cached_property
     def group_shift(self) -> int:
-        """A kept group is this power of two of runs: a group itself, or a part of one that is no power of two."""
+        """Base-2 logarithm of the runs per stored group: a group, or a power-of-two part of it."""
         runs = self.group // self.run
         return (runs & -runs).bit_length() - 1 if runs else ONE_GROUP
 
     @property
     def num_groups(self) -> int:
-        """Of a column, as they are kept."""
+        """Number of stored groups of a column."""
         return ((self.steps * (STEP_DEPTH // self.run) - 1) >> self.group_shift) + 1
 
     @property
     def num_bytes(self) -> int:
-        """Of one weight."""
+        """Bytes of one weight."""
         by_group = 4 * (1 + self.has_minima) + self.has_zeros
         return (
             self.width // BRICK_COLUMNS * self.steps * self.brick_bytes
@@ -116,21 +115,21 @@ class CodedLayout:
 
 
 class CodedWeight:
-    """Memory for a weight, or for several alike (experts), that rows are put into."""
+    """Memory of one weight, or of several equal ones (experts)."""
 
-    def __init__(self, layout: CodedLayout, where: torch.device, count: int | None = None) -> None:
-        """count: of weights; None for one, without a dimension for them."""
+    def __init__(self, layout: CodedLayout, torch_device: torch.device, count: int | None = None) -> None:
+        """count: number of weights; None: one weight without a leading dimension."""
         self.layout = layout
         self.count = count
         lead = () if count is None else (count,)
         bricks = (layout.width // BRICK_COLUMNS, layout.steps, layout.brick_bytes)
         groups = (layout.num_groups, layout.width)
-        self.codes = torch.zeros(*lead, *bricks, dtype=torch.uint8, device=where)
-        self.scales = torch.zeros(*lead, *groups, device=where)
+        self.codes = torch.zeros(*lead, *bricks, dtype=torch.uint8, device=torch_device)
+        self.scales = torch.zeros(*lead, *groups, device=torch_device)
         self.zeros = (
-            torch.zeros(*lead, *groups, dtype=torch.uint8, device=where) if layout.has_zeros else None
+            torch.zeros(*lead, *groups, dtype=torch.uint8, device=torch_device) if layout.has_zeros else None
         )
-        self.minima = torch.zeros(*lead, *groups, device=where) if layout.has_minima else None
+        self.minima = torch.zeros(*lead, *groups, device=torch_device) if layout.has_minima else None
 
     def put(
         self,
@@ -142,7 +141,7 @@ class CodedWeight:
         *,
         index: int | None = None,
     ) -> None:
-        """Keep rows, from column ``first`` on: each once. index: which weight, of several.
+        """Store rows from column ``first``; each column may be stored once. index: of the weight, if there are several.
 
         codes: uint8 ``[rows, depth]``; scales and minima: fp32 ``[rows, groups]``; zeros: uint8 ``[rows, groups]``.
         """
@@ -150,26 +149,26 @@ class CodedWeight:
         assert codes.dtype == torch.uint8 and codes.shape[1] == layout.depth and end <= layout.columns
         assert (zeros is not None) == layout.has_zeros and (minima is not None) == layout.has_minima
         if layout.code is Code.FP8 and bool(((codes & 0x7F) == 0x7F).any()):
-            raise ValueError("a weight in fp8 is no number (NaN)")
-        where = self.codes.device
-        # Rows of one brick may come at different times: what is not there yet is zeros.
+            raise ValueError("some fp8 codes are NaN")
+        torch_device = self.codes.device
+        # The rows of one brick may be stored in several calls; missing rows are zeros.
         above, below = first % BRICK_COLUMNS, -end % BRICK_COLUMNS
         beyond = layout.steps * STEP_DEPTH - layout.depth
-        whole = torch.nn.functional.pad(codes.to(where), (0, beyond, above, below))
+        whole = torch.nn.functional.pad(codes.to(torch_device), (0, beyond, above, below))
         bricks = self.codes if index is None else self.codes[index]
         bricks[first // BRICK_COLUMNS : (end + below) // BRICK_COLUMNS] |= _bricks(whole, layout)
-        for kept, given in ((self.scales, scales), (self.zeros, zeros), (self.minima, minima)):
-            if kept is not None and given is not None:
-                into = kept if index is None else kept[index]
-                into[:, first:end] = self._by_kept_group(given.to(where)).t()
+        for stored, values in ((self.scales, scales), (self.zeros, zeros), (self.minima, minima)):
+            if stored is not None and values is not None:
+                target = stored if index is None else stored[index]
+                target[:, first:end] = self._by_stored_group(values.to(torch_device)).t()
 
     def floats(self, index: int | None = None) -> torch.Tensor:
-        """Return the numbers, fp32 ``[columns, depth]``: the reference of what the kernel multiplies."""
+        """Return the dequantized weight, fp32 ``[columns, depth]``: the reference of the kernel."""
         layout = self.layout
         codes = _codes(self.codes if index is None else self.codes[index], layout)
         scales, zeros, minima = (
-            None if kept is None else self._spread(kept if index is None else kept[index])
-            for kept in (self.scales, self.zeros, self.minima)
+            None if stored is None else self._spread(stored if index is None else stored[index])
+            for stored in (self.scales, self.zeros, self.minima)
         )
         assert scales is not None
         match layout.code:
@@ -183,27 +182,27 @@ class CodedWeight:
         numbers = numbers * scales
         return numbers if minima is None else numbers - minima
 
-    def _by_kept_group(self, by_group: torch.Tensor) -> torch.Tensor:
-        """Return ``[rows, num_groups]``, the last of them repeated to the end of the last step."""
+    def _by_stored_group(self, by_group: torch.Tensor) -> torch.Tensor:
+        """Return ``[rows, num_groups]``; the last group is repeated to the end of the last step."""
         layout = self.layout
-        kept = layout.run << layout.group_shift
-        if layout.group and layout.group != kept:
-            by_group = by_group.repeat_interleave(layout.group // kept, dim=1)
+        stored = layout.run << layout.group_shift
+        if layout.group and layout.group != stored:
+            by_group = by_group.repeat_interleave(layout.group // stored, dim=1)
         by_group = by_group[:, : layout.num_groups]
         missing = layout.num_groups - by_group.shape[1]
         return torch.cat((by_group, by_group[:, -1:].expand(-1, missing)), dim=1)
 
-    def _spread(self, kept: torch.Tensor) -> torch.Tensor:
+    def _spread(self, stored: torch.Tensor) -> torch.Tensor:
         layout = self.layout
-        by_run = kept.t()[: layout.columns]
+        by_run = stored.t()[: layout.columns]
         inputs = min(layout.run << layout.group_shift, layout.steps * STEP_DEPTH)
         return by_run.repeat_interleave(inputs, dim=1)[:, : layout.depth]
 
 
 def _bricks(codes: torch.Tensor, layout: CodedLayout) -> torch.Tensor:
-    """Return codes ``[columns, depth]``, both whole bricks, as ``[column bricks, steps, bytes of a brick]``.
+    """Pack codes ``[columns, depth]``, both multiples of a brick, as ``[column bricks, steps, bytes of a brick]``.
 
-    A column of a brick is 8 t + g, an input of it 16 s + 8 h + 2 q + e: lane 4 g + q has those of its g and q.
+    Within a brick, column = 8 t + g and input = 16 s + 8 h + 2 q + e; lane 4 g + q owns the elements of its g and q.
     """
     if layout.code.bits == 4:
         parts = codes.view(-1, 2, 8, layout.steps, 4, 2, 4, 2)  # brick, t, g, step, s, h, q, e
@@ -214,7 +213,7 @@ def _bricks(codes: torch.Tensor, layout: CodedLayout) -> torch.Tensor:
 
 
 def _codes(bricks: torch.Tensor, layout: CodedLayout) -> torch.Tensor:
-    """Return what `_bricks` was given, without what fills bricks: uint8 ``[columns, depth]``."""
+    """Unpack `_bricks`, without padding: uint8 ``[columns, depth]``."""
     if layout.code.bits == 4:
         octets = bricks.view(-1, layout.steps, 8, 4, 4, 2, 2)
         nibbles = torch.stack((octets & 15, octets >> 4), dim=-1)  # brick, step, g, q, s, e, t, h

@@ -1,6 +1,6 @@
-"""Drawing tokens on the device with ``csrc/cuda/sampling.cu``. The reference is `quintet.executor.sampling.draw`.
+"""Sampling of tokens with ``csrc/cuda/sampling.cu``; the reference is `quintet.executor.sampling.draw`.
 
-`draw` takes everything from the device, as a captured step has it; `DeviceDraw` takes what the sampler has on the host.
+`draw` takes all inputs from the device, so it can be captured. `DeviceDraw` takes the sampler's host arrays.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from quintet.executor.sampling.settings import RECORD, Settings
 DRAW = {dtype: Kernel("sampling", f"draw_{suffix}", "plippppppp") for dtype, suffix in SUFFIXES.items()}
 THREADS = 512
 SHARED_BYTES_PER_TILE = 12
-"""Of dynamic shared memory: a maximum and an amount."""
+"""Dynamic shared memory: a maximum and a sum of weights."""
 
 
 def draw(
@@ -37,15 +37,15 @@ def draw(
     rows: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return a token for each of n rows of ``logits [S, vocab]`` (bf16, fp16 or fp32), which stay as they are: int32[n].
+    """Draw a token for each of n rows of ``logits [S, vocab]`` (bf16, fp16 or fp32): int32[n]. The logits are not changed.
 
-    settings: records of `RECORD`, 32 contiguous bytes a slot, in a tensor of any dtype; None: every row takes the most
-    likely token, in one pass over the logits. slots: int32[n], whose settings a row has; -1: nobody's, and ``out`` keeps
-    what it has there; None: row i has record i. positions: int32[n], where the token will stand, which the random number
-    depends on. rows: int32[n], which rows of the logits, or None for the first n. scratch: see `tile_scratch`; made anew
-    where None.
+    - settings: records of `RECORD`, 32 contiguous bytes per slot, in a tensor of any dtype; None: greedy, in one pass.
+    - slots: int32[n], slot of each row's settings; -1: the row is skipped and ``out`` is unchanged; None: row i has record i.
+    - positions: int32[n], position of the drawn token; input of the random number generator.
+    - rows: int32[n], rows of the logits; None: the first n.
+    - scratch: see `tile_scratch`; None: allocated.
 
-    A token depends on its row, settings and position alone, whatever the batch. Two launches, nothing read by the host.
+    A token depends only on its row, settings and position. Two launches; no host sync.
     """
     count = len(positions)
     check_logits(logits)
@@ -55,7 +55,9 @@ def draw(
     check_column("rows", rows, count, logits)
     check_column("out", out, count, logits)
     if rows is None and count > len(logits):
-        raise ValueError(f"positions are of {count} rows; logits have {len(logits)}, and rows is None")
+        raise ValueError(
+            f"positions have {count} rows; expected at most {len(logits)}, the rows of logits, or rows"
+        )
     if out is None:
         out = torch.empty(count, dtype=torch.int32, device=logits.device)
     if not count:
@@ -87,12 +89,12 @@ def _check_settings(
         )
     if slots is None and len(settings) < count:
         raise ValueError(
-            f"settings has {len(settings)} records for {count} rows; it needs one each where slots is None"
+            f"settings have {len(settings)} records for {count} rows; without slots, each row needs one"
         )
 
 
 class DeviceDraw:
-    """The sampler's `quintet.executor.sampling.ops.Draw`: one small upload a call."""
+    """Implements `quintet.executor.sampling.ops.Draw` with one small upload per call."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -109,22 +111,22 @@ class DeviceDraw:
         """See `quintet.executor.sampling.draw`."""
         count = len(slots)
         if masks is not None:
-            chosen = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
-            logits, rows = masks.applied(chosen, slots), None
-        mine = settings[slots]
-        is_greedy = not mine["temperature"].any()
+            selected = logits[:count] if rows is None else logits[to_device(rows, logits.device)]
+            logits, rows = masks.applied(selected, slots), None
+        row_settings = settings[slots]
+        is_greedy = not row_settings["temperature"].any()
         words = np.empty(count * (RECORD.itemsize // 4 + 2), np.int32)
         records, columns = np.split(words, [count * (RECORD.itemsize // 4)])
-        records[:] = mine.view(np.int32)
+        records[:] = row_settings.view(np.int32)
         columns[:count] = positions
         columns[count:] = np.arange(count) if rows is None else rows
-        there = to_device(words, logits.device)
-        where = there[len(records) :].view(2, count)
+        on_device = to_device(words, logits.device)
+        device_columns = on_device[len(records) :].view(2, count)
         return draw(
             self._device,
             logits,
-            None if is_greedy else there[: len(records)].view(count, -1),
+            None if is_greedy else on_device[: len(records)].view(count, -1),
             None,
-            where[0],
-            rows=where[1],
+            device_columns[0],
+            rows=device_columns[1],
         )

@@ -1,6 +1,6 @@
-"""Log-probabilities on the device with ``csrc/cuda/sampling_entries.cu``.
+"""Log-probabilities with ``csrc/cuda/sampling_entries.cu``.
 
-The reference is `quintet.executor.sampling.logprob_entries`, which also sorts where more is asked for than kernels find.
+The reference is `quintet.executor.sampling.logprob_entries`; it also handles more top tokens than the kernel supports.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ REPORT = {
 }
 THREADS = 512
 SHARED_BYTES_PER_TILE = 8
-"""Of dynamic shared memory: a maximum and a count."""
+"""Dynamic shared memory: a maximum and a count."""
 MAX_TOP = 64
-"""Most likely tokens that the kernel finds; whoever wants more waits for torch to sort."""
+"""Maximum number of top tokens of the kernel; torch sorts for more."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceEntries:
-    """See `LogprobEntries`; on the device, in one piece of memory, so that one copy brings it to the host."""
+    """`LogprobEntries` on the device, in one buffer, so that one copy transfers it to the host."""
 
     memory: torch.Tensor
     """uint8: normalizers, ids, values, ranks."""
@@ -44,10 +44,10 @@ class DeviceEntries:
     num_top: int
 
     @classmethod
-    def reserve(cls, num_rows: int, num_top: int, where: torch.device) -> DeviceEntries:
-        """Return room for the entries of so many rows."""
+    def reserve(cls, num_rows: int, num_top: int, torch_device: torch.device) -> DeviceEntries:
+        """Allocate the entries of ``num_rows`` rows."""
         size = num_rows * (8 + 8 * (1 + num_top) + 4)
-        return cls(torch.empty(size, dtype=torch.uint8, device=where), num_rows, num_top)
+        return cls(torch.empty(size, dtype=torch.uint8, device=torch_device), num_rows, num_top)
 
     def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return views: normalizers float64[n], ids int32 and values float32 ``[n, 1 + num_top]``, ranks int32[n]."""
@@ -64,24 +64,24 @@ class DeviceEntries:
 def entries(
     device: Device, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: torch.Tensor | None = None
 ) -> DeviceEntries:
-    """Report on n rows of ``logits [S, vocab]`` (bf16, fp16 or fp32), at least one.
+    """Compute the log-probabilities of n >= 1 rows of ``logits [S, vocab]`` (bf16, fp16 or fp32).
 
-    own: int32[n], the tokens asked about; num_top: at most `MAX_TOP` and at most the vocabulary; rows: int32[n] or None
-    for the first n. Among equals the lower id comes first; a row with a NaN or an infinite maximum gives NaN and the
-    first ids. What is reported of a row depends on the row alone. Two launches.
+    own: int32[n], the drawn tokens; num_top: at most `MAX_TOP` and the vocabulary size; rows: int32[n], or None for the first n.
+    Ties take the lower id first. A row with a NaN or an infinite maximum gives NaN and the first ids. The result of a row depends
+    only on that row. Two launches.
     """
     count = len(own)
     check_logits(logits)
     check_column("own", own, count, logits)
     check_column("rows", rows, count, logits)
     if rows is None and count > len(logits):
-        raise ValueError(f"own is of {count} rows; logits have {len(logits)}, and rows is None")
+        raise ValueError(f"own has {count} rows; expected at most {len(logits)}, the rows of logits, or rows")
     if not 0 <= num_top <= min(MAX_TOP, logits.shape[1]):
         raise ValueError(
-            f"num_top is {num_top}; expected at most {MAX_TOP} and at most the vocabulary, {logits.shape[1]}"
+            f"num_top is {num_top}; expected at most {MAX_TOP} and at most the vocabulary size {logits.shape[1]}"
         )
-    found = DeviceEntries.reserve(count, num_top, logits.device)
-    normalizers, ids, values, ranks = found.columns()
+    result = DeviceEntries.reserve(count, num_top, logits.device)
+    normalizers, ids, values, ranks = result.columns()
     maxima, sums = scan_tiles(device, logits, rows, None, None, count, 1.0, None)
     device.launch(
         REPORT[logits.dtype],
@@ -93,11 +93,11 @@ def entries(
         ),
         shared_bytes=SHARED_BYTES_PER_TILE * num_tiles(logits.shape[1]),
     )
-    return found
+    return result
 
 
 class DeviceReport:
-    """The sampler's `quintet.executor.sampling.ops.ReportEntries`."""
+    """Implements `quintet.executor.sampling.ops.ReportEntries`."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -105,12 +105,12 @@ class DeviceReport:
     def __call__(
         self, logits: torch.Tensor, own: torch.Tensor, num_top: int, rows: Int | None = None
     ) -> LogprobEntries:
-        """See `quintet.executor.sampling.logprob_entries`. Waits for the device, as what it returns is on the host."""
+        """See `quintet.executor.sampling.logprob_entries`. Synchronizes, because the result is on the host."""
         count = len(own)
         if not count or num_top > min(MAX_TOP, logits.shape[1]):
             return entries_with_torch(logits, own, num_top, rows)
-        there = None if rows is None else to_device(rows.astype(np.int32), logits.device)
-        found = entries(self._device, logits, own.to(torch.int32).contiguous(), num_top, there)
-        here = DeviceEntries(found.memory.cpu(), count, num_top)
-        normalizers, ids, values, ranks = (column.numpy() for column in here.columns())
+        device_rows = None if rows is None else to_device(rows.astype(np.int32), logits.device)
+        result = entries(self._device, logits, own.to(torch.int32).contiguous(), num_top, device_rows)
+        on_host = DeviceEntries(result.memory.cpu(), count, num_top)
+        normalizers, ids, values, ranks = (column.numpy() for column in on_host.columns())
         return LogprobEntries(ids, values, ranks, normalizers)

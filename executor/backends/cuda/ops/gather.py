@@ -1,4 +1,4 @@
-"""What ranks have, side by side, on the device."""
+"""Gather of the ranks' columns."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from quintet.executor.backends.cuda.ops.formats import describe
 from quintet.executor.backends.cuda.ops.peers import EXCHANGE, THREADS, Peers, pieces_of
 
 UNITS = (16, 4, 2)
-"""Bytes that a thread takes at a time: the most of which every rank's columns are multiples."""
+"""Possible bytes per thread access; the largest that divides every rank's row size is used."""
 
 
 class Columns:
-    """Which columns each rank has of rows, in units of as many bytes as fit."""
+    """Columns of each rank, in the largest common unit."""
 
     def __init__(self, device: Device, widths: Sequence[int], item_bytes: int) -> None:
-        """widths: numbers of a row at each rank, of so many bytes each. Not for use while capturing."""
+        """widths: row width of each rank in elements of ``item_bytes``. Must not be called during capture."""
         row_bytes = [width * item_bytes for width in widths]
-        fitting = [unit for unit in UNITS if not any(size % unit for size in row_bytes)]
-        if not fitting or not any(widths):
+        units = [unit for unit in UNITS if not any(size % unit for size in row_bytes)]
+        if not units or not any(widths):
             raise ValueError(
-                f"columns of {list(widths)} numbers of {item_bytes} bytes: expected some, of 2 or 4"
+                f"columns have widths {list(widths)} and elements of {item_bytes} bytes; expected at least one column, and"
+                " elements of 2 or 4 bytes"
             )
-        self.widths, self.item_bytes, self.unit_bytes = tuple(widths), item_bytes, fitting[0]
+        self.widths, self.item_bytes, self.unit_bytes = tuple(widths), item_bytes, units[0]
         begins = [sum(row_bytes[:rank]) // self.unit_bytes for rank in range(len(widths) + 1)]
         self.begins = torch.tensor(begins, dtype=torch.int32).to(device.torch_device)
 
     @property
     def whole(self) -> int:
-        """Numbers of a row of all ranks."""
+        """Row width of all ranks together."""
         return sum(self.widths)
 
 
@@ -43,10 +44,10 @@ def gather(
     x: torch.Tensor | None,
     out: torch.Tensor | None,
 ) -> None:
-    """Write all ranks' ``x [num_rows, own columns]`` into ``out [num_rows, all columns]``, side by side.
+    """Concatenate all ranks' ``x [num_rows, own columns]`` into ``out [num_rows, all columns]``.
 
-    x: None where this rank has no column; out: None where this rank wants nothing, as others may; both without gaps, at a
-    multiple of `Columns.unit_bytes`. One may be the other where one rank has all.
+    x: None if this rank has no columns; out: None if this rank does not need the result. Both are contiguous and aligned to
+    `Columns.unit_bytes`. They may be the same tensor if one rank has all columns.
     """
     own = columns.widths[peers.rank]
     for name, rows, width in (("x", x, own), ("out", out, columns.whole)):
@@ -55,11 +56,11 @@ def gather(
         fits = rows.numel() == num_rows * width and rows.element_size() == columns.item_bytes
         if not fits or not rows.is_contiguous() or rows.data_ptr() % columns.unit_bytes:
             raise ValueError(
-                f"{name}: expected {num_rows} rows of {width} numbers of {columns.item_bytes} bytes without gaps, at a multiple"
-                f" of {columns.unit_bytes}, got {describe(rows)}"
+                f"{name}: expected {num_rows} contiguous rows of {width} elements of {columns.item_bytes} bytes, aligned to"
+                f" {columns.unit_bytes} bytes, got {describe(rows)}"
             )
     if x is None and own:
-        raise ValueError(f"x: expected rows of {own} numbers, got nothing")
+        raise ValueError(f"x: expected rows of {own} elements, got None")
     if not num_rows:
         return
     widest = max(columns.widths) * columns.item_bytes // columns.unit_bytes

@@ -1,7 +1,6 @@
-"""Multiplying by weights in codes: ``csrc/cuda/linear_coded.cu``; the references beside it multiply their numbers with torch.
+"""GEMM with quantized weights: ``csrc/cuda/linear_coded.cu``, and torch references.
 
-There is one order of summing for any number of rows, so who multiplies needs no choice: the bits of a row depend on that row and
-the weight only.
+The order of summation is the same for any number of rows, so the bits of a row depend only on that row and the weight.
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ from quintet.executor.backends.cuda.ops.linear import (
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 STEP_BYTES = 128
-"""Of a row of x, in one stage."""
-MOST_RUNS = 4
-"""Runs in a step of csrc/cuda/linear_coded.cu: a stage has scales, minima and zeros for so many."""
+"""Bytes of a row of x per stage."""
+MAX_RUNS = 4
+"""Maximum number of runs per step of csrc/cuda/linear_coded.cu; a stage holds their scales, minima and zeros."""
 
 
 @dataclass(frozen=True, slots=True)
 class CodedTile:
-    """What one block computes: so many rows of 64 columns."""
+    """Tile of one block: ``rows`` by 64 columns."""
 
     rows: int
     stages: int
     max_resident: int
-    """Blocks that a multiprocessor's registers let in at once, as the kernel is compiled for."""
+    """Resident blocks per multiprocessor by registers, as compiled."""
     threads: int = 128
 
     def shared_bytes(self, code: Code) -> int:
-        """Dynamic shared memory of a block: its stages, and the sums of its chunks."""
+        """Dynamic shared memory of a block: stages, and sums of chunks."""
         by_run = TILE_COLUMNS * (4 + 4 + 1)
         codes = TILE_COLUMNS * 64 * code.bits // 8
         return (
-            self.rows * STEP_BYTES + codes + MOST_RUNS * by_run
+            self.rows * STEP_BYTES + codes + MAX_RUNS * by_run
         ) * self.stages + self.rows * TILE_COLUMNS * 4
 
 
@@ -62,7 +61,7 @@ def coded_matmul_reference(
     bias: torch.Tensor | None = None,
     result_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return `coded_matmul`: the weight's numbers in fp32, summed in fp32, rounded once to ``result_dtype`` or x's."""
+    """Return `coded_matmul`: dequantized in fp32, summed in fp32, rounded once to ``result_dtype`` or x's dtype."""
     y = x.float() @ weight.floats().t()
     return (y if bias is None else y + bias.float()).to(result_dtype or x.dtype)
 
@@ -80,7 +79,7 @@ def coded_grouped_matmul_reference(
 
 
 def tile_for(num_rows: int) -> CodedTile:
-    """Return the lowest tile that holds so many rows, or the highest. All give the same bits."""
+    """Return the smallest tile that holds the rows, or the largest. All give the same bits."""
     return next((tile for tile in TILES if num_rows <= tile.rows), TILES[-1])
 
 
@@ -94,16 +93,17 @@ def coded_matmul(
     memory: SplitMemory | None = None,
     tile: CodedTile | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ weight.T + bias`` ``[num_rows, columns]``, summed in fp32 and rounded once, or not where ``out`` is fp32.
+    """Return ``x @ weight.T + bias`` ``[num_rows, columns]``, summed in fp32 and rounded once; unrounded if ``out`` is fp32.
 
-    x: ``[num_rows, depth]``, bf16 or fp16, rows contiguous; depth is a multiple of 16 bytes; bias: ``[columns]``. The bits of a
-    row of the result depend on that row of x and the weight only: not on num_rows, ``memory`` (without it no sum is split) or
+    x: ``[num_rows, depth]``, bf16 or fp16, rows contiguous; depth is a multiple of 16 bytes; bias: ``[columns]``. memory: None
+    disables splitting. The bits of a result row depend only on that row of x and the weight, not on num_rows, ``memory`` or
     ``tile``.
     """
     layout = weight.layout
     if x.dtype not in SUFFIXES or x.dim() != 2 or x.shape[1] != layout.depth or weight.count is not None:
         raise OperandError(
-            f"x: {x.dtype}{list(x.shape)}; expected {' or '.join(map(str, SUFFIXES))} [num_rows, {layout.depth}], and one weight"
+            f"x: {x.dtype}{list(x.shape)}; expected {' or '.join(map(str, SUFFIXES))} [num_rows, {layout.depth}] and a"
+            " single weight"
         )
     out = check_rows(device, x, layout.columns, bias, out)
     num_rows = len(x)
@@ -142,14 +142,14 @@ def coded_grouped_matmul(
 ) -> torch.Tensor:
     """Return ``x[row] @ weight[group of row].T + bias[group of row]`` ``[num_rows, columns]``.
 
-    x: ``[num_rows, depth]``, the groups one behind the other; tiles: what `linear_groups.tiles_of_groups` returns for ``tile``'s
-    rows; bias: ``[groups, columns]``. The bits of a row are those of `coded_matmul` with its group's weight.
+    x: ``[num_rows, depth]``, sorted by group; tiles: result of `linear_groups.tiles_of_groups` for ``tile``'s rows; bias:
+    ``[groups, columns]``. The bits of a row are those of `coded_matmul` with its group's weight.
     """
     layout, count = weight.layout, weight.count
     if x.dtype not in SUFFIXES or x.dim() != 2 or x.shape[1] != layout.depth or count is None:
         raise OperandError(
-            f"x: {x.dtype}{list(x.shape)}; expected {' or '.join(map(str, SUFFIXES))} [num_rows, {layout.depth}], and weights"
-            " by group"
+            f"x: {x.dtype}{list(x.shape)}; expected {' or '.join(map(str, SUFFIXES))} [num_rows, {layout.depth}] and one"
+            " weight per group"
         )
     out = check_rows(device, x, layout.columns, None, None)
     if bias is not None and (

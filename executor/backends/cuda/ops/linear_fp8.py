@@ -1,7 +1,7 @@
-"""Products of fp8 (e4m3) with fp8: ``csrc/cuda/linear_fp8.cu``. Rows of x are quantized as they come, each by its own scale.
+"""fp8 (e4m3) GEMM: ``csrc/cuda/linear_fp8.cu``, with dynamic per-row quantization of x.
 
-There is one order of summing for any number of rows, and a row's scale is its own: so the bits of a row depend on that row and
-the weight only.
+The order of summation is the same for any number of rows, and every row has its own scale. So the bits of a row depend only on
+that row and the weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 PACK = 16
-"""Numbers in 16 bytes: of a row of either operand there are whole ones."""
+"""Elements per 16 bytes; the depth is a multiple of it."""
 QUANTIZE_THREADS = 128
 
 TILES = (Tile(16, 64, 128, 6, 128, 3), Tile(32, 64, 128, 5, 128, 3), Tile(64, 64, 128, 3, 128, 2))
@@ -51,15 +51,14 @@ def fp8_matmul_reference(
     bias: torch.Tensor | None = None,
     result_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return `fp8_matmul`: sums of the numbers without scales in fp32, then both scales, the bias, one rounding, to
-    ``result_dtype`` or x's."""
+    """Return `fp8_matmul`: unscaled sums in fp32, then both scales and the bias, rounded once to ``result_dtype`` or x's."""
     codes, row_scales = fp8_quantize_reference(x)
     y = (codes.float() @ weight.float().t()) * (row_scales[:, None] * scales)
     return (y if bias is None else y + bias.float()).to(result_dtype or x.dtype)
 
 
 def fp8_quantize(device: Device, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x in e4m3 ``[num_rows, depth]``, and of each row what its numbers are multiplied by: fp32 ``[num_rows]``."""
+    """Quantize x to e4m3 ``[num_rows, depth]`` with one scale per row, fp32 ``[num_rows]``."""
     num_rows, depth = x.shape
     codes = torch.empty(num_rows, depth, dtype=torch.uint8, device=x.device)
     scales = torch.empty(num_rows, device=x.device)
@@ -84,11 +83,11 @@ def fp8_matmul(
     memory: SplitMemory | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """Return ``x @ (weight * scales).T + bias`` ``[num_rows, columns]`` of x rounded to e4m3.
+    """Quantize x to e4m3 and return ``x @ (weight * scales).T + bias`` ``[num_rows, columns]``.
 
-    x: ``[num_rows, depth]``, bf16 or fp16, rows contiguous; weight: e4m3 ``[columns, depth]``, contiguous, depth a multiple of
-    16; scales: fp32 ``[columns]``; bias: ``[columns]``; out: of x's dtype, or fp32. Bits as of `linear.matmul`: they do not
-    depend on num_rows, ``memory`` or ``tile``.
+    x: ``[num_rows, depth]``, bf16 or fp16, rows contiguous; weight: contiguous e4m3 ``[columns, depth]``, depth a multiple of 16;
+    scales: fp32 ``[columns]``; bias: ``[columns]``; out: of x's dtype or fp32. The bits do not depend on num_rows, ``memory`` or
+    ``tile``.
     """
     _check_weight(x, weight, scales)
     (num_rows, depth), columns = x.shape, len(weight)
@@ -141,8 +140,8 @@ def _check_weight(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor) -
     depth, columns = x.shape[1], len(weight)
     if weight.dtype != FP8 or not weight.is_contiguous() or depth % PACK or weight.data_ptr() % 16:
         raise OperandError(
-            f"weight: {weight.dtype}{list(weight.shape)}, strides {weight.stride()}; expected contiguous {FP8} whose rows are"
-            f" multiples of {PACK} numbers"
+            f"weight: {weight.dtype}{list(weight.shape)}, strides {weight.stride()}; expected contiguous {FP8} with a depth"
+            f" that is a multiple of {PACK}"
         )
     if scales.dtype != torch.float32 or scales.shape != (columns,) or not scales.is_contiguous():
         raise OperandError(

@@ -1,8 +1,7 @@
-"""Rows in groups, each multiplied by a weight of its own: experts, and matrices by head. ``csrc/cuda/linear.cu``.
+"""Grouped GEMM for experts and per-head matrices: ``csrc/cuda/linear.cu``.
 
-Which rows a group has is known on the device alone: a launch has blocks for as many tiles as there can be, and those without rows
-return at once. The bits of a row are those of `quintet.executor.backends.cuda.ops.linear.matmul` for that row and its
-group's weight.
+Only the device knows the rows of a group. So a launch has blocks for the maximum number of tiles; blocks without rows return at
+once. The bits of a row are those of `quintet.executor.backends.cuda.ops.linear.matmul` with its group's weight.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ def grouped_matmul_reference(
 
 
 def tile_of(num_rows: int, num_groups: int, dtype: torch.dtype, max_shared_bytes: int) -> Tile:
-    """Return the tile for so many rows, were all groups to have as many. All give the same bits."""
+    """Return the tile for the average number of rows per group. All tiles give the same bits."""
     return choose_tile(-(-num_rows // num_groups), tiles_of(dtype), max_shared_bytes)
 
 
 def tiles_of_groups(ends: torch.Tensor, num_rows: int, tile_rows: int) -> torch.Tensor:
-    """Return where tiles begin: int32 ``[3, most tiles there can be]``, a tile's group or -1, its first row, its group's end.
+    """Return the tiles, int32 ``[3, maximum number of tiles]``: group or -1, first row, end of the group.
 
-    ends: int64 ``[groups]``, ascending, the last of them ``num_rows``.
+    ends: int64 ``[groups]``, ascending; the last is ``num_rows``.
     """
     num_groups = len(ends)
     begins = torch.cat((ends.new_zeros(1), ends[:-1]))
-    last = torch.cumsum((ends - begins + tile_rows - 1) // tile_rows, 0)  # tiles up to each group's last
+    last = torch.cumsum((ends - begins + tile_rows - 1) // tile_rows, 0)  # cumulative number of tiles
     index = torch.arange(num_rows // tile_rows + min(num_rows, num_groups), device=ends.device)
     group = torch.searchsorted(last, index, right=True)
     owner = group.clamp(max=num_groups - 1)
@@ -63,8 +62,8 @@ def grouped_matmul(
 ) -> torch.Tensor:
     """Return ``x[row] @ weight[group of row].T + bias[group of row]`` ``[num_rows, columns]``.
 
-    x: ``[num_rows, depth]``, the groups one behind the other; tiles: what `tiles_of_groups` returns for ``tile``; weight:
-    ``[groups, columns, depth]``; bias: ``[groups, columns]``. depth is a multiple of 16 bytes.
+    x: ``[num_rows, depth]``, sorted by group; tiles: result of `tiles_of_groups` for ``tile``; weight: ``[groups, columns,
+    depth]``; bias: ``[groups, columns]``. depth is a multiple of 16 bytes.
     """
     num_rows, depth = x.shape
     columns = weight.shape[1]
@@ -75,8 +74,8 @@ def grouped_matmul(
         )
     if depth * x.dtype.itemsize % 16 or not x.is_contiguous() or x.data_ptr() % 16 or weight.data_ptr() % 16:
         raise OperandError(
-            f"x: {list(x.shape)} of {x.dtype}; kernels read 16 bytes at a time: rows without gaps of a multiple of"
-            f" {16 // x.dtype.itemsize} numbers"
+            f"x: {list(x.shape)} of {x.dtype}; expected contiguous, 16-byte aligned tensors with a depth that is a multiple of"
+            f" {16 // x.dtype.itemsize}, because kernels load 16 bytes at a time"
         )
     if bias is not None and (
         bias.shape != weight.shape[:2] or not bias.is_contiguous() or bias.dtype != x.dtype
@@ -104,7 +103,7 @@ def grouped_matmul(
 
 
 def head_matmul(device: Device, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return each head's columns of ``x [num_rows, heads * depth]`` through its own matrix: ``[num_rows, heads * columns]``.
+    """Multiply each head's columns of ``x [num_rows, heads * depth]`` by its matrix: ``[num_rows, heads * columns]``.
 
     weight: ``[heads, columns, depth]``.
     """

@@ -1,7 +1,4 @@
-"""The first pass over rows of logits, which drawing and reporting share: each tile's maximum and its sum of weights.
-
-Knows how rows may lie in memory and how a launch is divided; what is made of the tiles is for `draw` and `entries`.
-"""
+"""First pass over rows of logits, shared by `draw` and `entries`: maximum and sum of weights of each tile."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import torch
 from quintet.executor.backends.cuda.device import Device, Kernel
 
 TILE = 256
-"""Logits of a tile, as in csrc/cuda/sampling.cuh."""
+"""Logits per tile, as in csrc/cuda/sampling.cuh."""
 MAX_VOCAB_SIZE = 2560 * TILE
-"""As many tiles fit beside the histogram in the 48 KiB of shared memory that every block may have."""
+"""Limited by the tiles that fit, with the histogram, in 48 KiB of shared memory."""
 SCAN_WARPS = 8
-"""Tiles that a block of `scan_tiles` looks at together."""
+"""Tiles that a block of `scan_tiles` processes at a time, one per warp."""
 
 SUFFIXES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 SCAN_TILES = {
@@ -23,28 +20,28 @@ SCAN_TILES = {
 
 
 def num_tiles(vocab_size: int) -> int:
-    """Return how many tiles a row has."""
+    """Return the number of tiles of a row."""
     return -(-vocab_size // TILE)
 
 
 def tile_scratch(device: Device, num_rows: int, vocab_size: int) -> torch.Tensor:
-    """Return memory for the tiles of so many rows: fp32 ``[2, num_rows, tiles]``, maxima and sums."""
+    """Allocate maxima and sums of the tiles: fp32 ``[2, num_rows, tiles]``."""
     return torch.empty((2, num_rows, num_tiles(vocab_size)), device=device.torch_device)
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """Raise `ValueError` unless kernels can read these rows."""
+    """Raise `ValueError` for unsupported logits."""
     if logits.dim() != 2 or logits.stride(1) != 1 or logits.dtype not in SUFFIXES or not logits.shape[1]:
         raise ValueError(
             f"logits are {logits.dtype}{list(logits.shape)} with strides {logits.stride()}; expected [rows, vocab] of"
-            " bfloat16, float16 or float32 with neighbouring elements in a row"
+            " bfloat16, float16 or float32 with contiguous rows"
         )
     if logits.shape[1] > MAX_VOCAB_SIZE:
-        raise ValueError(f"logits have {logits.shape[1]} tokens a row; kernels take at most {MAX_VOCAB_SIZE}")
+        raise ValueError(f"logits have {logits.shape[1]} columns; kernels support at most {MAX_VOCAB_SIZE}")
 
 
 def check_column(name: str, column: torch.Tensor | None, count: int, logits: torch.Tensor) -> None:
-    """Raise `ValueError` unless ``column`` is contiguous int32[count] beside the logits, or None."""
+    """Raise `ValueError` unless ``column`` is None or contiguous int32[count] on the logits' device."""
     if column is None:
         return
     if (
@@ -69,10 +66,10 @@ def scan_tiles(
     temperature: float,
     scratch: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fill and return maxima and sums, fp32 ``[count, tiles]`` each, for ``count`` rows of checked ``logits``.
+    """Compute maxima and sums, fp32 ``[count, tiles]`` each, for ``count`` rows of checked ``logits``.
 
-    rows: int32[count] or None for the first; settings, slots: whose temperature a row has; ``temperature`` is everyone's
-    where there are none. Rows of temperature 0 get no sums; rows of slot -1 get nothing.
+    rows: int32[count], or None for the first rows. settings, slots: give each row's temperature; without them, ``temperature``
+    applies to all rows. Rows with temperature 0 get no sums; rows with slot -1 get neither.
     """
     tiles = num_tiles(logits.shape[1])
     if scratch is None:
@@ -90,7 +87,7 @@ def scan_tiles(
             f"scratch is {scratch.dtype}{list(scratch.shape)} on {scratch.device}; expected contiguous"
             f" float32[2, {count} or more, {tiles}] on {logits.device}"
         )
-    # few rows: a warp per tile, so that one row is read by many multiprocessors; many: enough blocks to fill them all
+    # few rows: a warp per tile, so that many multiprocessors read a row; many rows: enough blocks to fill the device
     num_blocks = max(1, min(-(-tiles // SCAN_WARPS), 4 * device.num_multiprocessors // count))
     maxima, sums = scratch[0], scratch[1]
     device.launch(

@@ -1,4 +1,4 @@
-"""Norms of rows on the device: RMS norm and layer norm, each also fused with the addition to the residual stream.
+"""RMS norm and layer norm, optionally fused with the addition to the residual stream.
 
 The references are `quintet.executor.backends.cpu.ops.rms_norm` and ``F.layer_norm``.
 """
@@ -11,7 +11,7 @@ from quintet.executor.backends.cuda.device import Device, Kernel
 from quintet.executor.backends.cuda.ops.formats import PACK_BYTES, SUFFIXES, check_rows, check_vector
 
 REGISTER_PACKS = 512
-"""Packs of 16 bytes that a block of 256 threads keeps in registers, two each; rows of more go to blocks of 1024."""
+"""Packs of 16 bytes that a block of 256 threads keeps in registers, two per thread; wider rows use blocks of 1024."""
 
 _THREADS = {"": 256, "_wide": 1024, "_single": 256}
 _RMS_NORMS, _LAYER_NORMS = (
@@ -36,8 +36,8 @@ def rms_norm(
 ) -> torch.Tensor:
     """Return `quintet.executor.backends.cpu.ops.rms_norm` of each row.
 
-    x: ``[num_rows, width]`` in bf16, fp16 or fp32, rows contiguous; weight: ``[width]``, the same dtype; out: like ``x``
-    without gaps between rows, and may be ``x`` itself. A row's bits depend on the row alone.
+    x: ``[num_rows, width]`` in bf16, fp16 or fp32, rows contiguous; weight: ``[width]``, the same dtype; out: like ``x``,
+    contiguous; may be ``x``. A row's bits depend only on that row.
     """
     return _rms_norm(device, x, None, None, weight, eps, out, offset, rounds_once)
 
@@ -56,8 +56,7 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``residual + x``, rounded to the dtype, and `rms_norm` of it.
 
-    total: where the sum goes, without gaps between rows; it may be ``x`` or ``residual``. ``out`` may be ``x``, unless that is
-    ``total``.
+    total: contiguous output for the sum; it may be ``x`` or ``residual``. ``out`` may be ``x``, unless that is ``total``.
     """
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if total is None else total
     return total, _rms_norm(device, x, residual, total, weight, eps, out, offset, rounds_once)
@@ -73,7 +72,7 @@ def layer_norm(
 ) -> torch.Tensor:
     """Return ``F.layer_norm`` of each row (Ba, Kiros and Hinton, "Layer normalization", 2016), in fp32, rounded once.
 
-    Shapes as in `rms_norm`; bias: like ``weight``. A row's bits depend on the row alone.
+    Shapes as in `rms_norm`; bias: like ``weight``. A row's bits depend only on that row.
     """
     return _layer_norm(device, x, None, None, weight, bias, eps, out)
 
@@ -177,12 +176,12 @@ def _check(
         check_rows(name, rows, x, x.shape)
         if not rows.is_contiguous():
             raise ValueError(
-                f"{name}: expected no gaps between rows, got strides {rows.stride()} of {list(rows.shape)}"
+                f"{name}: expected a contiguous tensor, got strides {rows.stride()} of {list(rows.shape)}"
             )
 
 
 def _variant(x: torch.Tensor) -> str:
-    """Choose by the rows' width alone: so the order of sums does not depend on the batch."""
+    """Select the kernel by the row width only, so that the order of summation does not depend on the batch."""
     pack = PACK_BYTES // x.element_size()
     if x.shape[1] % pack:
         return "_single"

@@ -1,7 +1,7 @@
-"""What one of several ranks exchanges numbers by on its device: everybody's mailboxes, and how far each channel has come.
+"""Exchange between ranks through mailboxes in peer memory.
 
-``csrc/cuda/peers.cuh`` says what lies in a mailbox, and why one meeting is enough; the sizes here are its own. All ranks launch
-the same exchanges in the same order, each of at most `CHANNELS` blocks.
+``csrc/cuda/peers.cuh`` documents the mailbox layout and the synchronization; the sizes here mirror it. All ranks launch the same
+exchanges in the same order, each with at most `CHANNELS` blocks.
 """
 
 from __future__ import annotations
@@ -13,56 +13,57 @@ import torch
 from quintet.executor.backends.cuda.device import Argument, Device
 
 SIZES = (2, 4, 8)
-"""Numbers of ranks that there are kernels for."""
+"""Supported numbers of ranks."""
 MAX_RANKS, CHANNELS, HALF_BYTES = 8, 64, 32 << 10
 MAILBOX_BYTES = CHANNELS * (MAX_RANKS * 4 + 2 * HALF_BYTES)
 THREADS = 512
 EXCHANGE = "pippl"
-"""The kinds of an exchange's first parameters."""
-PATIENCE_S = 60.0
-"""How long a rank's kernels wait for another's in a step, whose host may be capturing a graph meanwhile; who is gone ends the
-group long before."""
-AS_LONG_AS_IT_TAKES_NS = 2**63 - 1
-"""While kernels are compiled, which takes minutes, at one rank perhaps and not at another: at boot."""
+"""Kinds of the first parameters of an exchange."""
+WAIT_TIMEOUT_S = 60.0
+"""Time that a rank's kernels wait for another rank in a step; long enough for a graph capture on the other rank. The supervisor
+detects a dead process much earlier."""
+NO_TIMEOUT_NS = 2**63 - 1
+"""During startup, when one rank may compile kernels for minutes."""
 
 
-class RanksApart(RuntimeError):
-    """A rank waited too long for another one: what its device has computed since is worthless."""
+class RankDesyncError(RuntimeError):
+    """Ranks are out of step: a wait timed out or launches differ. The device's results are invalid."""
 
 
 class Peers:
-    """One rank's view. Made when all ranks have their mailboxes; what is launched with it runs in one stream."""
+    """Mailboxes of all ranks, as seen by one rank. All exchanges run in one stream."""
 
     def __init__(self, device: Device, rank: int, mailboxes: Sequence[int]) -> None:
-        """mailboxes: addresses, as this device has them, of `MAILBOX_BYTES` of each rank, zeros at first. Waits take as long as
-        they take until `limit_waits`."""
+        """mailboxes: device address of each rank's `MAILBOX_BYTES`, initially zeros. Waits have no timeout at first."""
         if len(mailboxes) not in SIZES or not 0 <= rank < len(mailboxes):
-            raise ValueError(f"rank {rank} of {len(mailboxes)}: expected a rank of one of {SIZES}")
+            raise ValueError(
+                f"rank is {rank} of {len(mailboxes)}; expected {SIZES} ranks, and a rank among them"
+            )
         self.rank, self.size = rank, len(mailboxes)
         self._mailboxes = torch.tensor(mailboxes, dtype=torch.int64).to(device.torch_device)
         self._counts = torch.zeros(1 + CHANNELS, dtype=torch.int32, device=device.torch_device)
-        self._alarm = device.pinned((1,), torch.int32).zero_()
-        self._patience_ns = AS_LONG_AS_IT_TAKES_NS
+        self._timed_out = device.pinned((1,), torch.int32).zero_()
+        self._timeout_ns = NO_TIMEOUT_NS
 
-    def limit_waits(self, patience_s: float = PATIENCE_S) -> None:
-        """Give up behind so long a wait in what is launched, or captured, from now on."""
-        self._patience_ns = int(patience_s * 1e9)
+    def limit_waits(self, timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Set the timeout of exchanges launched or captured from now on."""
+        self._timeout_ns = int(timeout_s * 1e9)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
-        """The first of every exchange's arguments, `EXCHANGE`."""
-        return (self._mailboxes, self.rank, self._counts, self._alarm, self._patience_ns)
+        """First arguments of every exchange, `EXCHANGE`."""
+        return (self._mailboxes, self.rank, self._counts, self._timed_out, self._timeout_ns)
 
     def check(self) -> None:
-        """Raise `RanksApart` if an exchange that has ended waited too long."""
-        if int(self._alarm[0]):
-            raise RanksApart(
-                f"rank {self.rank} of {self.size} waited {self._patience_ns / 1e9:g} s for what another one's device was to"
-                " write: a device hangs, or ranks were told different things"
+        """Raise `RankDesyncError` if a completed exchange timed out."""
+        if int(self._timed_out[0]):
+            raise RankDesyncError(
+                f"rank {self.rank} of {self.size} timed out after {self._timeout_ns / 1e9:g} s waiting for another rank's"
+                " device: a device hangs, or the ranks launched different steps"
             )
 
 
 def pieces_of(num_units: int, unit_bytes: int) -> tuple[int, int]:
-    """Return how many blocks an exchange of so many units is launched with, and the units of one block's piece."""
+    """Return the number of blocks of an exchange, and the units per block."""
     piece = min(max(-(-num_units // CHANNELS), THREADS), HALF_BYTES // unit_bytes)
     return min(CHANNELS, -(-num_units // piece)), piece

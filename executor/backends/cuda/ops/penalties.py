@@ -1,6 +1,6 @@
-"""Penalties on the device with ``csrc/cuda/sampling_penalties.cu``.
+"""Repetition, presence and frequency penalties with ``csrc/cuda/sampling_penalties.cu``.
 
-The reference is `quintet.executor.sampling.penalties`. It adds a frequency penalty once per occurrence, rounding each time; the
+The reference is `quintet.executor.sampling.penalties`. It adds a frequency penalty once per occurrence and rounds each time; the
 kernel multiplies and rounds once.
 """
 
@@ -22,34 +22,32 @@ IDS_PER_BLOCK = 8192
 PENALIZED = np.dtype(
     [
         ("row", np.int32),
-        ("slot", np.int32),  # -1: the row is left alone
+        ("slot", np.int32),  # -1: skip the row
         ("length", np.int32),
         ("num_prompt", np.int32),
         ("repetition", np.float32),  # 1: none
         ("presence", np.float32),  # 0: none
         ("frequency", np.float32),  # 0: none
-        ("num_embedded", np.int32),  # of those, so many at the beginning are no tokens
+        ("num_embedded", np.int32),  # leading positions with input embeddings instead of tokens
     ]
 )
-"""What the kernel knows of a row to change; as it lays it out."""
+"""Record of a row, as laid out by the kernel."""
 
 
 def penalize(
     device: Device, logits: torch.Tensor, token_ids: torch.Tensor, penalized: torch.Tensor
 ) -> torch.Tensor:
-    """Change, in place, the rows of ``logits [S, vocab]`` fp32 that ``penalized`` names, each at most once; return them.
+    """Apply penalties in place to the rows of ``logits [S, vocab]`` (fp32) named by ``penalized``; return the logits.
 
-    token_ids: int32 ``[slots, length]``, the token table; penalized: int32 ``[n, 8]``, records of `PENALIZED`. One launch,
-    nothing read by the host; a row's logits depend on its tokens alone.
+    token_ids: int32 ``[slots, length]``, the token table; penalized: int32 ``[n, 8]``, records of `PENALIZED`, each row at most
+    once. One launch, no host sync. A row's logits depend only on its tokens.
     """
     _check("logits", logits, torch.float32, None)
     _check("token_ids", token_ids, torch.int32, None)
     _check("penalized", penalized, torch.int32, PENALIZED.itemsize // 4)
     for name, tensor in (("token_ids", token_ids), ("penalized", penalized)):
         if tensor.device != logits.device:
-            raise ValueError(
-                f"{name} is on {tensor.device}; expected on {logits.device}, where the logits are"
-            )
+            raise ValueError(f"{name} is on {tensor.device}; expected {logits.device} like the logits")
     if len(penalized):
         device.launch(
             PENALIZE,
@@ -65,23 +63,23 @@ def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, width: int | Non
     if not is_table or (width is not None and (tensor.shape[1] != width or not tensor.is_contiguous())):
         raise ValueError(
             f"{name} is {tensor.dtype}{list(tensor.shape)} with strides {tensor.stride()}; expected {dtype}"
-            f"[rows, {width or 'columns'}] with neighbouring elements in a row"
+            f"[rows, {width or 'columns'}] with contiguous rows"
         )
 
 
 class DevicePenalties:
-    """The sampler's concern for all three, in one launch and one small upload a step."""
+    """Logits processor of all three penalties, with one launch and one small upload per step."""
 
     def __init__(self, device: Device, max_num_seqs: int) -> None:
         self._device = device
-        self._wanted = np.zeros(max_num_seqs, PENALIZED)
+        self._by_slot = np.zeros(max_num_seqs, PENALIZED)
 
     def admit(self, row: NewRow) -> bool:
-        """See `Concern.admit`."""
-        params, mine = row.params, self._wanted[row.slot]
-        mine["repetition"] = params.repetition_penalty
-        mine["presence"] = params.presence_penalty
-        mine["frequency"] = params.frequency_penalty
+        """See `LogitsProcessor.admit`."""
+        params, record = row.params, self._by_slot[row.slot]
+        record["repetition"] = params.repetition_penalty
+        record["presence"] = params.presence_penalty
+        record["frequency"] = params.frequency_penalty
         return (params.repetition_penalty, params.presence_penalty, params.frequency_penalty) != (
             1.0,
             0.0,
@@ -89,9 +87,9 @@ class DevicePenalties:
         )
 
     def apply(self, logits: torch.Tensor, rows: DrawRows, which: Int) -> None:
-        """See `Concern.apply`."""
+        """See `LogitsProcessor.apply`."""
         slots = rows.slots[which]
-        penalized = self._wanted[slots]
+        penalized = self._by_slot[slots]
         penalized["row"] = which
         penalized["slot"] = slots
         penalized["length"] = rows.lengths[which]

@@ -1,4 +1,4 @@
-"""Norm and rotation of queries and keys, and the write of keys and values into the paged cache, in one launch."""
+"""Fused QK norm, RoPE and KV write in one launch."""
 
 from __future__ import annotations
 
@@ -50,31 +50,30 @@ _PLAIN_KERNELS = {
 
 @dataclass(frozen=True, slots=True)
 class HeadTransform:
-    """What becomes of a query's or key's head besides the rotation of its first numbers."""
+    """Parameters of the transform of query and key heads."""
 
     q_norm: torch.Tensor | None = None
-    """``[head_dim]``; both norms or neither."""
+    """``[head_dim]``; both norms are given or neither is."""
     k_norm: torch.Tensor | None = None
     eps: float = 0.0
     norm_offset: float = 0.0
-    """Added to the norms' weights."""
+    """Added to the norm weights."""
     rotary_first: int = 0
-    """From which number on it is rotated."""
+    """First rotated dimension."""
     interleaved: bool = False
-    """Whether neighbours are pairs."""
+    """True if RoPE pairs are adjacent dimensions."""
     temperature: Temperature | None = None
-    """Of queries."""
+    """Scaling of queries by position."""
     kv_scales: tuple[float, float] = (1.0, 1.0)
-    """What keys and values are divided by before they are rounded to fp8."""
+    """Keys and values are divided by these before quantization to fp8."""
 
     @property
-    def is_usual(self) -> bool:
-        """Whether the kernels that hold a head in registers do it."""
-        unusual = self.norm_offset or self.rotary_first or self.interleaved or self.temperature
-        return not unusual
+    def is_default(self) -> bool:
+        """True if the register kernels support the transform."""
+        return not (self.norm_offset or self.rotary_first or self.interleaved or self.temperature)
 
 
-USUAL = HeadTransform()
+DEFAULT = HeadTransform()
 
 
 def rope_kv_reference(
@@ -85,26 +84,26 @@ def rope_kv_reference(
     sin: torch.Tensor | None,
     kv: Planes,
     rows: StepRows,
-    turn: HeadTransform = USUAL,
+    transform: HeadTransform = DEFAULT,
 ) -> torch.Tensor:
     """Return the queries and write ``kv`` as `rope_kv` does, with torch."""
     assert rows.kv_rows is not None
-    if turn.q_norm is not None and turn.k_norm is not None:
-        q = rms_norm(q, turn.q_norm, turn.eps, turn.norm_offset)
-        k = rms_norm(k, turn.k_norm, turn.eps, turn.norm_offset)
+    if transform.q_norm is not None and transform.k_norm is not None:
+        q = rms_norm(q, transform.q_norm, transform.eps, transform.norm_offset)
+        k = rms_norm(k, transform.k_norm, transform.eps, transform.norm_offset)
     if cos is not None and sin is not None:
         angles = (part.view(len(q), 1, cos.shape[-1]) for part in (cos, sin))
         cos, sin = angles
-        q, k = (rope(heads, cos, sin, turn.rotary_first, turn.interleaved) for heads in (q, k))
-    if turn.temperature is not None:
-        q = (q * temperatures(turn.temperature, rows.positions.clamp(min=0))[:, None, None]).to(q.dtype)
+        q, k = (rope(heads, cos, sin, transform.rotary_first, transform.interleaved) for heads in (q, k))
+    if transform.temperature is not None:
+        q = (q * temperatures(transform.temperature, rows.positions.clamp(min=0))[:, None, None]).to(q.dtype)
     block_size = kv[0].shape[2]
     real = (rows.kv_rows >= 0).nonzero().squeeze(1)
     at = rows.kv_rows[real].long()
-    for plane, heads, scale in zip(kv, (k, v), turn.kv_scales, strict=True):
+    for plane, heads, scale in zip(kv, (k, v), transform.kv_scales, strict=True):
         is_fp8 = plane.dtype == torch.float8_e4m3fn
         bits = torch.uint8 if is_fp8 else plane.dtype  # torch does not index fp8
-        # torch makes NaN of what is larger than the format holds
+        # torch converts out-of-range values to NaN
         written = (heads[real].float() / scale).clamp(-FP8_MAX, FP8_MAX) if is_fp8 else heads[real]
         plane.view(bits)[at // block_size, :, at % block_size] = written.to(plane.dtype).view(bits)
     return torch.where((rows.kv_rows >= 0)[:, None, None], q, torch.zeros_like(q))
@@ -119,37 +118,35 @@ def rope_kv(
     sin: torch.Tensor | None,
     kv: Planes,
     rows: StepRows,
-    turn: HeadTransform = USUAL,
+    transform: HeadTransform = DEFAULT,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the rotated queries ``[num_tokens, num_heads, head_dim]`` and write keys and values into ``kv``.
 
-    q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_dim]``; a token's heads side
-    by side, tokens may lie apart: they may be views of one tensor.
-    cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as
-    `quintet.executor.models.layers.rope` makes them; only the first half is read, as the second is the same. None: no rotation.
-    kv: keys and values, of the same dtype, or float8_e4m3fn: of what the turn's scales divide, saturating at 448.
-    Values that are what keys begin with are not written by themselves.
-    out: like ``q``, and may be ``q`` where the turn is usual.
+    - q: ``[num_tokens, num_heads, head_dim]``; k, v: ``[num_tokens, num_kv_heads, head_dim or value_dim]``. Heads of a token are
+      contiguous, tokens may be strided. out: like ``q``; may be ``q`` if the transform is default.
+    - cos, sin: ``[num_tokens, rotary_dim]`` or ``[num_tokens, 1, rotary_dim]``, the same dtype, as from
+      `quintet.executor.models.layers.rope`. Only the first half is read, because both halves are equal. None: no rotation.
+    - kv: keys and values, of the same dtype or float8_e4m3fn. fp8 stores the value divided by the scale, saturating at 448.
+      Values that are a prefix of the keys are not written separately.
 
-    Padding tokens write no KV; their queries are zeros. Bits equal the reference's in bf16 and fp16 (products of two such
-    numbers are exact in fp32), except that the mean of a norm is summed in another order and may round otherwise; in
-    fp32 the last product and sum are fused here. A token's bits depend on the token alone.
+    Padding tokens write no KV, and their queries are zeros. A token's bits depend only on that token. In bf16 and fp16 they
+    equal the reference's, except for the order of summation in a norm. In fp32 the last product and sum are fused.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     rotary_dim = 0 if cos is None else cos.shape[-1]
     if device.checks_arguments:
-        _check(q, k, v, (cos, sin), kv, rows, turn, out)
+        _check(q, k, v, (cos, sin), kv, rows, transform, out)
     if not (num_tokens := q.shape[0]):
         return out
     keys, values = kv
     heads = (q, q.stride(0), k, k.stride(0), v, v.stride(0), out)
-    norms = (turn.q_norm, turn.k_norm, turn.eps)
+    norms = (transform.q_norm, transform.k_norm, transform.eps)
     num_heads, (num_kv_heads, head_dim), value_dim = q.shape[1], k.shape[1:], v.shape[2]
     in_keys, is_fp8 = are_in_keys(keys, values), keys.dtype == torch.float8_e4m3fn
     num_all = num_heads + (1 if in_keys else 2) * num_kv_heads
     variant = _variant(PACK_BYTES // q.element_size(), head_dim, rotary_dim)
-    if variant is not None and turn.is_usual and head_dim == value_dim and not in_keys:
+    if variant is not None and transform.is_default and head_dim == value_dim and not in_keys:
         in_packs, lanes = variant
         plane = (values.data_ptr() - keys.data_ptr()) // keys.element_size()
         device.launch(
@@ -159,20 +156,22 @@ def rope_kv(
             (
                 *(*heads, out.stride(0), cos, sin, *norms, keys, rows.kv_rows),
                 *(num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim),
-                *(plane, keys.stride(0), rows.block_size, lanes, *turn.kv_scales),
+                *(plane, keys.stride(0), rows.block_size, lanes, *transform.kv_scales),
             ),
         )
         return out
-    grown = turn.temperature or Temperature(0.0, 1)
+    temperature = transform.temperature or Temperature(0.0, 1)
     device.launch(
         _PLAIN_KERNELS[q.dtype, is_fp8],
         (num_tokens, num_all, 1),
         (THREADS, 1, 1),
         (
-            *(*heads, cos, sin, *norms, turn.norm_offset, keys, values, rows.kv_rows, rows.positions),
+            *(*heads, cos, sin, *norms, transform.norm_offset, keys, values, rows.kv_rows, rows.positions),
             *(num_heads, num_kv_heads, head_dim, value_dim),
-            *(rotary_dim, turn.rotary_first, int(turn.interleaved), keys.stride(0), rows.block_size),
-            *(grown.growth, grown.period, grown.shift, int(not grown.whole), *turn.kv_scales),
+            *(rotary_dim, transform.rotary_first, int(transform.interleaved)),
+            *(keys.stride(0), rows.block_size),
+            *(temperature.growth, temperature.period, temperature.shift, int(not temperature.whole)),
+            *transform.kv_scales,
         ),
     )
     return out
@@ -185,15 +184,15 @@ def _check(
     angles: tuple[torch.Tensor | None, torch.Tensor | None],
     kv: Planes,
     rows: StepRows,
-    turn: HeadTransform,
+    transform: HeadTransform,
     out: torch.Tensor,
 ) -> None:
-    """Raise `ValueError` that names the tensor: a kernel would read or write other memory."""
+    """Raise `ValueError` for an unsupported tensor; a kernel would access other memory."""
     number_format(q)
     keys, values = kv
     if any(plane.ndim != 4 or plane.dtype not in (q.dtype, torch.float8_e4m3fn) for plane in (keys, values)):
         raise ValueError(
-            f"kv: expected {q.dtype} or torch.float8_e4m3fn, [num_blocks, num_kv_heads, block_size, numbers of a head] each,"
+            f"kv: expected {q.dtype} or torch.float8_e4m3fn, [num_blocks, num_kv_heads, block_size, width] each,"
             f" got {describe(keys)} and {describe(values)}"
         )
     _, num_kv_heads, block_size, head_dim = keys.shape
@@ -204,35 +203,35 @@ def _check(
         ("k", k, (num_kv_heads, head_dim)),
         ("v", v, (num_kv_heads, value_dim)),
     ):
-        _check_side_by_side(name, heads, q.dtype, (len(q), *shape))
-    _check_tables(q, *angles, turn.rotary_first)
+        _check_heads(name, heads, q.dtype, (len(q), *shape))
+    _check_tables(q, *angles, transform.rotary_first)
     if rows.kv_rows is None or rows.num_tokens != len(q) or rows.block_size != block_size:
         raise ValueError(
             f"rows: expected kv_rows of {len(q)} tokens in blocks of {block_size}, got {rows.num_tokens} in"
             f" blocks of {rows.block_size}, {'without' if rows.kv_rows is None else 'with'} kv_rows"
         )
-    if (turn.q_norm is None) != (turn.k_norm is None):
+    if (transform.q_norm is None) != (transform.k_norm is None):
         raise ValueError("q_norm and k_norm: expected both or neither, got one")
-    for name, weight in (("q_norm", turn.q_norm), ("k_norm", turn.k_norm)):
+    for name, weight in (("q_norm", transform.q_norm), ("k_norm", transform.k_norm)):
         if weight is not None:
             check_vector(name, weight, q)
-    _check_side_by_side("out", out, q.dtype, q.shape)
+    _check_heads("out", out, q.dtype, q.shape)
     if max(head_dim, value_dim) > MAX_HEAD_DIM:
-        raise ValueError(f"heads: expected at most {MAX_HEAD_DIM} numbers, got {head_dim} and {value_dim}")
-    if not turn.is_usual and not out.is_contiguous():
-        raise ValueError(f"out: expected contiguous where the turn is unusual, got {describe(out)}")
+        raise ValueError(f"head_dim: expected at most {MAX_HEAD_DIM}, got {head_dim} and {value_dim}")
+    if not transform.is_default and not out.is_contiguous():
+        raise ValueError(f"out: expected contiguous unless the transform is default, got {describe(out)}")
 
 
-def _check_side_by_side(
+def _check_heads(
     name: str, heads: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...] | torch.Size
 ) -> None:
     fits = tuple(heads.shape) == tuple(shape) and heads.dtype == dtype
-    side_by_side = fits and heads.stride()[1:] == (shape[2], 1)
+    is_contiguous = fits and heads.stride()[1:] == (shape[2], 1)
     row_bytes = heads.stride(0) * heads.element_size() if len(heads) > 1 else 0
     packs = shape[2] * heads.element_size() % PACK_BYTES == 0
-    if not side_by_side or (packs and (heads.data_ptr() % PACK_BYTES or row_bytes % PACK_BYTES)):
+    if not is_contiguous or (packs and (heads.data_ptr() % PACK_BYTES or row_bytes % PACK_BYTES)):
         raise ValueError(
-            f"{name}: expected {dtype}{list(shape)}, a token's heads side by side, tokens at multiples of {PACK_BYTES} bytes,"
+            f"{name}: expected {dtype}{list(shape)}, contiguous heads of a token, tokens aligned to {PACK_BYTES} bytes,"
             f" got {describe(heads)}"
         )
 
@@ -251,14 +250,14 @@ def _check_tables(q: torch.Tensor, cos: torch.Tensor | None, sin: torch.Tensor |
             )
     if rotary_dim % 2 or not 0 < rotary_dim <= q.shape[2] - first:
         raise ValueError(
-            f"rotary_dim: expected an even number up to {q.shape[2]} less {first}, got {rotary_dim}"
+            f"rotary_dim: expected an even number up to {q.shape[2]} - {first}, got {rotary_dim}"
         )
 
 
 def _variant(pack: int, head_dim: int, rotary_dim: int) -> tuple[bool, int] | None:
-    """Return whether a head is taken in packs of so many numbers, and how many lanes own it: by its shape alone.
+    """Select the kernel by the head's shape: whether it uses packs, and the number of lanes per head.
 
-    None where it is too wide for the registers of a warp.
+    None: the head is too wide for the registers of a warp.
     """
     half, rest = rotary_dim // 2, head_dim - rotary_dim
     if half % pack == 0 and rest % pack == 0:

@@ -1,9 +1,8 @@
-"""Layers with a state on a device: ``csrc/cuda/states.cu``.
+"""Layers with recurrent state: ``csrc/cuda/states.cu``.
 
-The references are the functions of the same names in `quintet.executor.backends.cpu.ops`, which say what the operands
-are. States here are the layer's part of every block, ``[num_blocks, ...]``, blocks at any distance; rows are those of
-the group, whose tables name at their first two places what is read and written. Rows without tokens touch no block;
-tokens of padding give zeros.
+The functions of the same names in `quintet.executor.backends.cpu.ops` are the references and document the operands. States are
+``[num_blocks, ...]`` with strided blocks. Rows are those of the state group: the first two entries of a block table row are the
+block to read and the block to write. Rows without tokens access no block; padding tokens give zeros.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from quintet.executor.backends.cuda.rows import StepRows
 
 THREADS = 128
 TILE = 8
-"""Tokens whose inputs a block has in shared memory at once."""
+"""Tokens with inputs in shared memory at a time."""
 COLUMNS = 32
-"""Of a head's state, that a block owns."""
+"""Columns of a head's state per block."""
 PARTS = 4
-"""Lanes that share a column."""
+"""Lanes per column."""
 
 _ROWS = "pppppi"
-_OF_SCAN = "plplplplplp"
+_SCAN = "plplplplplp"
 
 
 def causal_conv(
@@ -85,7 +84,7 @@ def selective_scan(
     out = torch.zeros((len(x), channels), dtype=x.dtype, device=x.device)
     if rows.num_tokens:
         device.launch(
-            Kernel("states", f"selective_scan_{suffix}", f"{_OF_SCAN}ppppl{_ROWS}ii"),
+            Kernel("states", f"selective_scan_{suffix}", f"{_SCAN}ppppl{_ROWS}ii"),
             (-(-channels // THREADS), rows.num_rows, 1),
             (THREADS, 1, 1),
             (
@@ -121,7 +120,7 @@ def head_scan(
     out = torch.zeros((len(x), heads * head_dim), dtype=x.dtype, device=x.device)
     if rows.num_tokens:
         device.launch(
-            Kernel("states", f"head_scan_{suffix}", f"{_OF_SCAN}pppffpl{_ROWS}iiii"),
+            Kernel("states", f"head_scan_{suffix}", f"{_SCAN}pppffpl{_ROWS}iiii"),
             (heads * -(-head_dim // COLUMNS), rows.num_rows, 1),
             (THREADS, 1, 1),
             (
@@ -159,7 +158,7 @@ def delta_rule(
     out = torch.zeros((len(v), heads * head_dim), dtype=v.dtype, device=v.device)
     if rows.num_tokens:
         device.launch(
-            Kernel("states", f"delta_rule_{suffix}", f"{_OF_SCAN}pppl{_ROWS}iiii"),
+            Kernel("states", f"delta_rule_{suffix}", f"{_SCAN}pppl{_ROWS}iiii"),
             (heads * -(-head_dim // COLUMNS), rows.num_rows, 1),
             (THREADS, 1, 1),
             (
@@ -172,7 +171,7 @@ def delta_rule(
 
 
 def _shared_bytes(size: int) -> int:
-    """Return what a block needs for a state of so many lines: the state, inputs of a tile, and what belongs to its tokens."""
+    """Return the shared memory of a block: its part of the state, the inputs of a tile, and per-token values."""
     return 4 * (-(-size // PARTS) * PARTS * COLUMNS + 2 * TILE * size + TILE * COLUMNS + 2 * TILE)
 
 
@@ -198,7 +197,7 @@ def _check(
     parameters: dict[str, torch.Tensor | None],
     state_dtype: torch.dtype = torch.float32,
 ) -> str:
-    """Return the suffix of the values' number format; raise `ValueError` that names what a kernel would misread."""
+    """Return the dtype suffix of the kernel; raise `ValueError` for an unsupported tensor."""
     first = next(x for x, _ in values.values())
     for name, (x, width) in values.items():
         fits = tuple(x.shape) == (rows.num_tokens, width) and (width <= 1 or x.stride(1) == 1)
@@ -208,9 +207,7 @@ def _check(
                 f" {describe(x)}"
             )
     if states.dtype != state_dtype or not states[0].is_contiguous():
-        raise ValueError(
-            f"states: expected {state_dtype}, those of a block without gaps, got {describe(states)}"
-        )
+        raise ValueError(f"states: expected {state_dtype}, contiguous within a block, got {describe(states)}")
     for name, parameter in parameters.items():
         if parameter is not None and (parameter.dtype != torch.float32 or not parameter.is_contiguous()):
             raise ValueError(f"{name}: expected contiguous torch.float32, got {describe(parameter)}")

@@ -1,11 +1,10 @@
-"""From a plan to the device: one buffer of words that the host packs and copies, and the kernels that spread it.
+"""Packs a plan into one buffer of words, and launches the kernels that apply it to the device's tables.
 
-The order of the buffer's sections is written twice and nowhere else: in `pack_staging` and in ``csrc/cuda/tables.cu``.
-Pairs of blocks to swap and copy ride along behind them, for `quintet.executor.backends.cuda.ops.blocks` to read where
-`PackedPlan` says.
+`pack_staging` and ``csrc/cuda/tables.cu`` define the order of the sections. The block pairs of swaps and copies follow the
+sections; `PackedPlan` has their offsets, for `quintet.executor.backends.cuda.ops.blocks`.
 
-The core never names a place of the block table twice in a plan today, but the contract lets it, and the last one counts.
-Kernels write in no order, so the host drops the others.
+A plan may contain an entry of the block table more than once, and the last one wins. Kernels write in no order, so the host
+drops the earlier ones.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ Words = NDArray[np.int32]
 
 HEADER_WORDS = 16
 RECORD_WORDS = RECORD.itemsize // 4
-NOTHING = np.zeros(0, np.int32)
-NOBODY_NEW: tuple[Words, ...] = (np.zeros(1, np.int32),)
-"""The sections of new rows when there are none: where the tokens of the first would begin."""
+EMPTY = np.zeros(0, np.int32)
+NO_NEW_ROWS: tuple[Words, ...] = (np.zeros(1, np.int32),)
+"""Sections of new rows if there are none: one token offset."""
 
 _TABLES, _ROWS = "pplpliilpp", "ppppippppplipppi"
 APPLY_PLAN = Kernel("tables", "apply_plan", _TABLES + _ROWS)
@@ -38,31 +37,31 @@ FILL_ROWS = Kernel("tables", "fill_rows", _TABLES + _ROWS)
 SCATTER_TOKENS = Kernel("tables", "scatter_tokens", "ppppli")
 
 ONE_BLOCK_TOKENS = 1024
-"""Up to here one block of 512 threads fills a step's tokens sooner than a second kernel starts."""
+"""Up to this many tokens, one block of 512 threads is faster than a second launch."""
 
 DELTA_BLOCKS = 32
-"""The host knows how many deltas there are, but a captured launch must not depend on it: enough for a long prompt."""
+"""Fixed number of blocks, because a captured launch must not depend on the number of deltas; enough for a long prompt."""
 
 
-class PlanOutsideTables(ValueError):
-    """A plan names a slot, position or block that the device's tables do not have; writing it would hit other memory."""
+class PlanRangeError(ValueError):
+    """A slot, position or block of a plan is out of range of the device's tables."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingLayout:
-    """The sizes that a plan's indexes must keep to, and how many words a plan takes."""
+    """Limits of a plan's indices, and the size of a packed plan."""
 
     max_num_seqs: int
     token_columns: int
-    """Of the token table: ``max_model_len + 1``."""
+    """Columns of the token table: ``max_model_len + 1``."""
     block_columns: int
-    """Of the block table."""
+    """Columns of the block table."""
     num_blocks: int
-    """Blocks of a layer's KV memory."""
+    """Number of device blocks."""
     num_host_blocks: int = 0
-    """Blocks of host memory that they may be swapped with."""
+    """Number of host blocks for swapping."""
     num_groups: int = 1
-    """Of layers: tables that a slot has."""
+    """Number of KV groups, each with its own block table."""
 
     @classmethod
     def of(cls, tables: DeviceTables, num_blocks: int, num_host_blocks: int = 0) -> StagingLayout:
@@ -72,7 +71,7 @@ class StagingLayout:
         return cls(max_num_seqs, token_columns, block_columns, num_blocks, num_host_blocks, num_groups)
 
     def num_words(self, plan: StepPlan) -> int:
-        """Return at most how many words the plan takes in a staging buffer."""
+        """Return an upper bound of the plan's words in a staging buffer."""
         num_rows, num_new = len(plan.samples), len(plan.new_rows)
         columns = len(plan.slots) + len(plan.starts) + len(plan.counts) + len(plan.blocks)
         pairs = len(plan.swaps_out) + len(plan.swaps_in) + len(plan.copies)
@@ -84,7 +83,7 @@ class StagingLayout:
 
 @dataclass(frozen=True, slots=True)
 class PackedPlan:
-    """What was packed: the sizes that choose padded ones, and how much of the buffer to copy."""
+    """Sizes of a packed plan, before padding, and offsets of its block pairs."""
 
     num_rows: int
     num_tokens: int
@@ -92,17 +91,17 @@ class PackedPlan:
     num_sampled: int
     num_words: int
     swaps_out: slice
-    """Words of the buffer with pairs ``from block, to block``: copies to host memory, which come first;"""
+    """Words with pairs ``source block, target block``: copies to host memory, executed first."""
     swaps_in: slice
-    """from host memory, which come second;"""
+    """Copies from host memory, executed second."""
     copies: slice
-    """and within the device's, before the step computes."""
+    """Copies within device memory, executed before the step."""
 
 
 def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPlan:
-    """Write the plan into ``into``, which `StagingLayout.num_words` says the size of; raise `PlanOutsideTables`.
+    """Write the plan to ``into``, of at least `StagingLayout.num_words` words; raise `PlanRangeError`.
 
-    Loops over new rows only, and does for deltas only what those there are need: most steps have few or none.
+    Loops in Python only over new rows, which most steps do not have.
     """
     slots, starts, counts = (
         np.frombuffer(column, np.int32) for column in (plan.slots, plan.starts, plan.counts)
@@ -119,16 +118,16 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
     if num_sampled < num_rows:
         sampled = slots[sampling], ends[sampling], sampled[2][sampling]
 
-    entries = _table_entries(plan.blocks, layout) if plan.blocks else NOTHING
-    new_rows, num_new_rows, num_new_tokens = NOBODY_NEW, 0, 0
+    entries = _table_entries(plan.blocks, layout) if plan.blocks else EMPTY
+    new_rows, num_new_rows, num_new_tokens = NO_NEW_ROWS, 0, 0
     if plan.new_rows:
         new_rows, num_new_rows, num_new_tokens = _new_rows(plan.new_rows, layout)
     copies = np.frombuffer(plan.copies, np.int32)
     _check_inside("block to copy", copies, layout.num_blocks)
-    swaps_out = swaps_in = NOTHING
+    swaps_out = swaps_in = EMPTY
     if plan.swaps_out or plan.swaps_in:
         swaps_out = _swaps(plan.swaps_out, layout).reshape(-1)
-        # The wire names the device's block first in both directions; kernels are told from where, then where to.
+        # The wire has the device block first in both directions; kernels need source, then target.
         swaps_in = _swaps(plan.swaps_in, layout)[:, ::-1].reshape(-1)
 
     header = np.zeros(HEADER_WORDS, np.int32)
@@ -140,7 +139,7 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
     )
     needed = sum(map(len, sections))
     if needed > len(into):
-        raise ValueError(f"the plan takes {needed} words of staging; the buffer has {len(into)}")
+        raise ValueError(f"the plan needs {needed} words of staging; the buffer has {len(into)}")
     np.concatenate(sections, out=into[:needed])
     copies_at = needed - len(copies)
     swaps_in_at = copies_at - len(swaps_in)
@@ -157,18 +156,18 @@ def pack_staging(plan: StepPlan, layout: StagingLayout, into: Words) -> PackedPl
 
 
 def _table_entries(blocks: bytes, layout: StagingLayout) -> Words:
-    """Return triples ``row, position, block``, one after the other, without those that a later one replaces.
+    """Return triples ``row, index, block``, without entries that a later one overwrites.
 
-    A row is a slot's of a group: the block tables of all groups lie one behind the other.
+    A row is ``group * max_num_seqs + slot``: the block tables of the groups are concatenated.
     """
-    named = np.frombuffer(blocks, np.int32).reshape(-1, 4)
+    columns = np.frombuffer(blocks, np.int32).reshape(-1, 4)
     limits = (layout.max_num_seqs, layout.num_groups, layout.block_columns, layout.num_blocks)
-    if (named.view(np.uint32) >= np.array(limits, np.uint32)).any():
+    if (columns.view(np.uint32) >= np.array(limits, np.uint32)).any():
         names = ("slot of a block", "group of a block", "index in a block table", "block")
-        for name, column, limit in zip(names, named.T, limits, strict=True):
+        for name, column, limit in zip(names, columns.T, limits, strict=True):
             _check_inside(name, column, limit)
-    rows = named[:, 1] * layout.max_num_seqs + named[:, 0]
-    entries = np.column_stack((rows, named[:, 2:]))
+    rows = columns[:, 1] * layout.max_num_seqs + columns[:, 0]
+    entries = np.column_stack((rows, columns[:, 2:]))
     places = (rows.astype(np.int64) << 32) | entries[:, 1]
     if len(set(places.tolist())) < len(places):
         order = np.argsort(places, kind="stable")
@@ -178,7 +177,7 @@ def _table_entries(blocks: bytes, layout: StagingLayout) -> Words:
 
 
 def _new_rows(rows: Sequence[NewRow], layout: StagingLayout) -> tuple[tuple[Words, ...], int, int]:
-    """Return the sections of new rows, the last of each slot, how many rows there are, and how many tokens they have."""
+    """Return the sections of new rows (the last one per slot), the number of rows, and the number of tokens."""
     rows = list({row.slot: row for row in rows}.values())
     tokens = [np.frombuffer(row.token_ids, np.int32) for row in rows]
     slots = np.array([row.slot for row in rows], np.int32)
@@ -193,28 +192,28 @@ def _new_rows(rows: Sequence[NewRow], layout: StagingLayout) -> tuple[tuple[Word
 
 
 def _swaps(pairs: bytes, layout: StagingLayout) -> Words:
-    """Return the pairs ``device block, host block``."""
+    """Return checked pairs ``device block, host block``."""
     swaps = np.frombuffer(pairs, np.int32).reshape(-1, 2)
     _check_inside("block to swap", swaps[:, 0], layout.num_blocks)
     _check_inside("host block", swaps[:, 1], layout.num_host_blocks)
     return swaps
 
 
-def _check_inside(what: str, values: Words, limit: int) -> None:
-    """Compare as unsigned numbers: a negative one is then larger than any limit."""
+def _check_inside(name: str, values: Words, limit: int) -> None:
+    """Raise unless all values are in ``[0, limit)``; the unsigned comparison also rejects negative values."""
     if len(values) and int(values.view(np.uint32).max()) >= limit:
-        raise PlanOutsideTables(
-            f"{what}: the plan has {int(values.min())} to {int(values.max())}; there are {limit}, from 0"
+        raise PlanRangeError(
+            f"{name}: the plan has {int(values.min())} to {int(values.max())}; must be at least 0 and below {limit}"
         )
 
 
 def apply_plan(
     device: Device, staging: torch.Tensor, tables: DeviceTables, rows: StepRows, sampled: SampledRows
 ) -> None:
-    """Bring ``tables`` up to the plan in ``staging`` (int32, on the device) and fill ``rows`` and ``sampled``.
+    """Apply the plan in ``staging`` (int32, on the device) to ``tables``, and fill ``rows`` and ``sampled``.
 
-    One launch for steps of up to `ONE_BLOCK_TOKENS` tokens, else two. Reads nothing on the host: ``rows`` and ``sampled``
-    must be as large as the plan's (`PackedPlan`); what is left of them becomes padding.
+    One launch for steps of up to `ONE_BLOCK_TOKENS` tokens, otherwise two; no host sync. ``rows`` and ``sampled`` must be at
+    least as large as the plan's (`PackedPlan`); the rest becomes padding.
     """
     if staging.dtype != torch.int32 or staging.ndim != 1 or not staging.is_contiguous():
         raise ValueError(
@@ -222,7 +221,7 @@ def apply_plan(
         )
     if rows.prompts is None or rows.kv_rows is None or rows.kv_rows.ndim != 2:
         raise ValueError(
-            "rows: expected lengths, int32[num_tokens], and kv_rows, int32[groups, num_tokens], as StepMemory gives them"
+            "rows: expected prompts, int32[num_tokens], and kv_rows, int32[groups, num_tokens], from StepMemory"
         )
     deltas: tuple[Argument, ...] = (
         *(staging, tables.token_ids, tables.token_ids.stride(0)),
@@ -245,7 +244,7 @@ def apply_plan(
 
 
 def scatter_tokens(device: Device, drawn: torch.Tensor, sampled: SampledRows, tables: DeviceTables) -> None:
-    """Write the drawn tokens, int32[num_rows], into the token table, each where its row's next token stands."""
+    """Write the drawn tokens, int32[num_rows], to the token table, each at its row's next position."""
     if drawn.dtype != torch.int32 or drawn.shape != (sampled.num_rows,) or not drawn.is_contiguous():
         raise ValueError(
             f"drawn: expected contiguous int32[{sampled.num_rows}], got {drawn.dtype}{list(drawn.shape)}"

@@ -1,7 +1,6 @@
-"""Models that transformers computes, over our KV memory: for architectures that no row of the registry knows.
+"""Fallback for architectures missing from the model registry: transformers runs the model over our paged KV memory.
 
-transformers loads the checkpoint and runs every layer; each layer's attention comes to
-`quintet.executor.backends.torch.fallback.attention`, which stores its keys and values in paged memory and attends as
-for any other model. So scheduling, sampling, prefix cache and recovery are the same. On a CPU plain linear layers are
-multiplied by our kernels as well; what is between is torch's.
+transformers loads the checkpoint and runs every layer. Each layer's attention calls
+`quintet.executor.backends.torch.fallback.attention`, which uses paged KV memory. So scheduling, sampling, prefix cache and
+recovery work as for other models. On a CPU, our kernels also compute plain linear layers; torch computes the rest.
 """

@@ -1,9 +1,8 @@
-"""The attention that transformers calls: it learns what each layer wants, then computes it over paged memory.
+"""Attention function for transformers: records each layer's parameters in a first pass, then attends over paged KV memory.
 
-transformers looks both up by name, the attention and whoever makes its mask; each model registers its own pair, which keeps no
-model alive. No mask is made: its maker returns a `Mask` that remembers how one would be, and every layer hands it on to its
-attention, which so learns the layer's window. Layers are told apart by the order of their calls: modules may be shared, and their
-own numbers may have gaps.
+transformers looks up the attention and the mask factory by name. Each model registers its own pair, by weak references. The
+factory returns a `Mask` with the mask function instead of a tensor. Each layer passes it to its attention, which derives the
+layer's window. Layers are identified by the order of their calls, because modules may be shared and their indices may have gaps.
 """
 
 from __future__ import annotations
@@ -17,37 +16,44 @@ import torch
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
-from quintet.executor.backends.torch.fallback.masks import MaskFunction, UnknownSight, sight_of
+from quintet.executor.backends.torch.fallback.masks import MaskFunction, UnsupportedMask, window_of
 from quintet.executor.models.layers.attention import AttentionLayer, AttentionWindow
 
-HARMLESS = {"position_ids", "use_cache", "output_attentions", "cache_position", "is_causal", "sliding_window"}
-"""Arguments of an attention that change nothing here, or that its mask tells as well."""
+IGNORED_ARGUMENTS = {
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "cache_position",
+    "is_causal",
+    "sliding_window",
+}
+"""Attention arguments without effect here, or redundant with the mask."""
 
 
 PREFIX = "quintet-paged"
 
-NO_INTERFACE = "its attention does not go through transformers' attention interface"
+NO_INTERFACE = "its attention does not use transformers' attention interface"
 
 
-class NotServed(Exception):
-    """The model cannot run over paged KV memory; the message says why."""
+class UnsupportedModel(Exception):
+    """The model cannot run over paged KV memory; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionCall:
-    """What a layer asks of its attention, but for the numbers."""
+    """Attention parameters of a layer."""
 
     num_heads: int
     num_kv_heads: int
     key_dim: int
     value_dim: int
     scale: float
-    sight: AttentionWindow
+    attention_window: AttentionWindow
     softcap: float | None
     sinks: torch.Tensor | None
 
     def layer(self, index: int) -> AttentionLayer:
-        """Return it as our passes know it; queries and keys come rotated."""
+        """Convert to our layer. There is no rope, because transformers has rotated queries and keys."""
         return AttentionLayer(
             index=index,
             num_heads=self.num_heads,
@@ -55,8 +61,8 @@ class AttentionCall:
             head_dim=self.key_dim,
             value_dim=self.value_dim,
             scale=self.scale,
-            window=self.sight.window,
-            chunk=self.sight.chunk,
+            window=self.attention_window.window,
+            chunk=self.attention_window.chunk,
             softcap=self.softcap,
             sinks=None if self.sinks is None else self.sinks.detach().float().contiguous(),
         )
@@ -64,13 +70,13 @@ class AttentionCall:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """Stands where transformers' mask would."""
+    """Replacement for a mask tensor of transformers."""
 
     function: MaskFunction
 
 
 class AttendsTokens(Protocol):
-    """The step that is being computed, as far as a model of transformers needs it."""
+    """Current step, as seen by a model of transformers."""
 
     @property
     def token_ids(self) -> torch.Tensor:
@@ -87,32 +93,32 @@ class AttendsTokens(Protocol):
 
 
 class PagedAttention:
-    """One model's attention, for all of its layers."""
+    """Attention of all layers of one model."""
 
     def __init__(self, max_model_len: int) -> None:
-        """max_model_len: up to where windows are looked for."""
+        """max_model_len: sequence length for detecting windows."""
         self.name = f"{PREFIX}-{id(self)}"
-        """Under which transformers knows it."""
+        """Name registered with transformers."""
         self.calls: list[AttentionCall] = []
-        """Those of a forward pass, in order; learnt by the first one."""
+        """Calls of a forward pass in order, recorded by the first pass."""
         self._max_model_len = max_model_len
         self._layers: Sequence[AttentionLayer] = ()
         self._ops: AttendsTokens | None = None
         self._next = 0
-        self._sights: list[tuple[Mask, AttentionWindow]] = []
+        self._windows: list[tuple[Mask, AttentionWindow]] = []
         AttentionInterface.register(self.name, _while_alive(self.attend))
         AttentionMaskInterface.register(self.name, _while_alive(self.make_mask))
 
-    def learn(self) -> None:
-        """Have the next pass be a first one: it computes nothing, and only says what its layers want."""
-        self.calls, self._ops, self._next, self._sights = [], None, 0, []
+    def record(self) -> None:
+        """Make the next pass record the layers' parameters; it computes no attention."""
+        self.calls, self._ops, self._next, self._windows = [], None, 0, []
 
     def serve(self, ops: AttendsTokens, layers: Sequence[AttentionLayer]) -> None:
-        """Have the next pass compute a step. layers: of each call."""
+        """Make the next pass compute a step. layers: one per call."""
         self._ops, self._layers, self._next = ops, layers, 0
 
     def make_mask(self, *_: Any, mask_function: MaskFunction, **__: Any) -> Mask:
-        """Return the place holder of a mask."""
+        """Return the placeholder of a mask."""
         return Mask(mask_function)
 
     def attend(
@@ -126,19 +132,19 @@ class PagedAttention:
         dropout: float = 0.0,
         **more: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Return ``[1, num_tokens, num_heads, value_dim]`` and no weights.
+        """Return ``[1, num_tokens, num_heads, value_dim]`` and None for the weights.
 
-        query, key, value: ``[1, heads, num_tokens, head_dim]``, rotated already. The names are transformers'.
+        query, key, value: ``[1, heads, num_tokens, head_dim]``, with RoPE applied. transformers defines the parameter names.
         """
         index, self._next = self._next, self._next + 1
         shape = (1, query.shape[2], query.shape[1], value.shape[3])
         if self._ops is None:
-            self.calls.append(self._learn(module, (query, key, value), attention_mask, scaling, more))
+            self.calls.append(self._call_of(module, (query, key, value), attention_mask, scaling, more))
             return query.new_zeros(shape), None
         q, k, v = (x[0].transpose(0, 1).flatten(1) for x in (query, key, value))
         return self._ops.attention(self._layers[index], q, k, v).view(shape), None
 
-    def _learn(
+    def _call_of(
         self,
         module: torch.nn.Module,
         qkv: Sequence[torch.Tensor],
@@ -148,53 +154,53 @@ class PagedAttention:
     ) -> AttentionCall:
         query, key, value = qkv
         unknown = (
-            {name for name, given in more.items() if given is not None} - HARMLESS - {"softcap", "s_aux"}
+            {name for name, value in more.items() if value is not None}
+            - IGNORED_ARGUMENTS
+            - {"softcap", "s_aux"}
         )
         if unknown:
-            raise NotServed(
-                f"its attention is given {', '.join(sorted(unknown))}, whose meaning is not known"
-            )
+            raise UnsupportedModel(f"its attention has unsupported arguments: {', '.join(sorted(unknown))}")
         if query.shape[2] != key.shape[2]:
-            raise NotServed("it attends to other tokens than its own")
+            raise UnsupportedModel("it uses cross-attention or a cache of its own")
         return AttentionCall(
             num_heads=query.shape[1],
             num_kv_heads=key.shape[1],
             key_dim=key.shape[3],
             value_dim=value.shape[3],
             scale=key.shape[3] ** -0.5 if scaling is None else float(scaling),
-            sight=self._sight(module, mask, more.get("sliding_window"), query.device),
+            attention_window=self._window(module, mask, more.get("sliding_window"), query.device),
             softcap=more.get("softcap"),
             sinks=more.get("s_aux"),
         )
 
-    def _sight(
+    def _window(
         self, module: torch.nn.Module, mask: Any, window: Any, device: torch.device
     ) -> AttentionWindow:
         if mask is None:
             if not getattr(module, "is_causal", True):
-                raise NotServed("a token sees later ones")
+                raise UnsupportedModel("its attention is not causal")
             return AttentionWindow(window=window)
         if not isinstance(mask, Mask):
-            raise NotServed("it makes a mask of its own")
-        for other, known in self._sights:
+            raise UnsupportedModel("it builds its own attention mask")
+        for other, known in self._windows:
             if other is mask:
                 return known
         try:
-            there = torch.device("cpu") if device.type == "meta" else device
-            sight = sight_of(mask.function, self._max_model_len, there)
-        except UnknownSight as why:
-            raise NotServed(str(why)) from None
-        self._sights.append((mask, sight))
-        return sight
+            mask_device = torch.device("cpu") if device.type == "meta" else device
+            detected = window_of(mask.function, self._max_model_len, mask_device)
+        except UnsupportedMask as why:
+            raise UnsupportedModel(str(why)) from None
+        self._windows.append((mask, detected))
+        return detected
 
 
 def _while_alive(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method, and keeps nobody whose method it is."""
-    found = weakref.WeakMethod(method)
+    """Return a function that calls the method through a weak reference."""
+    reference = weakref.WeakMethod(method)
 
-    def call(*given: Any, **more: Any) -> Any:
-        alive = found()
-        assert alive is not None, "who calls is a layer of the model that was registered"
-        return alive(*given, **more)
+    def call(*arguments: Any, **more: Any) -> Any:
+        alive = reference()
+        assert alive is not None, "a layer called the attention of a model that was deleted"
+        return alive(*arguments, **more)
 
     return call

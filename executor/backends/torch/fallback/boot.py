@@ -1,4 +1,4 @@
-"""From a model folder to a runner of it, with transformers' layers. A `quintet.executor.runner.Runner` comes out."""
+"""Loads a model folder with transformers and returns a `quintet.executor.runner.Runner`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 
 from quintet.executor.backends.cpu.program.library import program_library
 from quintet.executor.backends.torch.eager import EagerRunner
-from quintet.executor.backends.torch.fallback.attention import NotServed, PagedAttention
+from quintet.executor.backends.torch.fallback.attention import PagedAttention, UnsupportedModel
 from quintet.executor.backends.torch.fallback.checkpoint import Checkpoint
-from quintet.executor.backends.torch.fallback.compat_check import check_calls, examine, refusal
+from quintet.executor.backends.torch.fallback.compat_check import check_calls, check_compat, refusal
 from quintet.executor.backends.torch.fallback.host_runner import HostRunner
 from quintet.executor.backends.torch.fallback.linears import keep_logit_sums, pack_linears
 from quintet.executor.backends.torch.fallback.model import TransformersModel
@@ -27,17 +27,17 @@ from quintet.wire.config import EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A model that has been rehearsed."""
+    """A loaded model that passed the self-check."""
 
     runner: Runner
     num_bytes: int
-    """Of its weights."""
+    """Size of the weights."""
 
 
 def open_transformers_model(
     config: EngineConfig, device: torch.device, dtype: torch.dtype, num_blocks: int, span: Span = no_span
 ) -> Opened:
-    """Load the configured folder and rehearse it. Raises ConfigError for a model that cannot be served, with the reason."""
+    """Load the configured folder and run the self-check. Raises ConfigError with the reason for an unsupported model."""
     card, checkpoint = examine_transformers_model(config, dtype)
     needs = _needs(card)
     attention = PagedAttention(config.model.max_model_len)
@@ -48,7 +48,7 @@ def open_transformers_model(
             loaded = checkpoint.load(attention.name, device)
         model = TransformersModel(loaded, attention)
         check_calls(model.calls, needs)
-        rehearsal = SelfCheck(model, config.model, device)
+        self_check = SelfCheck(model, config.model, device)
         num_bytes = model.num_bytes
         logits_dtype = torch.float32 if config.executor.logits_dtype == "float32" else dtype
         if device.type == "cpu":
@@ -59,8 +59,8 @@ def open_transformers_model(
         tables = SlotTables(
             config.scheduler.max_num_seqs, config.model.max_model_len, config.model.kv, device
         )
-        rehearsal.run(runner, tables, num_blocks)
-    except NotServed as why:
+        self_check.run(runner, tables, num_blocks)
+    except UnsupportedModel as why:
         raise refusal(card.path, checkpoint.config, why) from None
     return Opened(runner, num_bytes)
 
@@ -68,10 +68,10 @@ def open_transformers_model(
 def examine_transformers_model(
     config: EngineConfig, dtype: torch.dtype = torch.float32
 ) -> tuple[ModelCard, Checkpoint]:
-    """Raise ConfigError for a model that cannot be served, as far as that is known before its weights are read."""
+    """Raise ConfigError for an unsupported model, without reading its weights."""
     card = card_of(config.model)
     checkpoint = Checkpoint(card, Path(config.model.path), dtype, config.model.trust_remote_code)
-    examine(checkpoint, card.path, _needs(card), config.model.max_model_len)
+    check_compat(checkpoint, card.path, _needs(card), config.model.max_model_len)
     return card, checkpoint
 
 
@@ -91,8 +91,8 @@ def _runner(
     block_size, first = config.model.kv.block_size, model.attentions[0]
     if library is None or block_size % 16:
         if any(layer.num_kv_heads != first.num_kv_heads for layer in model.attentions):
-            raise NotServed(
-                "its layers have unlike numbers of KV heads, which only the compiled CPU kernels take"
+            raise UnsupportedModel(
+                "its layers have different numbers of KV heads, which only the compiled CPU kernels support"
             )
         return EagerRunner(model, device, dtype, config.model.kv, num_blocks, span)
     return HostRunner(library, model, config, dtype, num_blocks, span)

@@ -1,6 +1,6 @@
-"""A model folder as transformers reads it: its configuration, the model with or without weights, and code it may bring.
+"""Model folder, read by transformers: configuration, model with or without weights, and remote code.
 
-Knows nothing of steps. All that transformers raises becomes a `ConfigError` of one line.
+Errors of transformers become a `ConfigError` of one line.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_log
 
-from quintet.executor.backends.torch.fallback.attention import NO_INTERFACE, PREFIX, NotServed
+from quintet.executor.backends.torch.fallback.attention import NO_INTERFACE, PREFIX, UnsupportedModel
 from quintet.executor.model_config.card import ModelCard
 from quintet.executor.model_config.registry import nearest
 from quintet.wire.errors import ConfigError
@@ -26,14 +26,14 @@ log = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 
 _SHOWN = 300
-"""Characters of what transformers says that an error repeats."""
+"""Maximum number of characters of a transformers error that are repeated."""
 
 
 class Checkpoint:
-    """A folder with a card that transformers knows, or that brings code which may be executed."""
+    """A model folder that transformers supports, or with trusted remote code."""
 
     def __init__(self, card: ModelCard, folder: Path, dtype: torch.dtype, trusts_code: bool) -> None:
-        """Have transformers read the card as well. Raises ConfigError, also for code that nobody trusts."""
+        """Read the card with transformers. Raises ConfigError, also for remote code without --trust-remote-code."""
         self._folder = folder
         self._dtype = dtype
         self._trusts_code = trusts_code
@@ -44,8 +44,8 @@ class Checkpoint:
             known = self._try_card()
             if known is None:
                 raise ConfigError(
-                    f"{folder}: the model is code that its checkpoint brings ({', '.join(files)}), not part of transformers;"
-                    " --trust-remote-code executes it, with all the rights of this process: read it first"
+                    f"{folder}: the model needs the checkpoint's own code ({', '.join(files)}), which is not part of"
+                    " transformers; review it, then allow it with --trust-remote-code; it runs with all rights of this process"
                 )
             self.config = known
             return
@@ -53,19 +53,19 @@ class Checkpoint:
             _check_kind(card)
         if files:
             log.warning("--trust-remote-code: executing %s of %s", ", ".join(files), folder)
-        self.config = self._told("cannot read the card", lambda: self._card(trusts_code))
+        self.config = self._guarded("cannot read the card", lambda: self._card(trusts_code))
 
     def empty_model(self, attention: str) -> PreTrainedModel:
-        """Return the model with no memory behind its weights, to learn what it does. In bf16, which all operations take."""
+        """Return the model on the meta device, to record its attention. In bf16, which all operations support."""
 
         def make() -> PreTrainedModel:
             with torch.device("meta"):
                 return self._of_config(torch.bfloat16, attention)
 
-        return self._told("cannot build the model", make)
+        return self._guarded("cannot build the model", make)
 
     def load(self, attention: str, device: torch.device) -> PreTrainedModel:
-        """Return the model with the folder's weights: safetensors, or torch's own files through its weights-only reader."""
+        """Return the model with the folder's weights: safetensors, or torch files through the weights-only reader."""
 
         def load() -> PreTrainedModel:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -83,10 +83,10 @@ class Checkpoint:
             model.eval().to(device)
             return model
 
-        return self._told("cannot load the weights", load)
+        return self._guarded("cannot load the weights", load)
 
     def random_model(self, attention: str, device: torch.device, seed: int) -> PreTrainedModel:
-        """Return the model as it is before any training."""
+        """Return the model with random initial weights."""
         torch.manual_seed(seed)
 
         def make() -> PreTrainedModel:
@@ -94,7 +94,7 @@ class Checkpoint:
             model.eval().to(device)
             return model
 
-        return self._told("cannot build the model", make)
+        return self._guarded("cannot build the model", make)
 
     def _of_config(self, dtype: torch.dtype, attention: str) -> PreTrainedModel:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -112,7 +112,7 @@ class Checkpoint:
         return config
 
     def _try_card(self) -> PreTrainedConfig | None:
-        """Return the card's configuration where transformers has a class of its own for it."""
+        """Return the configuration if transformers has a built-in class for the card, otherwise None."""
         try:
             config = self._card(False)
         except (ValueError, KeyError, OSError):
@@ -120,7 +120,7 @@ class Checkpoint:
         return config if type(config) in AutoModelForCausalLM._model_mapping else None
 
     def _check(self, report: dict[str, Any]) -> None:
-        """Reject weights that are missing or of another shape; transformers only warns, and makes them up."""
+        """Reject missing weights and shape mismatches, which transformers only warns about."""
         missing, wrong = sorted(report["missing_keys"]), sorted(map(str, report["mismatched_keys"]))
         if missing or wrong:
             names = missing or wrong
@@ -130,8 +130,8 @@ class Checkpoint:
                 " weights belong to another model, or the download is incomplete"
             )
 
-    def _told(self, what: str, do: Callable[[], ResultT]) -> ResultT:
-        """Return what ``do`` returns; what transformers finds wrong is a `ConfigError`, or `NotServed`."""
+    def _guarded(self, problem: str, do: Callable[[], ResultT]) -> ResultT:
+        """Return the result of ``do``; convert errors of transformers to `ConfigError` or `UnsupportedModel`."""
         try:
             return do()
         except ConfigError:
@@ -140,33 +140,33 @@ class Checkpoint:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             if PREFIX in str(error):
-                raise NotServed(NO_INTERFACE) from error
-            said = " ".join(str(error).split()) or type(error).__name__
-            raise ConfigError(f"{self._folder}: transformers {what}: {said[:_SHOWN]}") from error
+                raise UnsupportedModel(NO_INTERFACE) from error
+            text = " ".join(str(error).split()) or type(error).__name__
+            raise ConfigError(f"{self._folder}: transformers {problem}: {text[:_SHOWN]}") from error
 
 
 def _check_kind(card: ModelCard) -> None:
-    """Reject a card of a kind that transformers has no class for."""
+    """Reject a card with a model_type that transformers does not have."""
     kind, names = card.values.get("model_type"), card.values.get("architectures")
     if not isinstance(kind, str) or kind in CONFIG_MAPPING:
         return
     near = nearest(str(names[0])) if isinstance(names, list) and names else None
-    ours = f"; the nearest of Quintet's own is {near}" if near else ""
+    suggestion = f"; the most similar architecture of Quintet is {near}" if near else ""
     raise ConfigError(
-        f"{card.path}: neither Quintet nor transformers {transformers.__version__} knows model_type {kind!r:.80}{ours}. A later"
-        " transformers may know it; code that the checkpoint brings is named by auto_map"
+        f"{card.path}: neither Quintet nor transformers {transformers.__version__} supports model_type"
+        f" {kind!r:.80}{suggestion}. Install a later transformers, or use a checkpoint with its own code (auto_map)"
     )
 
 
 def _code_files(card: ModelCard) -> list[str]:
-    """Return the Python files that the card names as the model's. Raises ConfigError for those of other repositories."""
-    named = card.section("auto_map").values.values()
-    paths = [path for value in named for path in (value if isinstance(value, list) else [value])]
+    """Return the Python files in the card's auto_map. Raises ConfigError for files of other repositories."""
+    values = card.section("auto_map").values.values()
+    paths = [path for value in values for path in (value if isinstance(value, list) else [value])]
     modules = sorted({path.rpartition(".")[0] for path in paths if isinstance(path, str)})
-    elsewhere = [module for module in modules if "--" in module]
-    if elsewhere:
+    external = [module for module in modules if "--" in module]
+    if external:
         raise ConfigError(
-            f"{card.path}: auto_map names code of another repository, {elsewhere[0]!r:.100}; copy its files into this folder"
-            " and name them without the repository"
+            f"{card.path}: auto_map refers to code of another repository, {external[0]!r:.100}; copy its files into this"
+            " folder and remove the repository from auto_map"
         )
     return [f"{module}.py" for module in modules]

@@ -1,4 +1,4 @@
-"""Runs a model of transformers on a CPU, its attention by the compiled kernels. A `quintet.executor.runner.Runner`."""
+"""Runs a model of transformers on a CPU with compiled attention kernels; implements `quintet.executor.runner.Runner`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class HostRunner:
         num_blocks: int,
         span: Span = no_span,
     ) -> None:
-        """Raises ConfigError where the kernels do not take the layers' heads or the blocks' size."""
+        """Raises ConfigError if the kernels do not support the layers' heads or the block size."""
         limits = config.scheduler
         self._span = span
         self._model = model
@@ -53,7 +53,7 @@ class HostRunner:
         self.token_ids = torch.from_numpy(self._step.columns["token_ids"])
         self.positions = torch.from_numpy(self._step.columns["positions"])
         self.work_done = 0
-        """Attentions computed so far."""
+        """Total number of attention calls."""
 
     @property
     def blocks(self) -> Sequence[torch.Tensor]:
@@ -62,7 +62,7 @@ class HostRunner:
 
     @property
     def weight_bytes(self) -> int:
-        """Size of the weights that a step reads whole."""
+        """Bytes of weights that a step reads."""
         return self._model.read_bytes
 
     @torch.inference_mode()
@@ -94,7 +94,7 @@ class HostRunner:
     def forward_and_draw(
         self, rows: Rows, tables: SlotTables, settings: Settings, masks: StepMasks | None
     ) -> None:
-        """See `Runner.forward_and_draw`: it cannot."""
+        """See `Runner.forward_and_draw`; not supported."""
 
     def copy_blocks(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """See `Runner.copy_blocks`."""

@@ -1,8 +1,7 @@
-"""Linear layers of a model of transformers, multiplied by the compiled kernels on a CPU.
+"""Linear layers of a model of transformers on the compiled CPU kernels.
 
-Weights are packed as those of our own layers are, and the module keeps a place holder of the same shape that takes no memory. Who
-looks at such a weight rather than calling its module computes nonsense, which the rehearsal finds: it compares with what was
-computed before anything was packed.
+The weights are packed like those of our layers; the module keeps a placeholder of the same shape without memory. Code that reads
+such a weight directly would compute wrong results. The self-check detects that: it compares with logits from before packing.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from quintet.executor.checkpoints.quant.packed_formats import FLOAT_FORMATS
 
 
 def pack_linears(model: PreTrainedModel, dtype: torch.dtype, logits_dtype: torch.dtype) -> int:
-    """Have the compiled kernels multiply in every plain linear layer; return how many there are.
+    """Make the compiled kernels compute every plain linear layer; return the number of such layers.
 
-    logits_dtype: of what the output layer gives, if it is one of them.
+    logits_dtype: result dtype of the output layer.
     """
     library = linear_library()
     if library is None:
@@ -37,7 +36,7 @@ def pack_linears(model: PreTrainedModel, dtype: torch.dtype, logits_dtype: torch
 
 
 def keep_logit_sums(model: PreTrainedModel) -> None:
-    """Have the output layer give float32, if it is a plain linear layer with torch's operators."""
+    """Make the output layer return float32, if it is a plain linear layer computed by torch."""
     head = model.get_output_embeddings()
     if any(linear is head for linear in _plain_linears(model)):
 
@@ -50,7 +49,7 @@ def keep_logit_sums(model: PreTrainedModel) -> None:
 
 
 def _plain_linears(model: PreTrainedModel) -> Iterator[torch.nn.Linear]:
-    """Go through those that compute as torch's own: not subclasses, and nobody has hooked in."""
+    """Yield exact instances of `torch.nn.Linear` without a replaced ``forward``."""
     for module in model.modules():
         if type(module) is torch.nn.Linear and "forward" not in vars(module):
             yield module
@@ -63,8 +62,8 @@ def _pack(library: LinearLibrary, linear: torch.nn.Linear, is_tied: bool, result
     packed.fill(weight)
     vars(linear)["forward"] = _forward(packed, linear.bias, result_dtype)
     if not is_tied:
-        hollow = torch.empty((1, 1), dtype=weight.dtype).expand(columns, depth)
-        linear.weight = torch.nn.Parameter(hollow, requires_grad=False)
+        placeholder = torch.empty((1, 1), dtype=weight.dtype).expand(columns, depth)
+        linear.weight = torch.nn.Parameter(placeholder, requires_grad=False)
 
 
 def _forward(

@@ -1,4 +1,4 @@
-"""A decoder of transformers as our runners see a model: hidden states of a step's tokens, then logits of some of them."""
+"""Adapter of a transformers model: hidden states of a step's tokens, then logits of some of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quintet.executor.backends.torch.fallback.attention import (
     PREFIX,
     AttendsTokens,
     AttentionCall,
-    NotServed,
     PagedAttention,
+    UnsupportedModel,
 )
 from quintet.executor.models.layers.attention import AttentionLayer
 from quintet.executor.models.layers.rope import Rope
@@ -23,7 +23,7 @@ from quintet.executor.models.layers.rope import Rope
 
 @dataclass
 class _Hidden(BaseModelOutputWithPast):
-    """What a decoder would have returned: hidden states, and nothing of what some models return besides."""
+    """Replacement output of a decoder: hidden states only; other attributes are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -31,33 +31,33 @@ class _Hidden(BaseModelOutputWithPast):
 
 
 class TransformersModel:
-    """Rows of a step go through as one sequence ``[1, num_tokens]``, with their positions: only attention tells them apart."""
+    """Runs the rows of a step as one sequence ``[1, num_tokens]`` with positions; only attention separates the rows."""
 
     ropes: Sequence[Rope] = ()
-    """Queries and keys come rotated."""
+    """None: transformers applies RoPE."""
 
     def __init__(self, model: PreTrainedModel, attention: PagedAttention) -> None:
-        """Learn what the layers want; computes with two tokens. Raises `NotServed`."""
+        """Record the layers' attention parameters with a pass of two tokens. Raises `UnsupportedModel`."""
         self._model = model
         self._decoder = decoder_of(model)
         self._attention = attention
-        attention.learn()
-        pair = torch.arange(2, device=model.device)
+        attention.record()
+        tokens = torch.arange(2, device=model.device)
         try:
             with torch.inference_mode():
-                self._run(pair, pair)
-        except NotServed:
+                self._run(tokens, tokens)
+        except UnsupportedModel:
             raise
         except Exception as error:
-            raise NotServed(_said(error)) from error
+            raise UnsupportedModel(_reason(error)) from error
         self.attentions: Sequence[AttentionLayer] = ()
-        """Of each call, once the model has weights."""
+        """One per call, once the model has weights."""
         if model.device.type != "meta":
             self.attentions = [call.layer(index) for index, call in enumerate(attention.calls)]
 
     @property
     def calls(self) -> Sequence[AttentionCall]:
-        """Every attention of a pass, in order."""
+        """Attention calls of a pass, in order."""
         return self._attention.calls
 
     @property
@@ -67,15 +67,15 @@ class TransformersModel:
 
     @property
     def read_bytes(self) -> int:
-        """Size of the weights that a pass reads whole: all but the words', unless logits are computed with them."""
-        words: torch.nn.Module = self._model.get_input_embeddings()
+        """Size of the weights that a pass reads: without the embedding table, unless the output layer is tied to it."""
+        embeddings: torch.nn.Module = self._model.get_input_embeddings()
         logits = self._model.get_output_embeddings()
-        own = [
+        untied = [
             tensor
-            for tensor in words.parameters()
+            for tensor in embeddings.parameters()
             if all(tensor is not other for other in logits.parameters())
         ]
-        return self.num_bytes - sum(tensor.numel() * tensor.element_size() for tensor in own)
+        return self.num_bytes - sum(tensor.numel() * tensor.element_size() for tensor in untied)
 
     def forward(self, ops: AttendsTokens) -> torch.Tensor:
         """Return the last hidden states ``[num_tokens, hidden]``."""
@@ -85,11 +85,11 @@ class TransformersModel:
     def logits(self, _: AttendsTokens, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[num_rows, vocab_size]`` of ``hidden [num_rows, hidden]``.
 
-        The model itself computes them, its decoder standing aside: so factors, caps and whatever else is behind it are there.
-        They are in the dtype that the output layer gives (`quintet.executor.backends.torch.fallback.linears`).
+        Runs the whole model with its decoder replaced, so that scaling and softcap of the logits are applied. The dtype is that
+        of the output layer (`quintet.executor.backends.torch.fallback.linears`).
         """
-        stand_in = _Hidden(last_hidden_state=hidden.unsqueeze(0))
-        self._decoder.forward = lambda *_, **__: stand_in
+        output = _Hidden(last_hidden_state=hidden.unsqueeze(0))
+        self._decoder.forward = lambda *_, **__: output
         try:
             ids = torch.zeros((1, len(hidden)), dtype=torch.long, device=hidden.device)
             logits: torch.Tensor = self._model(input_ids=ids, use_cache=False, return_dict=True).logits
@@ -98,9 +98,9 @@ class TransformersModel:
         return logits[0]
 
     def whole_logits(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits of one sequence by transformers' own attention, ``[num_tokens, vocab_size]``.
+        """Return the logits of one sequence by transformers' attention, ``[num_tokens, vocab_size]``.
 
-        Raises `NotServed` where transformers cannot compute them.
+        Raises `UnsupportedModel` if transformers cannot compute them.
         """
         try:
             try:
@@ -108,12 +108,12 @@ class TransformersModel:
             except KeyError as error:
                 if "eager" not in str(error):
                     raise
-            # whoever has no attention of its own looks all up
+            # a model without an eager implementation looks up every implementation by name
             return self._whole_logits(token_ids, "sdpa")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            raise NotServed(_said(error)) from error
+            raise UnsupportedModel(_reason(error)) from error
 
     def _whole_logits(self, token_ids: torch.Tensor, attention: str) -> torch.Tensor:
         self._model.set_attn_implementation(attention)
@@ -135,21 +135,21 @@ class TransformersModel:
         return hidden[0]
 
 
-def _said(error: Exception) -> str:
-    """Return what an error of the model's own code means."""
+def _reason(error: Exception) -> str:
+    """Return the reason for an error in the model's code."""
     text = " ".join(str(error).split())
     if PREFIX in text:
         return NO_INTERFACE
     if "Mask" in text:
-        return "it computes with its attention's mask itself"
-    return f"trying it failed: {type(error).__name__}: {text[:200]}"
+        return "its own code uses the attention mask"
+    return f"a test pass failed: {type(error).__name__}: {text[:200]}"
 
 
 def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
-    """Return the part of the model that ends before the output layer. Raises `NotServed`."""
+    """Return the model without its output layer. Raises `UnsupportedModel`."""
     decoder = model.get_decoder()
     if decoder is model:
         decoder = getattr(model, "model", model.base_model)
     if decoder is model or not isinstance(decoder, torch.nn.Module):
-        raise NotServed("it has no decoder apart from its output layer")
+        raise UnsupportedModel("it has no decoder separate from its output layer")
     return decoder

@@ -18,6 +18,7 @@ import torch
 
 from quintet.executor.checkpoints.gguf.writing.card import Config, either, head_dim, kv_heads_of, rope_of
 from quintet.executor.checkpoints.gguf.writing.conversions import Arrange, converted, paired
+from quintet.executor.model_config import registry
 
 Make = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
@@ -142,6 +143,14 @@ def architecture_of(config: Config) -> str | None:
     """Return GGUF's architecture of a card; None where it has none, or we do not write it."""
     names = config.get("architectures") or [None]
     return _OF_CARDS.get(names[0]) or ARCHITECTURES.get(str(config.get("model_type")))
+
+
+def model_type_of(architecture: str) -> str | None:
+    """Return the ``model_type`` of cards with this architecture; None where no file of such cards is written."""
+    return next(
+        (kind for kind in ARCHITECTURES if registry.architecture_of(kind, is_part=False) == architecture),
+        None,
+    )
 
 
 def laid_out(config: Config, arch: str, sources: Sequence[str]) -> Iterator[FileTensor]:

@@ -1,0 +1,1 @@
+"""Commands that generate pages and plots of the documentation."""

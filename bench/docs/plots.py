@@ -1,0 +1,181 @@
+"""Draw the plots of the documentation from recorded results, as SVG without dependencies.
+
+python -m bench.docs.plots            # write docs/plots
+python -m bench.docs.plots --check    # exit 1 if a plot differs from its file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+FOLDER = ROOT / "docs" / "plots"
+COLORS = {"Quintet": "#0969da", "vLLM": "#bf8700", "OpenVINO": "#8250df", "llama.cpp": "#57606a"}
+PEERS = "peers-2026-11-22-zen5-all.json"
+OVERHEAD = "overhead-2026-11-21.json"
+WIDTH, BAR, GAP, LEFT, RIGHT = 760, 13, 16, 250, 70
+FONT = "Helvetica, Arial, DejaVu Sans, sans-serif"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Bars of one measurement: a value for each series."""
+
+    label: str
+    values: dict[str, float]
+
+
+def bars(title: str, note: str, rows: Sequence[Row]) -> str:
+    """Return an SVG of horizontal bars. Each row has a scale of its own: its longest bar fills the width."""
+    parts = [text(14, 24, title, 15, bold=True), text(14, 44, note, 11)]
+    y, x = 62.0, 14.0
+    series = [name for name in COLORS if any(name in row.values for row in rows)] or list(rows[0].values)
+    for name in series:
+        parts += [rectangle(x, y, 10, 10, COLORS.get(name, "#0969da")), text(x + 15, y + 9, name, 11)]
+        x += 30 + 7 * len(name)
+    y += 26
+    for row in rows:
+        parts.append(text(LEFT - 10, y + (BAR * len(row.values)) / 2 + 4, row.label, 11, anchor="end"))
+        longest = max(row.values.values())
+        for name, value in row.values.items():
+            width = value / longest * (WIDTH - LEFT - RIGHT)
+            parts.append(rectangle(LEFT, y, width, BAR - 2, COLORS.get(name, "#0969da")))
+            parts.append(text(LEFT + width + 5, y + BAR - 4, shown(value), 10))
+            y += BAR
+        y += GAP
+    return svg(WIDTH, y, parts)
+
+
+def curve(title: str, note: str, x_title: str, y_title: str, points: Sequence[tuple[float, float]]) -> str:
+    """Return an SVG of a line through points whose x positions are evenly spaced."""
+    height, top, bottom = 300.0, 70.0, 250.0
+    parts = [text(14, 24, title, 15, bold=True), text(14, 44, note, 11)]
+    most = max(y for _, y in points)
+    step = (WIDTH - 160) / (len(points) - 1)
+    places = [(90 + i * step, bottom - y / most * (bottom - top)) for i, (_, y) in enumerate(points)]
+    for share in (0, 0.25, 0.5, 0.75, 1):
+        y = bottom - share * (bottom - top)
+        parts.append(f'<line x1="90" y1="{y:.1f}" x2="{WIDTH - 60}" y2="{y:.1f}" stroke="#d0d7de"/>')
+        parts.append(text(82, y + 4, shown(share * most), 10, anchor="end"))
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    parts.append(f'<polyline points="{line}" fill="none" stroke="#0969da" stroke-width="2"/>')
+    for (x, y), (value, _) in zip(places, points, strict=True):
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="#0969da"/>')
+        parts.append(text(x, bottom + 18, shown(value), 10, anchor="middle"))
+    parts += [
+        text((WIDTH + 30) / 2, bottom + 38, x_title, 11, anchor="middle"),
+        text(14, top - 10, y_title, 11),
+    ]
+    return svg(WIDTH, height, parts)
+
+
+def svg(width: float, height: float, parts: Sequence[str]) -> str:
+    """Return an SVG document on a white ground."""
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}"'
+        f' height="{height:.0f}" font-family="{FONT}">'
+    )
+    return "\n".join((head, rectangle(0, 0, width, height, "#ffffff"), *parts, "</svg>\n"))
+
+
+def text(x: float, y: float, words: str, size: int, anchor: str = "start", bold: bool = False) -> str:
+    """Return a text element."""
+    weight = ' font-weight="bold"' if bold else ""
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" fill="#24292f" text-anchor="{anchor}"{weight}>'
+        f"{escape(words)}</text>"
+    )
+
+
+def rectangle(x: float, y: float, width: float, height: float, color: str) -> str:
+    """Return a filled rectangle."""
+    return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{color}"/>'
+
+
+def shown(value: float) -> str:
+    """Return a number with three significant digits and separated thousands."""
+    digits = 0 if value >= 100 or value == int(value) else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f}".replace(",", "\u202f")
+
+
+def load(name: str) -> dict[str, Any]:
+    """Return a recorded result."""
+    content: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return content
+
+
+def peer_rows(rows: Sequence[tuple[str, str, str]]) -> Iterator[Row]:
+    """Yield medians of each engine for (label, row id, figure)."""
+    records = load(PEERS)["records"]
+    for label, row_id, figure in rows:
+        values: dict[str, list[float]] = {}
+        for record in records:
+            if record["row"] == row_id and figure in record["figures"] and record["engine"] in COLORS:
+                values.setdefault(record["engine"], []).append(record["figures"][figure])
+        yield Row(label, {name: statistics.median(values[name]) for name in COLORS if name in values})
+
+
+def peers() -> str:
+    """Throughput beside other engines."""
+    rows = (
+        ("0.5 B, bf16, one stream", "stream-S-bf16", "decode_tok_s"),
+        ("0.5 B, bf16, 2 048-token prompt", "prompt-S-bf16", "prompt_tok_s"),
+        ("0.5 B, bf16, 8 clients", "clients8-S-bf16", "output_tok_s"),
+        ("0.5 B, bf16, 32 clients", "clients32-S-bf16", "output_tok_s"),
+        ("1.2 B, bf16, one stream", "stream-M-bf16", "decode_tok_s"),
+        ("1.2 B, 8-bit weights, one stream", "stream-M-int8", "decode_tok_s"),
+        ("1.2 B, 4-bit weights, one stream", "stream-M-int4", "decode_tok_s"),
+    )
+    note = "2 cores of an AMD EPYC (Zen 5), 2026-11-22; vLLM 0.32.0, OpenVINO GenAI 2026.4.1, llama.cpp (Python 0.3.36)"
+    return bars("Tokens per second beside other engines", note, list(peer_rows(rows)))
+
+
+def clients() -> str:
+    """Throughput of the server without a model, by number of streams."""
+    points = [
+        (
+            float(point["streams"]),
+            statistics.median(r["summary"]["output_tokens_per_s"] for r in point["repetitions"]),
+        )
+        for point in load(OVERHEAD)["points"]
+        if point["case"].startswith("a:")
+    ]
+    note = "mock executor, HTTP, client and server on 2 cores of an AMD EPYC, 2026-11-21, commit 5cd8356"
+    return curve(
+        "Server throughput without a model", note, "concurrent streams", "output tokens/s", sorted(points)
+    )
+
+
+PLOTS: dict[str, Callable[[], str]] = {"peers.svg": peers, "clients.svg": clients}
+
+
+def main() -> int:
+    """Write or check the plots."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="exit 1 if a plot differs from its file")
+    check = parser.parse_args().check
+    stale = []
+    for name, draw in PLOTS.items():
+        path, content = FOLDER / name, draw()
+        if check and (not path.exists() or path.read_text() != content):
+            stale.append(name)
+        elif not check:
+            path.write_text(content)
+    if stale:
+        print(f"docs/plots: {', '.join(stale)} differ: run `python -m bench.docs.plots`", file=sys.stderr)
+    return int(bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
