@@ -10,7 +10,7 @@ import gguf
 import pytest
 import torch
 import transformers
-from quintet.deploy.cli.main.main import main
+from quintet.deploy.cli.main import main
 from safetensors.torch import load_file
 
 from quintet.executor.backends.cpu.ops.host_linear import linear_library
