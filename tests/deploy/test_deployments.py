@@ -156,7 +156,7 @@ def test_probes_ask_what_needs_no_key(path: Path) -> None:
     assert [where for where in asked if where not in routes or not is_open(where)] == []
 
 
-def test_the_dashboards_panels_have_places_and_questions() -> None:
+def test_the_dashboards_panels_have_places_titles_and_descriptions() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     taken: set[tuple[int, int]] = set()
@@ -169,7 +169,7 @@ def test_the_dashboards_panels_have_places_and_questions() -> None:
         }
         assert not cells & taken and max(x for x, _ in cells) < 24, panel["title"]
         taken |= cells
-        assert panel["title"].endswith("?"), panel["title"]
+        assert panel["title"]
         assert panel["type"] == "row" or panel["description"]
 
 

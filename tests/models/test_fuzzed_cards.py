@@ -252,7 +252,7 @@ def test_a_name_that_is_none_is_refused(folder: Path, working: Cards, name: str)
         json.dumps(working["FalconForCausalLM"][0] | {"architectures": [name]})
     )
     said = try_out(folder, 16, load_format="dummy")
-    assert said is not None and "names neither `architectures` nor `model_type`" in said
+    assert said is not None and "has neither `architectures` nor `model_type`" in said
 
 
 @pytest.mark.whole
