@@ -74,7 +74,7 @@ def test_memory_that_is_not_named_is_that_of_all_hosts(
         ),
         (
             {"pipeline_parallel_size": 3, "tensor_parallel_size": 2},
-            "valid sizes: 2, 4, 6, …, or 1, whose ranks",
+            "valid sizes: 2, 4, 6, …, or 1 with ranks",
         ),
         (
             {"pipeline_parallel_size": 1, "tensor_parallel_size": 2, "enable_expert_parallel": True},
