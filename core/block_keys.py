@@ -1,4 +1,4 @@
-"""What names the contents that a request needs, group by group: the keys under which tiers keep them."""
+"""Keys of the contents that a request needs, per group; KV tiers store contents under them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def run_of(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
-    """Return the blocks of the first of these keys, as long as they are known."""
+    """Return the blocks of the leading keys that are known."""
     blocks = map(block_of.get, keys)
     return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
 
 
 def keys_behind(state: SchedulerState, request: Request, index: int, num_tokens: int) -> list[bytes]:
-    """Return what names the contents of a group's blocks that a request needs which goes on behind so many tokens.
+    """Return the keys of a group's blocks that a request needs to continue after ``num_tokens`` tokens.
 
-    Where beginnings are not shared (`Limits.prefix_caching`), perhaps because keys and values depend on more than the
-    tokens before them, contents are the request's own.
+    Without prefix sharing (`Limits.prefix_caching`), for example because KV depends on more than the preceding
+    tokens, keys are private to the request.
     """
     limits, group = state.limits, state.limits.groups.all[index]
     num_full, length = divmod(num_tokens, limits.block_size)
@@ -47,7 +47,7 @@ def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list
 
 
 def found_behind(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:
-    """Find what is on the device, and behind it what was fetched for a request."""
+    """Match blocks on the device, then blocks fetched for a request."""
     limits, index = state.limits, state.pool.index
     wish = fetches.wishes.get(request.request_id)
     if wish is None or not wish.num_tokens or request.status is Status.RUNNING:

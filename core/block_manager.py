@@ -1,8 +1,8 @@
-"""The block tables of running requests: how one is filled when a request enters, grows, and moves on with a window.
+"""Block tables of running requests: allocation on entry, growth, and sliding windows.
 
-What a group of layers has lost sight of is let go while the request runs, and what it needs at the most (`KvGroup.most_blocks`)
-it gets when it enters: so a prompt in pieces never needs more than it lets go of. When no block is available it gives its own
-new content. It waits only where others hold what it has let go of, or read it in a step in flight.
+A group releases blocks outside its window while the request runs. A request gets the most blocks it will need
+(`KvGroup.most_blocks`) when it enters, so chunked prefill never needs more than it releases. When no block is
+available, its own released blocks are reused. It waits only while others share those, or a step in flight reads them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_BLOCKS = GroupBlocks()
 
 
 def own_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> list[int]:
-    """Return how many blocks of its own, in each group, a request gets that enters behind what was found."""
+    """Return the number of new blocks per group for a request that enters after the prefix match."""
     groups, length = state.limits.groups, request.length
     end = -(-length // state.limits.block_size)
     if groups.is_plain:
@@ -36,10 +36,10 @@ def own_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> l
 def fill(
     state: SchedulerState, step: StepBuilder, request: Request, found: PrefixMatch, num_own: list[int]
 ) -> None:
-    """Give a request that enters its blocks: those that were found, and its own."""
+    """Set the blocks of a request that enters: the matched ones and new ones."""
     pool, groups = state.pool, state.limits.groups
     for held in found.shared:
-        pool.share(held.blocks)  # before anything is taken: that may evict
+        pool.share(held.blocks)  # before anything is allocated: allocation may evict
     if found.tails:
         pool.share(found.known_tails)
         step.borrowed += found.known_tails
@@ -59,7 +59,7 @@ def fill(
 
 
 def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
-    """Give a request that decodes the blocks for its next token; return how many it lacks, having changed nothing."""
+    """Allocate the blocks for the next token of a decoding request. Return the number missing; then nothing has changed."""
     groups, pool = state.limits.groups, state.pool
     planned, block_size = request.planned, state.limits.block_size
     short = [index for index in groups.tokens if request.held[index].end * block_size <= planned]
@@ -85,7 +85,7 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
 
 
 def move_on(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:
-    """Give a request the blocks for its next ``count`` tokens; return for how many of them there are some, perhaps none."""
+    """Allocate blocks for the next ``count`` tokens; return the number of tokens that have blocks, possibly 0."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
         return count
@@ -107,7 +107,7 @@ def move_on(state: SchedulerState, step: StepBuilder, request: Request, count: i
 
 
 def _reach(state: SchedulerState, request: Request, end: int) -> int:
-    """Return up to which position, at most ``end``, block tables can be filled with what is available and what is let go of."""
+    """Return the position, at most ``end``, up to which tables can be filled from available and releasable blocks."""
     pool, groups = state.pool, state.limits.groups
     tables = [(request.held[index].end, len(_movable(state, request, index))) for index in groups.windowed]
     while sum(max(0, end - filled - movable) for filled, movable in tables) > pool.num_available:
@@ -118,8 +118,9 @@ def _reach(state: SchedulerState, request: Request, end: int) -> int:
 def _move_window(
     state: SchedulerState, step: StepBuilder, request: Request, index: int, end: int, is_scarce: bool
 ) -> None:
-    """Fill a group's table up to ``end``. What is let go of goes to the pool, where others may find it, unless blocks are
-    scarce: then it is filled anew."""
+    """Fill a group's table up to ``end``. Blocks outside the window go back to the pool, unless blocks are scarce:
+    then they are reused directly.
+    """
     pool, num_wanted = state.pool, max(0, end - request.held[index].end)
     moved = _movable(state, request, index)[:num_wanted] if is_scarce else []
     _let_go(state, request, index, moved)
@@ -130,7 +131,7 @@ def _move_window(
 
 
 def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: PrefixMatch) -> None:
-    """Exchange a request's next blocks for full ones that others have computed since it entered."""
+    """Replace a request's next blocks by full ones that others have computed since it entered."""
     groups, pool, block_size = state.limits.groups, state.pool, state.limits.block_size
     end, planned = found.num_tokens // block_size, request.planned // block_size
     for index, group in enumerate(groups.all):
@@ -138,7 +139,7 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
         if group.is_state:
             recurrent_state.exchange(state, step, request, index, shared.blocks)
             continue
-        # What it shares already behind `planned` stays as it is.
+        # Blocks shared after `planned` stay as they are.
         first = max(shared.begin, min(planned, held.end))
         blocks = shared.blocks[first - shared.begin :]
         pool.share(blocks)
@@ -157,7 +158,7 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
 
 
 def set_room(state: SchedulerState, request: Request, end: int) -> None:
-    """Note until when the blocks need no looking at, once ``end`` tokens are planned."""
+    """Set the token count up to which the blocks need no check, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
         request.room = request.held[0].end * block_size
@@ -167,13 +168,13 @@ def set_room(state: SchedulerState, request: Request, end: int) -> None:
 
 
 def _movable(state: SchedulerState, request: Request, index: int) -> list[int]:
-    """Return what a group has lost sight of at the next token and may get new content."""
+    """Return the blocks that leave the group's window at the next token and may be reused."""
     behind = request.held[index].behind(state.limits.groups.first_block(index, request.planned))
     return [block for block in behind if state.pool.may_move(block)]
 
 
 def _let_go(state: SchedulerState, request: Request, index: int, spared: Collection[int]) -> None:
-    """Release what a group has lost sight of at the next token, but for the blocks that go on elsewhere in the table."""
+    """Release the blocks that leave the group's window at the next token, except those reused in the same table."""
     held = request.held[index]
     first = state.limits.groups.first_block(index, request.planned)
     gone = [block for block in held.behind(first) if block not in spared]

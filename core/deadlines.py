@@ -1,8 +1,8 @@
-"""Until when requests must have ended: which are too late, and which will be.
+"""Deadline admission: reject requests that are late or predicted to be late.
 
-The core's half of deadlines; the frontend's tells the client. Reads no clock. To predict is to ask what stands before
-a request: slots that others hold, prompts that come first. Each has its pace (`quintet.core.throughput`), and the slower one
-decides; they are worked off at the same time.
+The frontend reports the rejection to the client. Reads no clock. The prediction adds up the work before a request:
+slots in use and queued prompts. Both proceed at the same time at measured speeds (`quintet.core.throughput`), so the
+slower one counts.
 """
 
 from __future__ import annotations
@@ -20,37 +20,39 @@ from quintet.wire.errors import ErrorCode, RequestError
 S = 1e-9
 MAX_RETRY_S = 60
 _WAIT_SLACK, _SERVICE_SLACK = 1.5, 1.1
-"""What was predicted is taken for so many times itself: who is admitted to end just in time would be late every other
-time, having cost as much as one that is not. How long a queue takes is less certain than how long an answer does, and
-while there is a queue at all, a shorter one leaves no slot empty."""
+"""Safety factors on predictions: a request admitted to end just in time would be late every second time.
+
+A queue's time is less certain than a service time, and a shorter queue leaves no slot empty.
+"""
 
 
 @dataclass(slots=True, frozen=True)
 class Forecast:
-    """What is expected of a request that has not entered."""
+    """Prediction for a request that has not entered."""
 
     num_ahead: int
-    """Requests that wait before it."""
+    """Requests queued before it."""
     first_token_ns: int
-    """From now to its first token."""
+    """Time from now to its first token."""
     end_ns: int
-    """From now to the earliest end it can have: of outputs, only those that it is sure to get are counted."""
+    """Time from now to its earliest end, counting only outputs that it certainly gets."""
 
 
 def check_in_time(state: SchedulerState, request: Request, now_ns: int) -> None:
-    """Raise `RequestError` when the deadline of a request that just came has passed."""
+    """Raise `RequestError` when the deadline of a new request has passed."""
     if request.deadline_ns and now_ns >= request.deadline_ns:
         state.counters.expired += 1
         raise RequestError(
             ErrorCode.DEADLINE,
-            f"The request came {(now_ns - request.deadline_ns) * S:.3g} s after its deadline. Allow more time.",
+            f"The request arrived {(now_ns - request.deadline_ns) * S:.3g} s after its deadline. Send a later deadline.",
         )
 
 
 def check_hopeful(state: SchedulerState, config: SchedulerConfig, request: Request, now_ns: int) -> None:
-    """Raise `RequestError` when the request, which is not in the queue yet, will certainly miss its deadline.
+    """Raise `RequestError` when a new request is predicted to miss its deadline.
 
-    Who is alone is never refused, nor anybody before a step was measured: a wrong measurement would never be corrected.
+    Never rejects when no other request is active, or before a step was measured: a wrong measurement would never be
+    corrected.
     """
     is_asked = request.deadline_ns and config.refuse_hopeless
     if not is_asked or not state.live or not state.pace.step_ns:
@@ -63,15 +65,15 @@ def check_hopeful(state: SchedulerState, config: SchedulerConfig, request: Reque
         state.counters.hopeless += 1
         raise RequestError(
             ErrorCode.OVERLOADED,
-            f"The request would miss its deadline: {given_ns * S:.3g} s are left; {forecast.num_ahead} requests wait "
-            f"before it, so that its first token is expected in {forecast.first_token_ns * S:.3g} s and its end in "
-            f"{forecast.end_ns * S:.3g} s at the earliest. Try again later, or allow more time.",
+            f"The request would miss its deadline: {given_ns * S:.3g} s are left; {forecast.num_ahead} requests are "
+            f"queued before it. Its first token is expected in {forecast.first_token_ns * S:.3g} s and its end in "
+            f"{forecast.end_ns * S:.3g} s at the earliest. Retry later, or send a later deadline.",
             retry_s=max(1, min(MAX_RETRY_S, math.ceil(late_ns * S))),
         )
 
 
 def predict(state: SchedulerState, config: SchedulerConfig, request: Request) -> Forecast:
-    """Predict when a request of this rank would get its first token, if it came into the queue now."""
+    """Predict the times of a request of this rank, if it entered the queue now."""
     pace = state.pace
     step_ns = pace.step_ns.value
     decode_ns = pace.decode_ns.value if pace.decode_ns else step_ns
@@ -94,9 +96,9 @@ def predict(state: SchedulerState, config: SchedulerConfig, request: Request) ->
 
 
 def _steps_until_slot(state: SchedulerState, request: Request, ahead: list[Request]) -> int:
-    """Return the steps until as many requests have ended as must for this one to enter.
+    """Return the number of steps until enough requests have ended for this one to enter.
 
-    Who stays is expected to stay as long as others did; who stayed longer, to leave in the next step.
+    A request is expected to run as long as the mean; one that has run longer, to end in the next step.
     """
     limits, running = state.limits, state.running
     stay = state.pace.outputs.value if state.pace.outputs else 1.0
@@ -120,7 +122,7 @@ def _outputs_of(request: Request, stay: float) -> int:
 
 
 def num_certain_outputs(request: Request) -> int:
-    """Return how many outputs the request will have at the least."""
+    """Return the minimum number of outputs of the request."""
     if not request.stops and not request.params.stop:
         return request.limit - request.num_prompt
     return max(1, request.params.min_tokens)

@@ -1,6 +1,6 @@
-"""The core without its sockets: requests go in, plans come out, results go in, effects come out.
+"""Core logic without sockets: one method per received message.
 
-One method per message the core receives. Every method returns what must be sent; none reads a clock.
+Every method returns the messages to send; none reads a clock.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from quintet.wire.step import Capacity, StepPlan, StepResult
 
 
 class Engine:
-    """Request life and KV blocks of one executor group.
+    """Request life cycle and KV blocks of one executor group.
 
-    Until the executor has told its `Capacity`, admitted requests wait unread.
+    Requests are queued unparsed until the executor has sent its `Capacity`.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Engine:
         self._policy = POLICIES[scheduler.policy]
         self._hooks = flatten(build_features(Setup(scheduler, cache), features))
         self._early: list[Admit | Cancel] = []
-        """What came before the capacity was known, in order."""
+        """Messages received before the capacity is known, in order."""
         self._num_arrived = 0
         self._frontends: dict[int, tuple[int, bool]] = {}
-        """Newest epoch of each frontend slot, and whether that one is down too."""
+        """Newest epoch of each frontend slot, and whether that process is down."""
         self.shelf = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
         self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = PoisonIsolation()
@@ -69,24 +69,24 @@ class Engine:
         self.kv_desk = KvAdmin()
         self.state: SchedulerState | None = None
         self.executor_epoch: int | None = None
-        """Epoch of the executor whose tables the state mirrors."""
+        """Epoch of the executor that holds the tables mirrored by the state."""
         self._tables = 0
-        """How often it had emptied them (`Capacity.tables`)."""
+        """Number of times that executor has emptied its tables (`Capacity.tables`)."""
 
     @property
     def num_live(self) -> int:
-        """Requests (choices) that have not ended."""
+        """Number of live requests (choices)."""
         if self.state is None:
             return sum(message.spec.params.n for message in self._early if isinstance(message, Admit))
         return len(self.state.live)
 
     @property
     def is_needed(self) -> bool:
-        """Whether requests live here, or wait for clients that were cut off."""
+        """True while requests are alive or retained for disconnected clients."""
         return self.num_live > 0 or self.shelf.is_awaited
 
     def describe(self) -> str:
-        """Say, for a log read after the fact, which steps and requests were alive."""
+        """Return steps in flight and live requests as text, for the crash log."""
         state = self.state
         if state is None:
             return f"no capacity yet; {len(self._early)} messages waiting"
@@ -98,9 +98,9 @@ class Engine:
         )
 
     def capacity(self, message: Capacity, now_ns: int) -> StepMessages:
-        """Begin with an executor whose tables are empty; what ran before is computed again from its ids.
+        """Start on an executor with empty tables. Requests of the previous one are recomputed from their token ids.
 
-        Who was in a step that was not finished is suspected of having caused that; see `quintet.core.poison_isolation.suspects`.
+        Requests of an unfinished step become suspects; see `quintet.core.poison_isolation.suspects`.
         """
         known, cache = self.executor_epoch, self._cache
         if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):
@@ -121,7 +121,7 @@ class Engine:
             before.counters.executor_losses += 1
             convicted = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
             before.in_flight.clear()
-            before.pool.tiers = Tiers()  # nothing can be kept of what an executor lost
+            before.pool.tiers = Tiers()  # the lost executor's KV is gone
             for request in list(before.running):
                 before.preempt(request)
             self._keep_departed(before, now_ns)
@@ -156,10 +156,10 @@ class Engine:
         return effects
 
     def admit(self, message: Admit, now_ns: int) -> StepMessages:
-        """Queue a new request, every choice of it.
+        """Queue a new request, one entry per choice.
 
-        An attempt that is known already (sent twice), or older than one that is, is ignored, and so is a request whose
-        frontend is gone. A newer attempt at a live request takes it over as it stands, where that is possible.
+        Ignores attempts that are already known or older than a known one, and requests of a frontend that is gone. A
+        newer attempt takes over the live request and its KV where `can_resume` allows it.
         """
         state, spec = self.state, message.spec
         first = message.request_id
@@ -179,7 +179,7 @@ class Engine:
                 return self._go_on(before, message, now_ns)
             for request in before:
                 outbox.close(request)
-                request.origin = None  # the newer attempt is what may be kept
+                request.origin = None  # only the newer attempt may be retained
                 state.retire(request)
             for request_id in ids:
                 self.shelf.take(request_id)
@@ -201,7 +201,7 @@ class Engine:
                 state.num_unpromised,
             )
             check_in_time(state, requests[0], now_ns)
-            if not spec.attempt and not spec.adopts:  # what was promised once is kept
+            if not spec.attempt and not spec.adopts:  # admitted before: not rejected now
                 check_hopeful(state, self._scheduler, requests[0], now_ns)
         except RequestError as error:
             outbox.failed.append(Failed(first, error.code, error.message, error.param, error.retry_s))
@@ -221,7 +221,7 @@ class Engine:
         return outbox.effects(state.step, now_ns)
 
     def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
-        """Tell a detokenizer, perhaps another one, of live requests that go on under a newer attempt."""
+        """Continue live requests under a newer attempt, possibly with another detokenizer."""
         assert self.state is not None
         outbox = TokensBuilders()
         num_seen = message.spec.num_seen
@@ -235,9 +235,9 @@ class Engine:
         return outbox.effects(self.state.step, now_ns)
 
     def _adopted(self, message: Admit) -> bytes:
-        """Return the outputs with which a request goes on for a client who came back: all that were computed.
+        """Return the outputs from which an adopted request resumes: all that were computed.
 
-        Log-probabilities are not kept, so with them it goes on where the client is.
+        Log-probabilities are not retained. With them, the request resumes at the client's position.
         """
         kept = self.shelf.take(message.request_id)
         seen = message.spec.output_ids
@@ -245,10 +245,10 @@ class Engine:
         return kept if is_whole else seen
 
     def reclaim(self, message: Reclaim, now_ns: int) -> tuple[Reclaimed | None, StepMessages]:
-        """Tell a frontend of a request that was kept for its client.
+        """Return the retained request that a client claims.
 
-        One that still lives, for a connection of the client's that is dead or will be, is taken from it. None when its
-        last tokens are still being drawn: ask again after the next result.
+        A live request is ended first, because its earlier connection is dead or superseded. Returns None while steps
+        in flight still draw its last tokens: call again after the next result.
         """
         live = [] if self.state is None else self._claimed(message)
         effects = self.cancel([request.request_id for request in live], now_ns, keep=True)
@@ -262,7 +262,7 @@ class Engine:
         return Reclaimed(message.query_id, kept.admit, kept.choices()), effects
 
     def _claimed(self, message: Reclaim) -> list[Request]:
-        """Return the live choices of the request that a client claims."""
+        """Return the live choices of the claimed request."""
         assert self.state is not None
         first = self.shelf.newest(message.request_id)
         return [
@@ -275,10 +275,9 @@ class Engine:
         ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> StepMessages:
-        """End these requests. ``keep`` those that can be resumed.
+        """End these requests. With ``keep``, retain those that can be resumed.
 
-        Each gets an answer: those that were alive are reported as aborted, those that have ended were reported, and of the
-        others their frontends hear that nobody knows them.
+        Live requests are reported as aborted and unknown ones as unknown. Ended ones have been reported before.
         """
         state = self.state
         if state is None:
@@ -303,21 +302,21 @@ class Engine:
         return outbox.effects(state.step, now_ns)
 
     def live_ids(self) -> Iterable[int]:
-        """Return the choices that have not ended."""
+        """Return the ids of the live choices."""
         return () if self.state is None else self.state.live
 
     def is_alive(self, request_id: int, attempt: int) -> bool:
-        """Return whether a choice has come in this attempt, or a newer one, and has not ended."""
+        """Return True when the choice is alive in this attempt or a newer one."""
         request = None if self.state is None else self.state.live.get(request_id)
         return request is not None and request.attempt >= attempt
 
     def opened(self) -> list[tuple[int, int]]:
-        """Return which detokenizer knows of which live choice."""
+        """Return pairs of detokenizer and live choice, for choices that the detokenizer knows."""
         live = () if self.state is None else self.state.live.values()
         return [(request.detokenizer, request.request_id) for request in live if request.opened]
 
     def let_go(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
-        """Forget requests that go on at another engine, and what would be kept of them for their clients."""
+        """Forget requests that continue at another engine, including their retained state."""
         gone = set(request_ids)
         self._early = [m for m in self._early if isinstance(m, Cancel) or m.request_id not in gone]
         for request_id in gone:
@@ -328,7 +327,7 @@ class Engine:
         return self.drop(gone, now_ns)
 
     def drop(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
-        """End requests for which nobody waits, without a word to a frontend."""
+        """End requests that have no frontend any more, without reporting it."""
         if self.state is None:
             return StepMessages()
         outbox = TokensBuilders()
@@ -341,7 +340,7 @@ class Engine:
         return outbox.effects(self.state.step, now_ns)
 
     def end_dropped(self, dropped: Dropped, now_ns: int) -> StepMessages:
-        """End the requests of a message that was dropped on its way here, with an error; those of a cancel as aborted."""
+        """End the requests of a message that was dropped on its way, with an error; those of a `Cancel` as aborted."""
         if dropped.kind == Cancel.__struct_config__.tag:
             return self.cancel(dropped.request_ids, now_ns)
         state, lost = self.state, list(dropped.request_ids)
@@ -353,7 +352,7 @@ class Engine:
         return self.fail(lost, dropped.error(Role.CORE), now_ns)
 
     def fail(self, request_ids: Iterable[int], error: RequestError, now_ns: int) -> StepMessages:
-        """End these requests, known or not and every choice of them, with an error."""
+        """End these requests, known or not, and all their choices with an error."""
         state, outbox, lost = self.state, TokensBuilders(), list(request_ids)
         live = {} if state is None else state.live
         firsts = {live[request_id].first_id for request_id in lost if request_id in live}
@@ -362,14 +361,14 @@ class Engine:
             request = live.get(request_id)
             if state is not None and request is not None:
                 outbox.close(request)
-                request.origin = None  # it is not kept for its client
+                request.origin = None  # not retained for its client
                 state.retire(request)
             outbox.failed.append(Failed(request_id, error.code, error.message))
         self._settle(now_ns)
         return outbox.effects(0 if state is None else state.step, now_ns)
 
     def stop_hit(self, request_ids: Iterable[int], attempts: Iterable[int], now_ns: int) -> None:
-        """End these requests silently: the text of this attempt at each has ended, and the client knows."""
+        """End these requests without reporting it: the detokenizer has found a stop string in this attempt's text."""
         state = self.state
         if state is None:
             return
@@ -380,10 +379,9 @@ class Engine:
         self._settle(now_ns)
 
     def abandon(self, frontend: int, newest_epoch: int, now_ns: int, *, down: bool) -> None:
-        """End, silently, the requests of a frontend process that is gone: epochs before ``newest_epoch``, or also it.
+        """End requests of frontend epochs before ``newest_epoch``, and of that epoch too if ``down``.
 
-        Those whose clients may come back are kept. Requests of such a process that are still on their way are ignored
-        when they come.
+        Resumable requests are retained. Requests of such a process that arrive later are ignored.
         """
         self._frontends[frontend] = (newest_epoch, down)
         self._early = [m for m in self._early if isinstance(m, Cancel) or not self._is_gone(m.request_id)]
@@ -396,7 +394,7 @@ class Engine:
             self._settle(now_ns)
 
     def _is_gone(self, request_id: int) -> bool:
-        """Return whether the frontend process that made this id has ended."""
+        """Return True when the frontend process that issued this id has ended."""
         index, epoch = frontend_of(request_id)
         if index not in self._frontends:
             return False
@@ -404,7 +402,7 @@ class Engine:
         return down if epoch_tag(newest) == epoch else is_newer(newest, epoch)
 
     def plan(self, now_ns: int) -> StepPlan | None:
-        """Plan a step if the executor may have another one and there is something to compute."""
+        """Plan a step if fewer than ``depth`` are in flight and there is work."""
         state = self.state
         if state is None or len(state.in_flight) >= self._scheduler.depth:
             return None
@@ -423,11 +421,11 @@ class Engine:
         return plan
 
     def kv_orders(self, now_ns: int) -> KvTierRequests | None:
-        """Return what the executor is to store, fetch and offer, if anything. Asked before each plan, and behind the last one."""
+        """Return the KV transfers for the executor, if any. Called before each plan and after the last one."""
         return self.disk.orders(self.state, self._tables, now_ns)
 
     def kv_answers(self, message: KvTierResults) -> None:
-        """Hear what became of that. Answers about other tables come from before they were emptied."""
+        """Apply results of KV transfers. Results for earlier tables are ignored."""
         if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
             self.disk.answer(self.state, message)
             self.kv_desk.files.hear(self.state, message.files)
@@ -444,7 +442,7 @@ class Engine:
         return effects
 
     def expire(self, now_ns: int) -> StepMessages:
-        """End what is past its deadline; drop what was kept for clients whose time to come back is over."""
+        """End requests past their deadline and drop retained requests past their TTL."""
         self.shelf.expire(now_ns)
         due = self._deadlines.due(now_ns)
         state = self.state
@@ -465,7 +463,7 @@ class Engine:
         return effects
 
     def _tell_untold(self, now_ns: int) -> StepMessages:
-        """Report as aborted who left when it lost its slot: its client was gone."""
+        """Report as aborted the draining requests that were preempted."""
         state = self.state
         if state is None or not state.untold:
             return StepMessages()
@@ -476,13 +474,13 @@ class Engine:
         return outbox.effects(state.step, now_ns)
 
     def _keep_departed(self, state: SchedulerState, now_ns: int) -> None:
-        """Keep what left for clients that may come back."""
+        """Retain ended requests for clients that may reconnect."""
         for request in state.kept:
             self.shelf.keep(request, now_ns)
         state.kept.clear()
 
     def _settle(self, now_ns: int) -> None:
-        """After every change: keep what left for clients that may come back, and check the invariants if asked to."""
+        """Retain ended requests, and check the invariants if the configuration enables it. Called after every change."""
         state = self.state
         if state is None:
             return

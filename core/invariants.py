@@ -1,7 +1,7 @@
-"""The conservation auditor: nothing is owned twice, nothing is lost.
+"""Invariant checks: every slot, block and token is accounted for exactly once.
 
-Run after every change in tests, and in service when `SchedulerConfig.audit` is set; a violation is our own mistake, so
-it ends the process with the values in the message.
+Run after every change in tests, and in service when `SchedulerConfig.audit` is set. A violation is a bug and ends the
+process with the values in the message.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _check_blocks(state: SchedulerState) -> None:
     owners.update(pool.pins.held.values())
     for request in state.waiting:
         assert not request.held and not request.unnamed and not request.for_choices, request.request_id
-    # By whole lists and sets rather than block by block: there are hundreds, after every change.
+    # Compare whole lists and sets rather than single blocks: there are hundreds, after every change.
     places = pool.free + list(pool.cached) + list(pool.fenced) + list(owners)
     assert sorted(places) == list(range(pool.num_blocks)), Counter(places).most_common(3)
     refs = [0] * pool.num_blocks
@@ -68,13 +68,16 @@ def _check_blocks(state: SchedulerState) -> None:
     assert index.block_of == {key: block for block, key in index.key_of.items()}
     assert len(index.block_of) == len(index.key_of)
     for key, block in pool.pins.held.items():
-        assert key in pool.pins.wanted and index.block_of.get(key) == block, ("pinned, and not there", block)
+        assert key in pool.pins.wanted and index.block_of.get(key) == block, (
+            "pinned, but not indexed",
+            block,
+        )
     assert all(key in pool.pins.held for key in pool.pins.wanted if key in index.block_of), (
-        "there, and not kept"
+        "indexed and pinned, but not held"
     )
     due = {} if pool.tiers.disk is None else pool.tiers.disk.due
     for key, block in (*(index.news or {}).items(), *due.items()):
-        assert index.block_of.get(key) == block, ("would be stored with another content", key, block)
+        assert index.block_of.get(key) == block, ("would be stored with the wrong content", key, block)
     assert index.key_of.keys() >= pool.cached.keys(), pool.cached
     assert index.key_of.keys().isdisjoint(pool.free), pool.free
     in_flight = {flight.step for flight in state.in_flight}
@@ -82,7 +85,7 @@ def _check_blocks(state: SchedulerState) -> None:
 
 
 def _check_held(state: SchedulerState, request: Request) -> None:
-    """Each block once; what the next token sees and what is to be written is there, and no more than a group ever needs."""
+    """Check that blocks are unique, that the table covers the next token's window, and that state groups hold at most 2."""
     groups, block_size, who = state.limits.groups, state.limits.block_size, request.request_id
     blocks = [block for held in request.held for block in held.blocks]
     assert len(set(blocks)) == len(blocks), (who, blocks)

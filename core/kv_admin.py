@@ -1,7 +1,6 @@
-"""Where operators ask of KV memory: which prefixes there are, and which are to stay or to go.
+"""Admin operations on KV memory: list, pin, unpin, evict and export prefixes.
 
-Reads what the pool, its tiers and the trails know, and tells them what was decided. Keeps pins and trails while executors come
-and go.
+Pins and prefix paths are kept across executor restarts.
 """
 
 from __future__ import annotations
@@ -30,28 +29,28 @@ from quintet.wire.kv_admin import (
 from quintet.wire.messages import Failed
 
 BLOCKS_A_TURN = 1024
-"""Of KV memory and disk, that are looked at in a turn of the core: some milliseconds."""
+"""Blocks of memory and disk examined per loop iteration: a few milliseconds."""
 MOST_PINNED = 0.5
-"""Share of KV memory that pins may take; less where a request of full length would not fit beside them."""
+"""Maximum share of KV memory for pins; less if a request of full length would not fit in the rest."""
 
 
 class KvAdmin:
-    """One engine's."""
+    """Admin operations of one engine."""
 
     def __init__(self) -> None:
         self.pins = Pins()
         self.trails = PrefixPaths()
         self.files = FileTasks()
         self.has_news = False
-        """Whether the executor does not know the pins as they are now."""
+        """The executor's copy of the pins is out of date."""
         self._asked: deque[tuple[KvQuery, int]] = deque()
-        """Questions, and whose core they are to: the first one's tree grows."""
+        """Pending queries and the index of their core; the tree for the first one is being built."""
         self._growing: PrefixTree | None = None
 
-    # --- executors come and go ---
+    # --- executor restarts ---
 
     def begin(self, state: SchedulerState) -> None:
-        """Follow a state whose pool is new; drop the newest pins that it has no room for."""
+        """Attach to a state with a new pool; drop the newest pins that no longer fit."""
         self.files.fail_all()
         shown = _Shown(state)
         state.trails, self.trails.reach, self.trails.block_size = self.trails, shown.reach, shown.block_size
@@ -61,7 +60,7 @@ class KvAdmin:
         self.has_news = bool(self.pins.by_digest)
 
     def hear(self, message: KvPins) -> None:
-        """Take the pins that an executor kept of a core that is gone, unless there are some."""
+        """Restore the pins that an executor kept of a previous core, unless there are some."""
         if not self.pins.by_digest:
             for pin in message.pins:
                 self.pins.add(Pin(pin.digest, pin.num_tokens, tuple(pin.keys)))
@@ -75,14 +74,14 @@ class KvAdmin:
             [KvPin(pin.digest, pin.num_tokens, list(pin.keys)) for pin in self.pins.by_digest.values()]
         )
 
-    # --- questions ---
+    # --- queries ---
 
     def take(self, query: KvQuery, core: int) -> None:
-        """Hear what is asked; what became of it is told by `FileTasks.take_done`, in one of the next turns."""
+        """Queue a query; `FileTasks.take_done` returns its report in a later iteration."""
         self._asked.append((query, core))
 
     def go_on(self, state: SchedulerState | None, now_ns: int) -> None:
-        """Answer the first question, or get nearer to that: while there are requests, no more of it than a step bears."""
+        """Continue the first query; while requests are alive, only for a bounded time per iteration."""
         while self._asked:
             if state is not None and not self._grow(state, now_ns):
                 return
@@ -93,24 +92,22 @@ class KvAdmin:
                 self.files.tell(query, report)
 
     def _grow(self, state: SchedulerState, now_ns: int) -> bool:
-        """Return whether the tree for the first question is all there."""
+        """Return True when the tree for the first query is complete."""
         if self._growing is None:
             self._growing = self._tree(state, now_ns)
         return self._growing.grow(BLOCKS_A_TURN if state.live else None)
 
     def answer(self, state: SchedulerState | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
-        """Do what is asked, and say what became of it; None where a file has to be written or read for that."""
+        """Execute a query and return its report; None while a file must be written or read for it."""
         report = KvReport(query.query_id, core)
         try:
             if state is None:
-                raise RequestError(
-                    ErrorCode.UNAVAILABLE, "The engine has no executor yet; try again shortly."
-                )
+                raise RequestError(ErrorCode.UNAVAILABLE, "The engine has no executor yet; retry shortly.")
             if not state.limits.prefix_caching:
                 raise RequestError(
                     ErrorCode.INVALID,
-                    "There are no prefixes: prefix caching is off (--no-enable-prefix-caching, or a model that rotates long "
-                    "sequences otherwise).",
+                    "Prefix caching is off (--no-enable-prefix-caching, or a model that rotates long sequences "
+                    "differently), so there are no prefixes.",
                 )
             self._do(state, query, report, now_ns)
             report.room = self._room(state)
@@ -162,7 +159,7 @@ class KvAdmin:
         report.num_prefixes = len(ends)
 
     def _prefix(self, tree: PrefixTree, shown: _Shown, path: list[bytes], now_ns: int) -> KvPrefix:
-        """Return what there is of a prefix."""
+        """Return the current location and pin state of a prefix."""
         digest = path[-1]
         pin, used_ns = self.pins.by_digest.get(digest), tree.used_ns(digest)
         device, host, disk = shown.counts(shown.keys(path) if pin is None else pin.keys)
@@ -171,12 +168,12 @@ class KvAdmin:
         return KvPrefix(digest, num_tokens, device, host, disk, pin is not None, idle_ns)
 
     def _path(self, state: SchedulerState, tree: PrefixTree, query: KvQuery) -> list[bytes]:
-        """Return the digests of the prefix that is asked of."""
+        """Return the digests of the prefix named in the query."""
         if not query.token_ids:
             digest = _only(query.name, {**tree.places, **self.pins.by_digest}, "prefix")
             path = tree.path(digest)
             if not path:
-                words = f"Of the prefix {query.name} nothing is held now; give its text or token ids."
+                words = f"No block of the prefix {query.name} is cached now; send its text or token ids."
                 raise RequestError(ErrorCode.NOT_FOUND, words)
             return path
         block_size = state.limits.block_size
@@ -185,24 +182,24 @@ class KvAdmin:
         if not num_blocks:
             raise RequestError(
                 ErrorCode.INVALID,
-                f"The prefix has {len(tokens)} tokens; what is kept are full blocks of {block_size}. Give a longer one.",
+                f"The prefix has {len(tokens)} tokens; only full blocks of {block_size} are cached. Send a longer prefix.",
             )
         extend_chain(digests, salt_digest(query.salt), tokens, block_size, num_blocks)
         return digests
 
-    # --- verbs ---
+    # --- operations ---
 
     def _pin(self, state: SchedulerState, shown: _Shown, path: list[bytes]) -> list[bytes]:
-        """Keep a prefix; return as much of it as can be kept."""
+        """Pin a prefix; return the part that can be pinned."""
         limits, pool = state.limits, state.pool
         if limits.groups.states:
-            # Where states are kept, who computes the prefix decides: only what is there can be kept.
+            # With states, the request that computes the prefix sets the checkpoints: only cached parts can be pinned.
             path = path[: shown.reach(path)]
             if not path:
                 raise RequestError(
                     ErrorCode.NOT_FOUND,
-                    "Nothing of the prefix is held, and this model's layers keep states, which are kept behind some tokens only. "
-                    "Send the prompt once, and pin it then.",
+                    "No block of the prefix is cached, and this model's states are checkpointed at some tokens only. "
+                    "Send the prompt once, then pin it.",
                 )
         pin = Pin(path[-1], len(path) * limits.block_size, tuple(_needed(limits, path)))
         if pin.digest in self.pins.by_digest:
@@ -211,8 +208,8 @@ class KvAdmin:
         if num_pinned + num_more > most:
             raise RequestError(
                 ErrorCode.INVALID,
-                f"The prefix takes {num_more} blocks beside {num_pinned} that are pinned; of {limits.num_blocks} at most {most} "
-                "may be: half, and no more than leave room for a request of full length. Unpin another, or start the server "
+                f"The prefix needs {num_more} blocks, and {num_pinned} are pinned; of {limits.num_blocks} blocks at most {most} "
+                "may be pinned: half, and a request of full length must fit. Unpin another prefix, or start the server "
                 "with a larger --kv-cache-memory or a smaller --max-model-len.",
             )
         pool.pin(pin)
@@ -226,7 +223,7 @@ class KvAdmin:
         self.has_news = True
 
     def _evict(self, state: SchedulerState, tree: PrefixTree, path: list[bytes]) -> None:
-        """Forget a prefix, all that begins with it, and of it what nothing else begins with."""
+        """Evict a prefix, all its continuations, and the part of it that no other prefix shares."""
         going = tree.following(path)
         for position in range(len(path) - 1, -1, -1):
             if position < len(path) - 1 and tree.num_next(path[position]) > 1:
@@ -236,7 +233,7 @@ class KvAdmin:
         keys = [key_of(digest, group) for digest in going for group in range(len(state.limits.groups.all))]
         if any(key in self.pins.wanted for key in keys):
             raise RequestError(
-                ErrorCode.INVALID, "The prefix, or one that begins with it, is pinned: unpin that first."
+                ErrorCode.INVALID, "The prefix or a continuation of it is pinned; unpin it first."
             )
         blocks = [pool.index.block_of[key] for key in keys if key in pool.index.block_of]
         for block in blocks + pool.index.blocks_of_ends(going):
@@ -261,7 +258,7 @@ class KvAdmin:
 
 
 class _Shown:
-    """Where contents are."""
+    """Locations of block contents."""
 
     def __init__(self, state: SchedulerState) -> None:
         tiers, limits = state.pool.tiers, state.limits
@@ -278,20 +275,20 @@ class _Shown:
         )
 
     def reach(self, path: list[bytes]) -> int:
-        """Return behind how many blocks of a prefix a request can begin."""
+        """Return the number of a prefix's blocks after which a request can start."""
         return reach(self._known, path, len(path), self._groups, self.block_size)
 
     def keys(self, path: list[bytes]) -> list[bytes]:
-        """Return what names the contents of these blocks."""
+        """Return the keys of these blocks, in every group."""
         return [key_of(digest, group) for digest in path for group in range(len(self._groups))]
 
     def counts(self, keys: Sequence[bytes]) -> list[int]:
-        """Return how many of these are on the device, in host memory and on disk."""
+        """Return the number of these keys on the device, in host memory and on disk."""
         return [sum(key in place for key in keys) for place in self._places]
 
 
 class _Union:
-    """All that is in any of some places."""
+    """Union of the keys of several maps."""
 
     def __init__(self, places: tuple[Mapping[bytes, int], ...]) -> None:
         self._places = places
@@ -301,7 +298,7 @@ class _Union:
 
 
 def _needed(limits: Limits, path: list[bytes]) -> list[bytes]:
-    """Return the contents that a request needs which goes on behind a prefix."""
+    """Return the keys that a request needs to continue after a prefix."""
     keys: list[bytes] = []
     for index, group in enumerate(limits.groups.all):
         first = (
@@ -320,11 +317,11 @@ def _most_pinned(limits: Limits) -> int:
 
 
 def _only(name: str, known: Collection[bytes], what: str) -> bytes:
-    """Return the one digest whose name begins so. Raises `RequestError`."""
+    """Return the one digest with this name prefix. Raises `RequestError`."""
     if len(name) < MIN_NAME:
         raise RequestError(
             ErrorCode.INVALID,
-            f"{name!r} is too short for the name of a prefix; give {MIN_NAME} digits or more.",
+            f"{name!r} is too short for a prefix name; send at least {MIN_NAME} digits.",
         )
     begin = bytes.fromhex(name[: len(name) // 2 * 2])
     found = [digest for digest in known if digest.startswith(begin) and digest.hex().startswith(name)]
@@ -332,6 +329,6 @@ def _only(name: str, known: Collection[bytes], what: str) -> bytes:
         return found[0]
     if found:
         raise RequestError(
-            ErrorCode.INVALID, f"{len(found)} prefixes have names that begin with {name}; give more of it."
+            ErrorCode.INVALID, f"{len(found)} prefixes have names that begin with {name}; send more digits."
         )
-    raise RequestError(ErrorCode.NOT_FOUND, f"There is no {what} with a name that begins with {name}.")
+    raise RequestError(ErrorCode.NOT_FOUND, f"No {what} has a name that begins with {name}.")

@@ -1,4 +1,4 @@
-"""What a request leaves to other servers when it has ended: the full blocks of its prompt, for who goes on with it there."""
+"""KV publication: offer the full prompt blocks of an ended request to other servers (disaggregated prefill)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def offer(state: SchedulerState, request: Request) -> None:
-    """Offer other servers the full blocks of a prompt, of a request that has just ended: the device has them still."""
+    """Offer the full prompt blocks of a request that has just ended, while the device still has them."""
     peers, handover = state.pool.tiers.peers, request.handover
     if peers is None or handover is None or not handover.offers:
         return

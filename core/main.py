@@ -1,4 +1,4 @@
-"""The core process: messages in, messages out. The only file here that knows of sockets and clocks."""
+"""Core process: message loop around the engine. The only module of the core that uses sockets and clocks."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ Message = (
 )
 
 AUDIT_NS = 5_000_000_000
-"""Between two accounts to the detokenizers."""
+"""Interval between reports of live requests to the detokenizers."""
 
 MAX_EARLY = 1 << 14
-"""Messages kept for processes that no topology has named yet. Frontends of ours are named within moments."""
+"""Capacity of the queue of messages that wait for a newer topology."""
 
 
 class Core:
-    """The loop: take what arrived, apply it, plan as far ahead as the depth allows."""
+    """Event loop: receive messages, apply them, plan up to the configured depth."""
 
     def __init__(self, process: Process[Message]) -> None:
         config = process.config
@@ -70,20 +70,20 @@ class Core:
         self._span = self.process.span
         self._auditors = Reconcilers()
         self._paths = Reconcilers()
-        """Of what took each path, a frontend's and a tokenizer's."""
+        """Compares requests per path, a pair of frontend and tokenizer."""
         self._accounted_ns = 0
         self._reclaims: list[Reclaim] = []
-        """Questions for requests whose last tokens are being drawn."""
+        """Reclaims deferred until the steps in flight have drawn their requests' last tokens."""
         self._is_retiring = False
-        """Whether the supervisor wants to hear when nothing is left."""
+        """The supervisor requested `Drained` once no request is left."""
         self._early: PendingTopology[int, Admit | Cancel | Reclaim] = PendingTopology(MAX_EARLY)
-        """By frontend slot."""
+        """Keyed by frontend slot."""
         events = config.cache.events
         self._publisher = None if events is None else KvPublisher(events, process.me.index)
         process.account = self._account
 
     def run(self) -> None:
-        """Serve until told to stop."""
+        """Serve until the process is stopped."""
         scheduler = self.process.config.scheduler
         self.process.ready(policy=scheduler.policy, depth=str(scheduler.depth))
         try:
@@ -101,7 +101,7 @@ class Core:
                 self.process.close()
 
     def apply(self, messages: list[Message | Topology | Dropped | Drain]) -> None:
-        """Apply what arrived, in order, then plan. A change of topology comes first: the outboxes follow it already."""
+        """Apply messages in order, then plan. A new topology is applied first, because the outboxes already follow it."""
         if any(isinstance(message, Topology) for message in messages):
             self._follow(self.process.topology)
         for message in messages:
@@ -110,7 +110,7 @@ class Core:
             elif isinstance(message, Dropped):
                 if message.kind == Capacity.__struct_config__.tag:
                     raise RuntimeError(
-                        "the executor told a capacity that cannot be: nothing could ever be computed"
+                        "the executor's Capacity message is invalid; the core cannot schedule without it"
                     )
                 self._send(self.engine.end_dropped(message, self.process.now_ns))
             elif isinstance(message, Drain):
@@ -125,11 +125,11 @@ class Core:
         self._give_account()
         self._note_endings()
         if self._is_retiring and not self.engine.is_needed and not self._early:
-            self._is_retiring = False  # said once is enough
+            self._is_retiring = False  # sent once per Drain
             self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
 
     def _take(self, message: Admit | Cancel | Reclaim) -> None:
-        """Handle what comes from a frontend, or keep it for the next topology. Nobody waits behind another's requests."""
+        """Handle a frontend's message, or queue it until its topology arrives. Queues of frontends are independent."""
         sender = _sender(message)
         if sender not in self._early and not self._is_early(message):
             self._handle(message)
@@ -137,27 +137,30 @@ class Core:
             self._refuse(message)
 
     def _refuse(self, message: Admit | Cancel | Reclaim) -> None:
-        """Tell the frontend of a request that too much waits here. Who asks for a stream hears nothing, and asks again."""
+        """Reject a message because the queue of early messages is full.
+
+        The frontend gets `Failed` or `Unknown`. A `Reclaim` gets no answer and is sent again by its frontend.
+        """
         self.process.log.warning(
-            "%d messages wait for a newer topology than any that came; one more is refused", MAX_EARLY
+            "rejecting a message: %d messages already wait for a newer topology", MAX_EARLY
         )
         match message:
             case Admit():
-                words = "too many requests wait inside the server for news of its processes; send it again."
+                words = "The server's queue of requests that wait for a topology update is full; retry the request."
                 failed = Failed(message.request_id, ErrorCode.OVERLOADED, words)
                 self.process.peers.send(Role.FRONTEND, _sender(message), failed)
             case Cancel():
                 self._tell_unknown(message.request_ids)
 
     def _is_early(self, message: Admit | Cancel | Reclaim) -> bool:
-        """Whether a request was sent by a newer topology than ours: answers to it might be lost."""
+        """Return True when the message was sent under a newer topology than ours: answers to it might be lost."""
         if isinstance(message, Cancel):
             return False
         version = message.spec.topology if isinstance(message, Admit) else message.topology
         return version > self.process.topology.version
 
     def _handle(self, message: Message) -> None:
-        """Apply one message and send what follows from it."""
+        """Apply one message and send the resulting messages."""
         now, begun = self.process.now_ns, time.monotonic_ns()
         if isinstance(message, StepResult):
             self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
@@ -217,19 +220,19 @@ class Core:
                 self.process.tell_figures()
 
     def _commit(self, result: StepResult, now: int) -> StepMessages:
-        """Apply a step's result, and count its tokens."""
+        """Commit a step's result and observe its token count."""
         state = self.engine.state
         if state is None or not state.in_flight or state.in_flight[0].step != result.step:
             return self.engine.commit(result, now)
         counters = state.counters
         num_before = counters.computed_tokens + counters.first_tokens
         effects = self.engine.commit(result, now)
-        # A later token is drawn where its predecessor is computed: that counts once.
+        # A decoded token is counted where its predecessor is computed, so that each counts once.
         self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
         return effects
 
     def _ask_again(self) -> None:
-        """Answer the questions that waited for a result which is here now, or is lost."""
+        """Retry the deferred reclaims."""
         reclaims, self._reclaims = self._reclaims, []
         for reclaim in reclaims:
             self._reclaim(reclaim, self.process.now_ns)
@@ -244,18 +247,20 @@ class Core:
             self.process.peers.send(Role.FRONTEND, message.frontend, answer)
 
     def _audit(self, account: Live, now: int) -> None:
-        """Give up what lives here and a frontend does not wait for."""
+        """Drop requests that are alive here but unknown to their frontend."""
         slot = account.sender.index, epoch_tag(account.sender.epoch)
         ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == slot]
         orphans = self._auditors.compare(slot, unpack_i64(account.request_ids), ours).orphans
         if orphans:
-            self._note_differences("live here, and nobody waits for them", orphans)
+            self._note_differences("alive here, but unknown to their frontend", orphans)
             self._send(self.engine.drop(orphans, now))
 
     def _audit_path(self, account: InFlightReport) -> None:
-        """Have what a frontend waits for sent again, if its tokenizer has passed it on and it did not come, or was lost."""
+        """Report requests unknown that the tokenizer forwarded and that are not alive here, so that the frontend
+        resends them.
+        """
         if self.engine.state is None or account.sender.index in self._early:
-            return  # what it names may wait here
+            return  # the requests may be queued here
         ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
         ours = [
             request_id
@@ -265,14 +270,17 @@ class Core:
         path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
         unknown = self._paths.compare(path, ids, ours).unknown
         if unknown:
-            self._note_differences("waited for, and not alive", unknown)
+            self._note_differences("awaited by a frontend, but not alive here", unknown)
             self._tell_unknown(unknown)
 
     def _compare_tenants(self, result: StepResult, num_tenants: int) -> None:
         if result.num_tenants is not None and result.num_tenants != num_tenants:
             self.metrics.audit_differences.inc(abs(result.num_tenants - num_tenants))
             self.process.log.warning(
-                "step %d: the executor has %d tenants, not %d", result.step, result.num_tenants, num_tenants
+                "step %d: the executor has %d active slots, the core %d",
+                result.step,
+                result.num_tenants,
+                num_tenants,
             )
 
     def _note_differences(self, what: str, request_ids: Sequence[int]) -> None:
@@ -280,7 +288,7 @@ class Core:
         self.process.log.warning("%d requests are %s: %s", len(request_ids), what, list(request_ids[:8]))
 
     def _tell_unknown(self, request_ids: Sequence[int]) -> None:
-        """Have frontends send requests again."""
+        """Send `Unknown` to the frontends of these requests, so that they resend them."""
         if not request_ids:
             return
         for index, ids in by_slot(
@@ -289,7 +297,7 @@ class Core:
             self.process.peers.send(Role.FRONTEND, index, Unknown(pack_i64(ids)))
 
     def _give_account(self) -> None:
-        """Tell every detokenizer, from time to time, what it keeps for us."""
+        """Send each detokenizer the list of its live requests, every `AUDIT_NS`."""
         now = self.process.now_ns
         if now - self._accounted_ns < AUDIT_NS:
             return
@@ -302,7 +310,7 @@ class Core:
                 self.process.peers.send(Role.DETOKENIZER, slot.worker.index, account)
 
     def _plan(self) -> None:
-        """Send plans until the depth is reached, nothing is left to compute, or the executor is not the one we know."""
+        """Send plans until the depth is reached, no work is left, or the executor's epoch is not the known one."""
         peers = self.process.peers
         executor = self.process.me.index
         if not self._has_executor():
@@ -322,7 +330,7 @@ class Core:
             self._order()
 
     def _publish(self) -> None:
-        """Tell operators what became of their questions, and outside routers what happened to blocks in this turn."""
+        """Send finished prefix exports to frontends and publish this iteration's KV events."""
         for frontend, report in self.engine.kv_desk.files.take_done():
             self.process.peers.send(Role.FRONTEND, frontend, report)
         state = self.engine.state
@@ -332,7 +340,10 @@ class Core:
             self._publisher.publish(encode(batch))
 
     def _order(self) -> None:
-        """Have the executor store and fetch: behind the plans that write a block, before any that could write over it."""
+        """Send KV transfer requests to the executor.
+
+        They follow the plans that write a block and precede any plan that could overwrite it.
+        """
         orders = self.engine.kv_orders(self.process.now_ns)
         for message in (orders, self.engine.kv_desk.take_news()):
             if message is not None:
@@ -352,14 +363,14 @@ class Core:
         self._tell_unknown(effects.unknown)
 
     def _end_untold(self, tokens: Tokens, error: FrameTooLarge) -> None:
-        """End the requests of tokens that are too many to be told at once, with what comes with them."""
+        """End the requests of a `Tokens` message that exceeds the frame limit."""
         ids = [*unpack_i64(tokens.request_ids), *(opened.request_id for opened in tokens.opens)]
-        words = f"What one step made of the request is too large to be told: {error}. Ask for fewer log-probabilities."
+        words = f"Step output exceeds the message size limit: {error}. Request fewer log-probabilities."
         lost = RequestError(ErrorCode.TOO_LARGE, words)
         self._send(self.engine.fail(ids, lost, self.process.now_ns))
 
     def _follow(self, topology: Topology) -> None:
-        """End the requests of frontends that are gone."""
+        """Abandon requests of replaced frontends, then handle queued messages."""
         now = self.process.now_ns
         for slot in topology.slots:
             worker = slot.worker
@@ -369,7 +380,7 @@ class Core:
             self._take(message)
 
     def _note_endings(self) -> None:
-        """Count what this turn ended, and what is left."""
+        """Report the requests that ended in this iteration, and the number that is pending."""
         state = self.engine.state
         is_ours = self._has_executor() and not (state is not None and state.is_waiting_for_contents)
         self.process.pending = self.engine.num_live if is_ours else 0
@@ -377,19 +388,21 @@ class Core:
             self.metrics.note_endings(state, self.process.now_ns)
 
     def _account(self) -> tuple[int, int]:
-        """Bring the gauges up to date, and return the heartbeat's account."""
+        """Update the gauges and return ``(progress, pending)`` for the heartbeat."""
         if self.engine.state is not None:
             self.metrics.note_state(self.engine.state)
         return self.process.progress, self.process.pending
 
     def _has_executor(self) -> bool:
-        """Whether the executor that is there is the one we know: waiting for another is no stall of ours."""
+        """Return True when the executor at the other end has the epoch we know. Waiting for another is not a stall of
+        the core.
+        """
         known = self.engine.executor_epoch
         return known is not None and self.process.peers.epoch(Role.EXECUTOR, self.process.me.index) == known
 
 
 def _sender(message: Admit | Cancel | Reclaim) -> int:
-    """Return the slot of the frontend that a message is from."""
+    """Return the index of the frontend that sent the message."""
     match message:
         case Reclaim():
             return message.frontend
@@ -400,7 +413,7 @@ def _sender(message: Admit | Cancel | Reclaim) -> int:
 
 
 def run(me: WorkerId, config: EngineConfig) -> None:
-    """Be the core process."""
+    """Run the core process."""
     Core(Process(me, config, Message)).run()
 
 

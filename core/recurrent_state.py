@@ -1,22 +1,22 @@
-"""States of fixed size: which block a step reads a request's state from, which it writes, and which states are kept for others.
+"""Recurrent states: the block a step reads a request's state from, the one it writes, and the checkpoints kept for reuse.
 
-A state is overwritten by every step, so what is to outlive that is never copied, but not written any more::
+A state is overwritten in place until it becomes a checkpoint:
 
     step        reads    writes
-     7            4        4          one block, while nobody else wants the state
-     8            4        9          the state behind step 7 is kept: block 4 is read once more, and then left to the cache
+     7            4        4          in place
+     8            4        9          checkpoint after step 7: block 4 is read once more, then left to the cache
      9            9        9
 
-Kept are the states that requests with the same beginning can go on from: behind most of a prompt (`GRAIN`), behind every
-`KEEP_EVERY` tokens, and, for further choices of one prompt, behind all of it but the last token. A prompt's pieces end there.
-The last state of all is behind what a request has computed when it ends (`SchedulerState.retire`).
+Checkpoints let requests with the same prefix resume: near the end of a prompt (`GRAIN`), every `KEEP_EVERY` tokens,
+and for further choices after all but the last prompt token. Prefill chunks end there. The final state of a request is
+registered when it ends (`SchedulerState.retire`).
 
-Where that is in the middle of a block, the block is not written any more either, in any group: the request writes on in a copy::
+A checkpoint inside a block also leaves the partial KV blocks to the cache and continues in copies:
 
-    tokens      | 0 … 1023 | 1024 … 1500 |          the block of 1024 is left to the cache with what it holds,
-                                  1501 … |          its copy is what the request goes on with
+    tokens      | 0 … 1023 | 1024 … 1500 |          the block of 1024 is left to the cache with its content,
+                                  1501 … |          its copy is what the request continues in
 
-Keeping is a favour: where no block is to spare the state is written over, and who would have begun there computes more.
+Checkpoints are optional: when blocks are scarce, the state is overwritten and later requests recompute more.
 """
 
 from __future__ import annotations
@@ -26,26 +26,31 @@ from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.step_builder import StepBuilder
 
 KEEP_EVERY = 1024
-"""Tokens, rounded up to whole blocks: pieces so long are computed as fast, token for token, as longer ones, and what a state
-takes is a small part of what as many tokens' keys and values do."""
+"""Checkpoint interval in tokens, rounded up to whole blocks.
+
+Longer prefill chunks are no faster per token, and a state is small compared with the KV of that many tokens.
+"""
 
 GRAIN = 16
-"""A prompt's state is kept behind so many tokens or a multiple, the last one that leaves a token to compute; where blocks hold
-fewer, behind the last full one. Not behind all but one: a chat's next turn may leave out how its last answer began."""
+"""Granularity of the last checkpoint of a prompt, in tokens; at least one token is left to compute.
+
+With smaller blocks it follows the last full block. It precedes the end of the prompt because the next chat turn may
+omit the beginning of the previous answer.
+"""
 
 
 def begin(state: SchedulerState, request: Request) -> None:
-    """Note where states of a request are kept that is to go on behind ``planned`` tokens, from what was found or from nothing."""
+    """Initialize the state bookkeeping of a request that starts after ``planned`` tokens, with or without a matched state."""
     request.begins_at = request.planned
     held = [request.held[index].blocks for index in state.limits.groups.states]
-    # A state that came back from the host lies in the request's own block, which its next step writes over.
+    # A state restored from the host is in the request's own block, which its next step overwrites.
     if request.planned == _end_for_choices(state, request) and all(len(blocks) == 2 for blocks in held):
         _keep_for_choices(state, request, [blocks[0] for blocks in held])
     request.keep_at = _next_kept(state, request)
 
 
 def cut(state: SchedulerState, request: Request, count: int) -> int:
-    """Return how many of its next ``count`` tokens a request computes before its state is to be kept."""
+    """Limit ``count`` so that the step ends at the next checkpoint."""
     keep_at = request.keep_at
     if keep_at == request.planned:
         keep_at = _next_kept(state, request)
@@ -53,9 +58,9 @@ def cut(state: SchedulerState, request: Request, count: int) -> int:
 
 
 def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
-    """Say which blocks the next tokens' step reads and writes; keep the state behind those before them, if it is due."""
+    """Set the state blocks that the next step reads and writes; keep the current state if a checkpoint is due."""
     groups, pool, planned = state.limits.groups, state.pool, request.planned
-    is_new = planned == request.begins_at  # what it reads and writes was said when it was found
+    is_new = planned == request.begins_at  # its blocks were set when the state was matched
     is_kept = planned == request.keep_at and not is_new and pool.num_available > _reserve(state)
     is_for_choices = planned == _end_for_choices(state, request)
     if planned == request.keep_at:
@@ -79,7 +84,7 @@ def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
 def exchange(
     state: SchedulerState, step: StepBuilder, request: Request, index: int, found: list[int]
 ) -> None:
-    """Have a request go on from a state that others have kept."""
+    """Make a request continue from a state that another request has checkpointed."""
     held = request.held[index]
     state.pool.share(found)
     state.pool.release(held.blocks[:-1], state.fence)
@@ -88,7 +93,7 @@ def exchange(
 
 
 def last_kept(limits: Limits, num_prompt: int) -> int:
-    """Return behind how many tokens of a prompt, whole blocks of them, the last state is kept that others can begin behind."""
+    """Return the token count, in whole blocks, of the last reusable checkpoint of a prompt."""
     size = limits.block_size
     grain, every = min(GRAIN, size), -(-KEEP_EVERY // size) * size
     end = (num_prompt - 1) // grain * grain
@@ -96,14 +101,14 @@ def last_kept(limits: Limits, num_prompt: int) -> int:
 
 
 def room_of(state: SchedulerState, request: Request, end: int, room: int) -> int:
-    """Return until when nothing is to be done about a request's states: at most ``room``, and at least ``end`` tokens."""
+    """Return the token count up to which the states need no change: at most ``covered``, at least ``end``."""
     if any(len(request.held[index].blocks) == 2 for index in state.limits.groups.states):
         return end
     return room if request.keep_at is None else min(room, request.keep_at)
 
 
 def _next_kept(state: SchedulerState, request: Request) -> int | None:
-    """Return behind how many tokens, more than are planned, a state is kept next."""
+    """Return the token count of the next checkpoint after the planned tokens."""
     limits, planned = state.limits, request.planned
     wanted = [_end_for_choices(state, request)]
     if limits.prefix_caching:
@@ -115,7 +120,7 @@ def _next_kept(state: SchedulerState, request: Request) -> int | None:
 
 
 def _end_for_choices(state: SchedulerState, request: Request) -> int | None:
-    """Return behind how many tokens further choices of a request begin, if some have still to."""
+    """Return the token count from which further choices of a request start; None if none is waiting."""
     if request.parent is not None or request.params.n == 1 or not _has_choices(state, request):
         return None
     return request.num_prompt - 1
@@ -132,7 +137,7 @@ def _keep_for_choices(state: SchedulerState, request: Request, blocks: list[int]
 
 
 def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: list[int]) -> None:
-    """Make a kept state findable, now or when the tokens before it are known."""
+    """Register a checkpoint, now or once the tokens before it are known."""
     planned, block_size = request.planned, state.limits.block_size
     if not state.limits.prefix_caching or planned % min(GRAIN, block_size):
         return
@@ -145,7 +150,7 @@ def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: li
 
 
 def _leave_tails(state: SchedulerState, step: StepBuilder, request: Request) -> dict[int, int]:
-    """Have a request write on in copies of its last blocks; return, by group, the blocks themselves, which are left to others."""
+    """Leave the partial last blocks to the cache and continue in copies; return the original blocks by group."""
     position, tails = request.planned // state.limits.block_size, dict[int, int]()
     for index in state.limits.groups.tokens:
         held = request.held[index]
@@ -158,5 +163,5 @@ def _leave_tails(state: SchedulerState, step: StepBuilder, request: Request) -> 
 
 
 def _reserve(state: SchedulerState) -> int:
-    """Return how many blocks must be left to requests, which need them more than those that may come."""
+    """Return the number of blocks reserved for running requests, which take precedence over checkpoints."""
     return state.limits.watermark + len(state.running) + len(state.limits.groups.all)

@@ -1,8 +1,8 @@
-"""KV on disk: a request begins behind what the disk has of its tokens, where reading is cheaper than computing.
+"""KV on disk: start a request after blocks on disk, where reading is cheaper than computing.
 
-A waiting request is looked up once. What the device lacks and the disk has is fetched, and until it is there the request is
-passed over by others; then it enters behind it, as behind a hit in the prefix cache. What is stored, and where, is
-`quintet.core.kv.disk_pool`'s: every full block that becomes findable, and of groups of states those behind full blocks.
+A waiting request is looked up once. Blocks that the device lacks and the disk has are fetched; meanwhile other
+requests pass. Then it enters as after a prefix cache hit. `quintet.core.kv.disk_pool` decides what is stored: every
+full block that becomes reusable, and states after full blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """On if there is to be a disk for it."""
+    """Return the feature if a disk tier is configured."""
     return None if setup.cache.disk is None else Feature("kv_disk", gate=gate, source=source)
 
 
 def gate(state: SchedulerState, request: Request) -> bool:
-    """Hold a request back while what it can begin behind is on its way. In a trial nobody waits for anything."""
+    """Delay a request while blocks are being fetched for it. A poison-isolation trial waits for nothing."""
     disk = state.pool.tiers.disk
     if disk is None or state.trial is not None:
         return True
@@ -35,7 +35,7 @@ def gate(state: SchedulerState, request: Request) -> bool:
 
 
 def _ask(state: SchedulerState, disk: DiskPool, request: Request) -> None:
-    """Have what the disk can give a request fetched, if that is worth it and there is room; where there is none now, later."""
+    """Fetch the blocks that the disk has for a request if that is cheaper; retry later when host blocks are short."""
     limits, index = state.limits, state.pool.index
     max_blocks = (len(request.tokens) - 1) // limits.block_size
     if not request.params.reads_prefix_cache or not disk.place_of or not max_blocks:
@@ -59,6 +59,6 @@ def _ask(state: SchedulerState, disk: DiskPool, request: Request) -> None:
 
 
 def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find what is on the device, and behind it what was fetched."""
+    """Match blocks on the device, then fetched blocks."""
     disk = state.pool.tiers.disk
     return None if disk is None else found_behind(state, request, disk.fetches)

@@ -1,9 +1,9 @@
-"""KV of other servers: a request begins behind what another server has computed of its prompt.
+"""KV of other servers: start a request after the prompt blocks that a peer has computed.
 
-A waiting request that names a peer is looked up once, before it runs for the first time. What the device lacks of the blocks that
-are offered there is fetched, and until it is here the request is passed over by others; then it enters behind it, as behind a hit
-in the prefix cache. It waits for room, too: computing what another has computed is what it was sent on for. What does not come is
-computed. The other direction is `quintet.core.kv_publish`.
+A waiting request that names a peer is looked up once, before it first runs. Blocks that the device lacks and the peer
+offers are fetched; meanwhile other requests pass. Then it enters as after a prefix cache hit. It also waits for free
+host blocks, because recomputation would defeat the transfer. Missing blocks are computed. `quintet.core.kv_publish`
+is the sending side.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from quintet.wire.request import KvTransfer
 
 
 def build(setup: Setup) -> Feature | None:
-    """On if there are to be other servers."""
+    """Return the feature if peers are configured."""
     return None if setup.cache.peers is None else Feature("kv_peer", gate=gate, source=source)
 
 
 def gate(state: SchedulerState, request: Request) -> bool:
-    """Hold a request back while what it can begin behind is on its way. In a trial nobody waits for anything."""
+    """Delay a request while blocks are being fetched for it. A poison-isolation trial waits for nothing."""
     peers, handover = state.pool.tiers.peers, request.handover
     if peers is None or handover is None or not handover.peer or state.trial is not None:
         return True
@@ -37,7 +37,7 @@ def gate(state: SchedulerState, request: Request) -> bool:
 
 
 def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvTransfer) -> bool:
-    """Have what a peer can give a request fetched. Return whether there was room for what it wants, perhaps nothing."""
+    """Fetch the blocks that the peer has for a request. Return False when host blocks were short."""
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
     there = min((len(request.tokens) - 1) // size, handover.num_blocks)
@@ -59,6 +59,6 @@ def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvT
 
 
 def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find what is on the device, and behind it what was fetched."""
+    """Match blocks on the device, then fetched blocks."""
     peers = state.pool.tiers.peers
     return None if peers is None else found_behind(state, request, peers.fetches)

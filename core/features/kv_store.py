@@ -1,8 +1,8 @@
-"""KV that other servers share: a request begins behind what a store has of its tokens, where fetching is cheaper than computing.
+"""KV of a shared store: start a request after stored blocks, where fetching is cheaper than computing.
 
-A waiting request is looked up in two turns: what is there of its beginning, and, if that is worth it, bring it. Meanwhile others
-pass it; then it enters behind it, as behind a hit in the prefix cache. Where looking takes longer than computing would, it does
-not look. What is kept, and when, is `quintet.core.kv.store_pool`'s.
+A waiting request is first searched in the store, then fetched if that is cheaper. Meanwhile other requests pass it.
+Then it enters as after a prefix cache hit. If the search takes longer than computing, it is skipped.
+`quintet.core.kv.store_pool` owns the transfers.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quintet.core.scheduler_state import SchedulerState
 
 
 def build(setup: Setup) -> Feature | None:
-    """On if there is a store."""
+    """Return the feature if a store is configured."""
     return None if setup.cache.store is None else Feature("kv_store", gate=gate, source=source)
 
 
 def gate(state: SchedulerState, request: Request) -> bool:
-    """Hold a request back while what it can begin behind is looked for, or on its way. In a trial nobody waits for anything."""
+    """Delay a request during its search or fetch. A poison-isolation trial waits for nothing."""
     store, request_id = state.pool.tiers.store, request.request_id
     if store is None or state.trial is not None:
         return True
@@ -42,7 +42,7 @@ def gate(state: SchedulerState, request: Request) -> bool:
 
 
 def _look_up(state: SchedulerState, store: StorePool, request: Request) -> None:
-    """Look for what a request could begin behind, if that is more than what is here already and looking is worth it."""
+    """Search the store for a request, if it could provide more than the device and the search is cheap enough."""
     limits = state.limits
     most = _most_blocks(state, store, request)
     here = reach(
@@ -65,14 +65,14 @@ def _look_up(state: SchedulerState, store: StorePool, request: Request) -> None:
 
 
 def _most_blocks(state: SchedulerState, store: StorePool, request: Request) -> int:
-    """Return how many blocks of a request whole runs can have, and leave it a token to compute."""
+    """Return the number of the request's blocks in complete chunks, leaving at least one token to compute."""
     limits, runs = state.limits, store.runs
     step = runs.every if limits.groups.states else runs.num_blocks
     return (len(request.tokens) - 1) // limits.block_size // step * step
 
 
 def _coming(state: SchedulerState, request: Request) -> int:
-    """Return behind how many blocks a request begins by what other tiers bring it."""
+    """Return the number of the request's blocks that other tiers are fetching."""
     tiers = state.pool.tiers
     wishes = [
         tier.fetches.wishes.get(request.request_id) for tier in (tiers.disk, tiers.peers) if tier is not None
@@ -81,7 +81,7 @@ def _coming(state: SchedulerState, request: Request) -> int:
 
 
 def _ask(state: SchedulerState, store: StorePool, request: Request) -> None:
-    """Have fetched what was found, if that is worth it and there is room; where there is none now, later."""
+    """Fetch the found blocks if that is cheaper than computing; retry later when host blocks are short."""
     limits, index, request_id = state.limits, state.pool.index, request.request_id
     groups, size = limits.groups.all, limits.block_size
     most = _most_blocks(state, store, request)
@@ -109,6 +109,6 @@ def _ask(state: SchedulerState, store: StorePool, request: Request) -> None:
 
 
 def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
-    """Find what is on the device, and behind it what was fetched."""
+    """Match blocks on the device, then fetched blocks."""
     store = state.pool.tiers.store
     return None if store is None else found_behind(state, request, store.fetches)

@@ -1,12 +1,12 @@
-"""Prefetches: what waiting requests want of a tier that takes its time, and the host blocks that it comes to.
+"""Prefetches from slow tiers: contents that waiting requests want, and the host blocks that receive them.
 
-A request's wish is *pending* until the executor has answered for all of it; the plan that lets the request enter copies the
-contents to the device. A host block that is being written gets no other content before the answer is here, whoever wanted it:
+A request's fetch is *pending* until the executor has reported all its blocks. The plan that admits the request copies
+them to the device. A host block being written is not reused before that report, even if no request wants it any more:
 
-      free ──── ask ───▶ awaited ──── answered ───▶ holds a content ──── nobody wants it any more ───▶ free
+      free ──── ask ───▶ awaited ──── reported ───▶ holds a content ──── no longer wanted ───▶ free
 
-Knows neither where contents come from nor what that costs: `quintet.core.kv.disk_pool`,
-`quintet.core.kv.peer_pool` and `quintet.core.kv.store_pool` do.
+The tiers `quintet.core.kv.disk_pool`, `quintet.core.kv.peer_pool` and `quintet.core.kv.store_pool` know the sources
+and costs.
 """
 
 from __future__ import annotations
@@ -18,50 +18,50 @@ from itertools import takewhile
 from quintet.core.kv.host_pool import HostPool
 
 PATIENCE_NS = 10_000_000_000
-"""A fetch of which, and of those before it, nothing is heard for so long is given up: somebody hangs, or an answer was lost."""
+"""Timeout of a fetch without progress in it or an earlier one: a process hangs, or a result was lost."""
 MOST_NS = 60_000_000_000
-"""A fetch that takes longer is given up, however much is heard of it: who brings a block now and then keeps nobody."""
+"""Absolute timeout of a fetch, despite progress."""
 
 
 @dataclass(slots=True)
 class FetchRequest:
-    """What a waiting request has asked for, once it was looked up: perhaps nothing."""
+    """Fetch of a waiting request, created after its lookup; possibly empty."""
 
     num_tokens: int = 0
-    """Behind so many it can begin when all has come."""
+    """Number of tokens after which the request can start once all blocks have arrived."""
     pending: set[bytes] = field(default_factory=set)
     last: int = 0
-    """The number of the newest fetch among these."""
+    """Sequence number of the newest fetch among ``pending``."""
     deadline_ns: int | None = None
-    """When it is given up; None: soon known."""
+    """Time at which the fetch is given up; None until the next transfer requests."""
     last_deadline_ns: int | None = None
-    """No deadline is later; None: soon known."""
+    """Upper bound of ``deadline_ns``; None until the next transfer requests."""
 
 
 class Prefetches:
-    """Who wants what, and what of it is on its way."""
+    """Fetches per request, and the transfers in progress."""
 
     __slots__ = ("_awaited", "_num_asked", "_number_of", "_untimed", "room", "wishes")
 
     def __init__(self, first_host_block: int, num_host_blocks: int) -> None:
-        """Host blocks: those that contents are fetched into, consecutive numbers."""
+        """Host blocks are numbered consecutively from ``first_host_block``; fetches are written into them."""
         self.room = HostPool(num_host_blocks, first_host_block)
         self.wishes: dict[int, FetchRequest] = {}
-        """By request."""
+        """Keyed by request."""
         self._awaited: dict[int, bytes] = {}
-        """Host block -> the content that is being read into it."""
+        """Host block -> key being read into it."""
         self._num_asked = 0
         self._number_of: dict[int, int] = {}
-        """Host block -> the number of the fetch that it is for; fetches are answered in this order, or nearly."""
+        """Host block -> sequence number of its fetch; results arrive in about this order."""
         self._untimed: list[FetchRequest] = []
-        """Whose patience begins with the next orders."""
+        """Fetches with a timeout that starts at the next transfer requests."""
 
     def ask(
         self, request_id: int, keys: Sequence[bytes], num_tokens: int, *, whole: bool
     ) -> list[tuple[int, bytes]] | None:
-        """Have a request wish for these contents: as many of the first as there is room for; ``whole``: or none.
+        """Fetch contents for a request: as many of the first as free host blocks allow; ``whole``: all or none.
 
-        Return the host blocks, and contents, that are to be ordered; None, and there is no wish, without room.
+        Return the host blocks and keys to request. Return None, without a fetch, when host blocks are short.
         """
         wanted = self.room.want(request_id, keys, whole=whole)
         if not wanted:
@@ -81,7 +81,7 @@ class Prefetches:
         return new
 
     def wish_nothing(self, request_id: int) -> None:
-        """Note that a request was looked up, and that there is nothing for it."""
+        """Record that a request was looked up and needs no fetch."""
         self.wishes[request_id] = FetchRequest()
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int] | None:
@@ -100,7 +100,7 @@ class Prefetches:
         self.room.forget(request_id)
 
     def begin_orders(self, now_ns: int) -> None:
-        """Let patience begin with orders that are made now, between two plans: what was left since the last one is free."""
+        """Start the timeouts of fetches that are requested now, and free host blocks that the previous plan has read."""
         self.free_left()
         for wish in self._untimed:
             if wish.last_deadline_ns is None:
@@ -109,7 +109,7 @@ class Prefetches:
         self._untimed.clear()
 
     def expire(self, now_ns: int) -> bool:
-        """Give up what was fetched for too long: who waits for it computes. Return whether anything was."""
+        """Give up fetches past their deadline; their requests compute. Return True when there were any."""
         is_late = False
         for request_id, wish in self.wishes.items():
             if wish.pending and wish.deadline_ns is not None and now_ns > wish.deadline_ns:
@@ -119,7 +119,7 @@ class Prefetches:
         return is_late
 
     def settle(self, blocks: Sequence[int], *, missed: bool) -> list[bytes]:
-        """Hear that these host blocks hold what was ordered, or do not. Return the contents, of those that were awaited."""
+        """Apply results: these host blocks hold their content, or missed it. Return the keys that were awaited."""
         newest = max((self._number_of.get(block, 0) for block in blocks), default=0)
         if newest:
             behind = [wish for wish in self.wishes.values() if wish.pending and wish.last >= newest]
@@ -134,7 +134,9 @@ class Prefetches:
                 continue
             settled.append(key)
             del self._number_of[block]
-            if self.room.block_of.get(key) == block:  # else nobody wants it any more, or it was ordered anew
+            if (
+                self.room.block_of.get(key) == block
+            ):  # otherwise no request wants it any more, or it was requested again
                 known.append(key)
         if missed:
             self.room.lose(known)
@@ -145,16 +147,16 @@ class Prefetches:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for what is on its way."""
+        """True while a request waits for a fetch."""
         return any(wish.pending for wish in self.wishes.values())
 
     @property
     def frees_room(self) -> bool:
-        """Whether there will be more room: somebody enters behind what takes it, or has just done so."""
+        """True when more host blocks will be free: a request enters from its fetched blocks, or just did."""
         return bool(self.room.keys_of) or any(block not in self._awaited for block in self.room.leaving)
 
     def free_left(self) -> None:
-        """Free what the plan that is being sent has read, and nobody writes."""
+        """Free host blocks that the plan being sent has read and no fetch writes."""
         leaving = self.room.leaving
         self.room.free += (block for block in leaving if block not in self._awaited)
         self.room.leaving = [block for block in leaving if block in self._awaited]
@@ -166,4 +168,4 @@ class Prefetches:
         assert self._awaited.keys() <= {*self.room.block_of.values(), *self.room.leaving}, self._awaited
         assert waiting.issuperset(self.wishes), (waiting, list(self.wishes))
         for wish in self.wishes.values():
-            assert wish.pending <= self.room.block_of.keys(), "waits for what nobody brings"
+            assert wish.pending <= self.room.block_of.keys(), "pending without a fetch"

@@ -1,16 +1,14 @@
-"""Blocks in a store that other servers share: what goes there, and what waiting requests look for and fetch from there.
+"""Store tier: KV blocks in a store shared with other servers.
 
-Who else writes to it, and what gives way there, this process does not hear. So a request's runs
-(`quintet.core.kv.store_chunks`) are looked for first; what was found, or kept by this engine, is believed to be there
-until it is missed::
+This process is not notified of other writers or of evictions. So the store is searched for a request's chunks first
+(`quintet.core.kv.store_chunks`). Chunks found, or stored by this engine, are assumed present until a read misses:
 
-      request ── search ──▶ found ── is it worth it? ──▶ get ──▶ host block ── a plan ──▶ device block
-                                                          │ missed: computed, and kept anew
+      request ── search ──▶ found ── is it cheaper? ──▶ get ──▶ host block ── a plan ──▶ device block
+                                                          │ missed: computed, and stored again
 
-What is to be kept waits on the device, as long as the prefix cache has it; only so much of it is copied to the host at once.
+Blocks to store wait on the device while they are cached; the bytes copied to the host at once are bounded.
 
-Never wrong: a key names the content, and the executor takes nothing else under it
-(`quintet.executor.kv_transfer.store.chunk_format`).
+A key names the exact content, and the executor verifies it (`quintet.executor.kv_transfer.store.chunk_format`).
 """
 
 from __future__ import annotations
@@ -26,30 +24,30 @@ from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_store import Get, Put, Search, StoreRequests, StoreResults
 
 MAX_KNOWN = 1 << 18
-"""StoreChunks that are believed to be there."""
+"""Maximum number of chunks assumed present."""
 MAX_DUE = 1 << 14
-"""StoreChunks that wait on the device to be kept."""
+"""Maximum number of chunks that wait to be stored."""
 MAX_NAMES = 1 << 16
-"""Looked for by one message, and one request's more: what a message may hold is bounded."""
+"""Maximum chunk names per search message, plus those of one request."""
 SILENCE_NS = 30_000_000_000
-"""How long nobody asks a store that has not answered in time."""
+"""Time without requests to a store that missed its deadline."""
 
 
 @dataclass(slots=True)
 class Lookup:
-    """What a waiting request looks for."""
+    """Search of a waiting request."""
 
     chains: list[list[bytes]]
-    """Names of all its runs, by group."""
+    """Names of all its chunks, by group."""
     counts: list[int]
-    """Of each chain, how many of the first are known to be there."""
+    """Per chain, the number of leading chunks that are present."""
     is_pending: bool
     deadline_ns: int | None = None
-    """When it is given up; None before it was ordered."""
+    """Time at which it is given up; None before it was sent."""
 
 
 class StorePool:
-    """What is known of a shared store, and what is on its way to and fro: a `quintet.core.kv.tiers.Tier`."""
+    """Chunks assumed present, and transfers in progress: a `quintet.core.kv.tiers.Tier`."""
 
     __slots__ = (
         "_asked",
@@ -71,42 +69,45 @@ class StorePool:
     def __init__(
         self, runs: StoreChunks, first_host_block: int, num_host_blocks: int, most_putting: int
     ) -> None:
-        """Host blocks: those that contents are fetched into, consecutive numbers. most_putting: blocks on their way to the
-        store at once, and a run more."""
+        """Host blocks are numbered consecutively; fetches are written into them. most_putting: maximum blocks being
+        stored, plus one chunk.
+        """
         self.runs = runs
         self.fetches = Prefetches(first_host_block, num_host_blocks)
         self.known: dict[bytes, None] = {}
-        """Names of runs that are believed to be there, used longest ago first."""
+        """Names of chunks assumed present, least recently used first."""
         self.lookups: dict[int, Lookup] = {}
-        """By request."""
+        """Keyed by request."""
         self.get_cost, self.search_cost = FetchCost(), FetchCost()
-        """Of a run; of a search."""
+        """Per chunk; per search."""
         self._asked: list[Search] = []
-        """What was not ordered yet."""
+        """Searches not sent yet."""
         self._ordered: dict[bytes, Get] = {}
-        """By name, what was not ordered yet."""
+        """Gets not sent yet, by name."""
         self._due: dict[bytes, list[bytes]] = {}
-        """Name -> keys of the blocks, of what is to be kept and was not ordered yet."""
+        """Name -> block keys of chunks to store; not sent yet."""
         self._putting: dict[bytes, int] = {}
-        """Name -> number of blocks, of what is on its way there."""
+        """Name -> number of blocks, of chunks being stored."""
         self._num_putting = 0
         self._most_putting = most_putting
         self.is_silent = False
-        """Whether the store did not answer in time, a while ago: nobody asks it."""
+        """The store missed a deadline recently and gets no requests."""
         self._silent_until_ns = 0
 
-    # --- keeping ---
+    # --- storing ---
 
     def stand(self, digests: Sequence[bytes], first: int, end: int) -> None:
-        """Hear that a request's blocks of tokens from ``first`` up to ``end`` have become findable; digests: of all before
-        ``end``. Every run that ends among them is kept, unless it is there."""
+        """Queue the chunks completed by the request's token blocks ``first`` to ``end``, unless they are present.
+
+        digests: of all blocks before ``end``.
+        """
         length = self.runs.num_blocks
         for index in range(first // length, end // length):
             for group in self.runs.groups.tokens:
                 self._keep(self.runs.keys(digests, group, index))
 
     def stand_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
-        """Hear that the states behind so many of a request's blocks have become findable."""
+        """Queue the states after the first ``num_blocks`` blocks of a request."""
         index, rest = divmod(num_blocks, self.runs.every)
         if index and not rest:
             for group in self.runs.groups.states:
@@ -128,12 +129,12 @@ class StorePool:
             del self.known[next(iter(self.known))]
 
     def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`: whether all blocks of a run are there is seen when it is ordered."""
+        """See `Tier.leave`: completeness is checked when the put is sent."""
 
     # --- fetching ---
 
     def look_up(self, request_id: int, digests: Sequence[bytes]) -> None:
-        """Look for the runs of a waiting request that are not known to be there. digests: of the blocks it could begin behind."""
+        """Search for chunks that are not known to be present. digests: of the blocks after which the request could start."""
         chains = self.runs.chains(digests)
         counts = [len(list(takewhile(self.known.__contains__, chain))) for chain in chains]
         unknown = [chain[count:] for chain, count in zip(chains, counts, strict=True)]
@@ -142,7 +143,7 @@ class StorePool:
             self._asked.append(Search(request_id, unknown))
 
     def places(self, request_id: int, digests: Sequence[bytes]) -> dict[bytes, tuple[bytes, int, int]]:
-        """Return what was found for a request: key -> the run that has it, at which position, of how many."""
+        """Return the search result: block key -> chunk name, position in the chunk, blocks in the chunk."""
         found: dict[bytes, tuple[bytes, int, int]] = {}
         lookup = self.lookups[request_id]
         for group, count in enumerate(lookup.counts):
@@ -160,7 +161,7 @@ class StorePool:
         *,
         whole: bool,
     ) -> bool:
-        """Fetch these contents, which are at these places, for a request: see `Prefetches.ask`. Return whether any is fetched."""
+        """Fetch contents at ``places`` for a request: see `Prefetches.ask`. Return True when any is fetched."""
         new = self.fetches.ask(request_id, keys, num_tokens, whole=whole)
         if new is None:
             return False
@@ -183,11 +184,11 @@ class StorePool:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for what is on its way, or looked for."""
+        """True while a request waits for a search or a fetch."""
         return self.fetches.is_awaited or any(lookup.is_pending for lookup in self.lookups.values())
 
     def expire(self, now_ns: int) -> None:
-        """Give up what was looked for, or fetched, for too long; ask nothing more for a while."""
+        """Give up searches and fetches past their deadline; then pause requests to the store."""
         is_late = self.fetches.expire(now_ns)
         for lookup in self.lookups.values():
             if lookup.is_pending and lookup.deadline_ns is not None and lookup.deadline_ns < now_ns:
@@ -196,10 +197,10 @@ class StorePool:
             self._silent_until_ns = now_ns + SILENCE_NS
         self.is_silent = now_ns < self._silent_until_ns
 
-    # --- orders and answers ---
+    # --- requests and results ---
 
     def orders(self, block_of: Mapping[bytes, int], now_ns: int) -> StoreRequests | None:
-        """Return what is to be done before the next plan is made, if anything. block_of: what the device has, by its keys."""
+        """Return the transfers to send before the next plan, or None. block_of: device blocks by key."""
         self.fetches.begin_orders(now_ns)
         orders = StoreRequests(searches=self._take_asked(), gets=[*self._ordered.values()])
         self._ordered.clear()
@@ -211,14 +212,14 @@ class StorePool:
             name = next(iter(self._due))
             keys = self._due.pop(name)
             blocks = [block_of[key] for key in keys if key in block_of]
-            if len(blocks) == len(keys):  # else some gave way to others
+            if len(blocks) == len(keys):  # otherwise some were evicted
                 self._putting[name] = len(blocks)
                 self._num_putting += len(blocks)
                 orders.puts.append(Put(pack_i32(blocks), keys))
         return None if orders.is_empty else orders
 
     def _take_asked(self) -> list[Search]:
-        """Return as many searches as fit a message; the next one is sent when something has become of these."""
+        """Return the searches that fit a message; the next message follows after the results of this one."""
         number, num_names = 0, 0
         while number < len(self._asked) and num_names < MAX_NAMES:
             num_names += sum(map(len, self._asked[number].chains))
@@ -227,7 +228,7 @@ class StorePool:
         return taken
 
     def answer(self, answers: StoreResults) -> None:
-        """Apply what became of orders."""
+        """Apply the results of transfers."""
         for name in (*answers.kept, *answers.unkept):
             self._num_putting -= self._putting.pop(name, 0)
         for name in answers.kept:
@@ -255,7 +256,7 @@ class StorePool:
                 self._know(name)
 
     def take_copies(self) -> list[int]:
-        """See `Tier.take_copies`: nothing is copied this way."""
+        """See `Tier.take_copies`: this tier has none."""
         self.fetches.free_left()
         return []
 
@@ -263,5 +264,5 @@ class StorePool:
         """See `Tier.check`."""
         assert waiting.issuperset(self.lookups), (waiting, list(self.lookups))
         assert self._num_putting == sum(self._putting.values()), (self._num_putting, self._putting)
-        assert self._putting.keys().isdisjoint(self._due), "kept twice"
+        assert self._putting.keys().isdisjoint(self._due), "queued and being stored"
         self.fetches.check(waiting)

@@ -1,6 +1,6 @@
-"""What a search for suspects does to the state: who may run now, and how the convicted ends.
+"""Effects of poison isolation on the scheduler state: restrict running requests, end the culprit.
 
-Who is suspected is `quintet.core.poison_isolation.suspects`' to know; this file preempts, ends and reports.
+`quintet.core.poison_isolation.suspects` chooses the suspects.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from quintet.wire.messages import Failed
 
 
 def hold_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
-    """Begin the next trial when the present one is over. Return whether a step may be planned now."""
+    """Start the next trial when the current one is over. Return True when a step may be planned now."""
     if not suspects.have_passed(state.live):
         return True
     if suspects.remain(state.live):
         if state.in_flight:
-            return False  # or those who are tried next would be blamed for what the others still do
+            return False  # steps in flight of other requests must not be blamed on the next suspects
         for request in list(state.running):
             state.preempt(request)
     suspects.advance(state.live)
@@ -28,7 +28,7 @@ def hold_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
 
 
 def call_off(state: SchedulerState, suspects: PoisonIsolation) -> None:
-    """Let everybody run: whatever those on trial wait for, it is not on trial, and would wait for them."""
+    """End the trial: the suspects wait for something that is not on trial and would wait for them."""
     suspects.acquit_all()
     state.trial = None
 
@@ -41,10 +41,10 @@ def convict(
     failure: str,
     now_ns: int,
 ) -> StepMessages:
-    """End the request, every choice of it, that made the executor fail; refuse what asks for the same.
+    """End all choices of the culprit, and reject requests with the same fingerprint.
 
-    ``failure`` is what its step raised; empty when the executor died. Of the requests that ask for the same, those end
-    with it that have not shown yet that they can be computed.
+    ``failure`` is the executor's exception; empty when it died. Live requests with the same fingerprint end too,
+    unless they were computed successfully before.
     """
     outbox = TokensBuilders()
     convicted = state.live.get(request_id)
@@ -52,7 +52,7 @@ def convict(
         return outbox.effects(state.step, now_ns)
     cause = failure or f"its process died {DEATHS_ALONE} times in a row while it computed nothing else"
     message = (
-        f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are refused for "
+        f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are rejected for "
         f"{REFUSE_S} s; change the prompt or the parameters."
     )
     key, first = fingerprint_of(convicted), convicted.first_id
@@ -66,6 +66,6 @@ def convict(
             outbox.failed.append(
                 Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REFUSE_S)
             )
-            request.origin = None  # it is not kept for its client
+            request.origin = None  # not retained for its client
             state.retire(request)
     return outbox.effects(state.step, now_ns)
