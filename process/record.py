@@ -133,7 +133,7 @@ class Recorder:
         self._handed_over_at = time.monotonic()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
         self._hand_over()
         self._ring.close()
 
@@ -164,7 +164,7 @@ class _WatchedOutbox:
 
 
 class _Ring:
-    """The segments of one slot, and the thread that writes them. The oldest go, those of earlier epochs first."""
+    """Segments of one slot, and the thread that writes them. The oldest are deleted, those of earlier epochs first."""
 
     def __init__(self, me: WorkerId, config: EngineConfig, folder: Path) -> None:
         self._me = me
@@ -178,7 +178,7 @@ class _Ring:
             queue.SimpleQueue()
         )
         self._num_put = self._num_written = 0
-        """Bytes; each is written by one thread only."""
+        """Bytes; each counter is written by one thread only."""
         self._given_up = False
         self._log = logging.getLogger("quintet")
         self._own_folder = folder / str(me)

@@ -133,7 +133,7 @@ def test_pins_leave_room_for_a_request_of_full_length() -> None:
     done(ask(world, "pin", PROMPT))
     report = ask(world, "pin", list(range(50, 60)))
     assert report.error is not None and report.error.code is ErrorCode.INVALID
-    assert "takes 2 blocks beside 5 that are pinned; of 16 at most 6 may be" in report.error.message
+    assert "needs 2 blocks, and 5 are pinned; of 16 blocks at most 6 may be pinned" in report.error.message
     done(ask(world, "pin", [*PROMPT[:20], 1, 2, 3, 4]))  # shares all but one
     serve(world, 1, PROMPT)
     assert serve(world, 2, list(range(100, 138))) == 0, "of full length"
@@ -202,10 +202,10 @@ def test_pinned_contents_stay_on_disk() -> None:
     ("verb", "fields", "code", "words"),
     [
         ("evict", {"name": "abc"}, ErrorCode.INVALID, "too short"),
-        ("evict", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "no prefix with a name that begins with 00000000"),
-        ("unpin", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "no pinned prefix"),
+        ("evict", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "No prefix has a name that begins with 00000000"),
+        ("unpin", {"name": "0" * 8}, ErrorCode.NOT_FOUND, "No pinned prefix"),
         ("unpin", {"prompt": PROMPT}, ErrorCode.NOT_FOUND, "is not pinned"),
-        ("pin", {"prompt": [5, 6, 7]}, ErrorCode.INVALID, "has 3 tokens; what is kept are full blocks of 4"),
+        ("pin", {"prompt": [5, 6, 7]}, ErrorCode.INVALID, "has 3 tokens; only full blocks of 4 are cached"),
     ],
 )
 def test_what_cannot_be_is_refused(
@@ -220,7 +220,7 @@ def test_what_is_pinned_is_not_evicted() -> None:
     serve(world, 1, PROMPT)
     done(ask(world, "pin", PROMPT))
     refused = ask(world, "evict", PROMPT[:4]).error
-    assert refused is not None and "is pinned: unpin that first" in refused.message
+    assert refused is not None and "is pinned; unpin it first" in refused.message
 
 
 @pytest.mark.parametrize("with_disk", [False, True])
@@ -282,7 +282,7 @@ def test_files_that_cannot_be_are_refused() -> None:
     disk = FakeDisk(40)
     world = World(disk=disk)
     for verb, fields, words in (
-        ("export", {"prompt": PROMPT, "file": "a.kv"}, "Of the prefix's 5 blocks 0 are on disk"),
+        ("export", {"prompt": PROMPT, "file": "a.kv"}, "Only 0 of the prefix's 5 blocks are on disk"),
         ("import", {"file": "a.kv"}, "There is no file a.kv."),
     ):
         refused = ask(world, verb, **fields).error  # type: ignore[arg-type]

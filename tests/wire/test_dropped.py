@@ -150,4 +150,4 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
 def test_its_error_says_whose_fault_it_is() -> None:
     error = Dropped("admit", [5]).error(Role.CORE)
     assert (error.code, error.param) == (m.ErrorCode.INTERNAL, None)
-    assert "the core was sent a message (admit)" in error.message and "fault of the server" in error.message
+    assert "the core received a message (admit)" in error.message and "bug of the server" in error.message

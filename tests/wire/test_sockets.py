@@ -113,7 +113,7 @@ def test_what_the_receiver_would_not_take_is_not_sent(bus: Bus, tmp_path: Path) 
     inbox: Inbox[Cancel] = Inbox(bus, address_of(tmp_path, CORE), Cancel, max_bytes=100)
     peers = Peers(bus, {Role.CORE: 100})
     peers.connect(CORE, inbox.address)
-    with pytest.raises(FrameTooLarge, match="for the core, which takes at most 100") as caught:
+    with pytest.raises(FrameTooLarge, match="for the core, which accepts at most 100") as caught:
         peers.send(Role.CORE, 0, Cancel([1 << 40] * 20, 0))
     assert caught.value.num_bytes > caught.value.most == 100
     assert peers.send(Role.CORE, 0, Cancel([1], 0))
@@ -176,5 +176,5 @@ def test_the_seal_is_hmac_as_the_library_makes_it() -> None:
 
 
 def test_a_damaged_key_is_named() -> None:
-    with pytest.raises(ValueError, match="5 bytes, not 32"):
+    with pytest.raises(ValueError, match="5 bytes, but 32 are expected"):
         FrameHmac(b"short")
