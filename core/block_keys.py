@@ -7,7 +7,7 @@ from itertools import takewhile
 from quintet.core.hooks import PrefixMatch
 from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.kv.prefetch import Prefetches
-from quintet.core.kv.prefix import digest_behind, extend_chain, key_of
+from quintet.core.kv.prefix import digest_after, extend_chain, key_of
 from quintet.core.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
@@ -18,7 +18,7 @@ def run_of(keys: list[bytes], block_of: dict[bytes, int]) -> list[int]:
     return [block for block in takewhile(lambda block: block is not None, blocks) if block is not None]
 
 
-def keys_behind(state: SchedulerState, request: Request, index: int, num_tokens: int) -> list[bytes]:
+def keys_after(state: SchedulerState, request: Request, index: int, num_tokens: int) -> list[bytes]:
     """Return the keys of a group's blocks that a request needs to continue after ``num_tokens`` tokens.
 
     Without prefix sharing (`Limits.prefix_caching`), for example because KV depends on more than the preceding
@@ -34,7 +34,7 @@ def keys_behind(state: SchedulerState, request: Request, index: int, num_tokens:
     wanted = digests[first:]
     if length:
         before = digests[-1] if digests else request.salt_digest
-        wanted.append(digest_behind(before, request.tokens[num_tokens - length : num_tokens]))
+        wanted.append(digest_after(before, request.tokens[num_tokens - length : num_tokens]))
     elif group.is_state:
         wanted = digests[-1:]
     return [key_of(digest, index) for digest in wanted]
@@ -46,17 +46,17 @@ def digests_of(state: SchedulerState, request: Request, num_blocks: int) -> list
     return request.digests[:num_blocks]
 
 
-def found_behind(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:
+def match_fetched(state: SchedulerState, request: Request, fetches: Prefetches) -> PrefixMatch | None:
     """Match blocks on the device, then blocks fetched for a request."""
     limits, index = state.limits, state.pool.index
-    wish = fetches.wishes.get(request.request_id)
-    if wish is None or not wish.num_tokens or request.status is Status.RUNNING:
+    fetch = fetches.requests.get(request.request_id)
+    if fetch is None or not fetch.num_tokens or request.status is Status.RUNNING:
         return None
     shared: list[GroupBlocks] = []
     restored: list[list[int]] = []
-    num_tokens = wish.num_tokens
+    num_tokens = fetch.num_tokens
     for group, spec in enumerate(limits.groups.all):
-        keys = keys_behind(state, request, group, num_tokens)
+        keys = keys_after(state, request, group, num_tokens)
         blocks = run_of(keys, index.block_of)
         fetched = fetches.fetch(request.request_id, keys[len(blocks) :])
         if fetched is None:

@@ -19,7 +19,7 @@ from quintet.core.step_builder import StepBuilder
 NO_BLOCKS = GroupBlocks()
 
 
-def own_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> list[int]:
+def num_new_blocks(state: SchedulerState, request: Request, found: PrefixMatch) -> list[int]:
     """Return the number of new blocks per group for a request that enters after the prefix match."""
     groups, length = state.limits.groups, request.length
     end = -(-length // state.limits.block_size)
@@ -70,7 +70,7 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
     if pool.num_available < len(short) - len(moved):
         return len(short) - len(moved)
     for index in groups.windowed:
-        _let_go(state, request, index, moved.values())
+        _release_passed(state, request, index, moved.values())
     for index in short:
         block = moved.get(index)
         if block is None:
@@ -80,11 +80,11 @@ def extend(state: SchedulerState, step: StepBuilder, request: Request) -> int:
         _append(step, request, index, block)
     if groups.states:
         recurrent_state.prepare(state, step, request)
-    set_room(state, request, planned + 1)
+    set_num_covered(state, request, planned + 1)
     return 0
 
 
-def move_on(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:
+def allocate(state: SchedulerState, step: StepBuilder, request: Request, count: int) -> int:
     """Allocate blocks for the next ``count`` tokens; return the number of tokens that have blocks, possibly 0."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
@@ -102,7 +102,7 @@ def move_on(state: SchedulerState, step: StepBuilder, request: Request, count: i
             _move_window(state, step, request, index, end, is_scarce)
     if groups.states:
         recurrent_state.prepare(state, step, request)
-    set_room(state, request, request.planned + count)
+    set_num_covered(state, request, request.planned + count)
     return count
 
 
@@ -123,7 +123,7 @@ def _move_window(
     """
     pool, num_wanted = state.pool, max(0, end - request.held[index].end)
     moved = _movable(state, request, index)[:num_wanted] if is_scarce else []
-    _let_go(state, request, index, moved)
+    _release_passed(state, request, index, moved)
     for block in moved:
         pool.move(block)
     for block in moved + [pool.take() for _ in range(num_wanted - len(moved))]:
@@ -145,7 +145,7 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
         pool.share(blocks)
         before = held.blocks[max(0, shared.begin - held.begin) : max(0, first - held.begin)]
         rest = held.blocks[max(0, end - held.begin) :]
-        gone = held.behind(shared.begin) + held.blocks[max(0, first - held.begin) : max(0, end - held.begin)]
+        gone = held.before(shared.begin) + held.blocks[max(0, first - held.begin) : max(0, end - held.begin)]
         pool.release(gone, state.fence)
         request.held[index] = GroupBlocks(first - len(before), before + blocks + rest)
         for position, block in enumerate(blocks, first):
@@ -154,30 +154,34 @@ def catch_up(state: SchedulerState, step: StepBuilder, request: Request, found: 
     request.register_at = (end + 1) * block_size
     if groups.states:
         recurrent_state.begin(state, request)
-    set_room(state, request, request.planned)
+    set_num_covered(state, request, request.planned)
 
 
-def set_room(state: SchedulerState, request: Request, end: int) -> None:
+def set_num_covered(state: SchedulerState, request: Request, end: int) -> None:
     """Set the token count up to which the blocks need no check, once ``end`` tokens are planned."""
     groups, block_size = state.limits.groups, state.limits.block_size
     if groups.is_plain:
-        request.room = request.held[0].end * block_size
+        request.num_covered = request.held[0].end * block_size
         return
-    room = min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
-    request.room = recurrent_state.room_of(state, request, end, room) if groups.states else room
+    num_covered = (
+        min((request.held[index].end for index in groups.tokens), default=request.limit) * block_size
+    )
+    request.num_covered = (
+        recurrent_state.num_covered(state, request, end, num_covered) if groups.states else num_covered
+    )
 
 
 def _movable(state: SchedulerState, request: Request, index: int) -> list[int]:
     """Return the blocks that leave the group's window at the next token and may be reused."""
-    behind = request.held[index].behind(state.limits.groups.first_block(index, request.planned))
-    return [block for block in behind if state.pool.may_move(block)]
+    passed = request.held[index].before(state.limits.groups.first_block(index, request.planned))
+    return [block for block in passed if state.pool.may_move(block)]
 
 
-def _let_go(state: SchedulerState, request: Request, index: int, spared: Collection[int]) -> None:
+def _release_passed(state: SchedulerState, request: Request, index: int, spared: Collection[int]) -> None:
     """Release the blocks that leave the group's window at the next token, except those reused in the same table."""
     held = request.held[index]
     first = state.limits.groups.first_block(index, request.planned)
-    gone = [block for block in held.behind(first) if block not in spared]
+    gone = [block for block in held.before(first) if block not in spared]
     held.drop(first)
     if gone:
         state.pool.release(gone[::-1], state.fence)

@@ -42,7 +42,7 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
             offer(state, request)
     if state.limits.groups.states:
         for request in flight.rows:
-            if request.is_yielding and request.length == len(request.tokens):
+            if request.is_preempt_deferred and request.length == len(request.tokens):
                 state.preempt(request)
     return outbox.effects(flight.step, now_ns)
 

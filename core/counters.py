@@ -46,8 +46,8 @@ class Counters:
     """Blocks that the store did not deliver or delivered damaged."""
     store_fetched_bytes: int = 0
     executor_losses: int = 0
-    convictions: int = 0
-    refusals: int = 0
+    poison_requests: int = 0
+    poison_rejections: int = 0
     steps: int = 0
     expired: int = 0
     """Choices that passed their deadline before they ended."""

@@ -86,10 +86,10 @@ def predict(state: SchedulerState, config: SchedulerConfig, request: Request) ->
     def prompts_ns(num_tokens: float) -> float:
         return num_tokens * pace.token_ns.value + math.ceil(num_tokens / per_step) * decode_ns
 
-    num_begun = sum(r.length - r.planned for r in state.running if r.length - r.planned > 1)
+    num_prefilling = sum(r.length - r.planned for r in state.running if r.length - r.planned > 1)
     num_waiting = share * sum(r.length for r in ahead if r.parent is None)
     for_slot_ns = _steps_until_slot(state, request, ahead) * step_ns
-    wait_ns = max(for_slot_ns, prompts_ns(num_begun + num_waiting)) + len(state.in_flight) * step_ns
+    wait_ns = max(for_slot_ns, prompts_ns(num_prefilling + num_waiting)) + len(state.in_flight) * step_ns
     first_ns = wait_ns + prompts_ns(max(1.0, share * request.length))
     end_ns = first_ns + (num_certain_outputs(request) - 1) * step_ns
     return Forecast(len(ahead), int(first_ns), int(end_ns))

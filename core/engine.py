@@ -21,10 +21,10 @@ from quintet.core.kv_admin import KvAdmin
 from quintet.core.kv_tier_client import KvTierClient
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.poison_isolation.suspects import PoisonIsolation
-from quintet.core.poison_isolation.trial import call_off, convict, hold_trial
+from quintet.core.poison_isolation.trial import call_off, hold_trial, reject_poison
 from quintet.core.policy import POLICIES
 from quintet.core.request import Request, Status
-from quintet.core.resumption import RetainedRequests, can_go_on
+from quintet.core.resumption import RetainedRequests, can_resume
 from quintet.core.scheduler import schedule
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders
@@ -61,12 +61,12 @@ class Engine:
         self._num_arrived = 0
         self._frontends: dict[int, tuple[int, bool]] = {}
         """Newest epoch of each frontend slot, and whether that process is down."""
-        self.shelf = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
+        self.retained = RetainedRequests(int(scheduler.resume_grace_s * 1e9))
         self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = PoisonIsolation()
-        self.refusals = Rejections()
+        self.rejections = Rejections()
         self.disk = KvTierClient()
-        self.kv_desk = KvAdmin()
+        self.kv_admin = KvAdmin()
         self.state: SchedulerState | None = None
         self.executor_epoch: int | None = None
         """Epoch of the executor that holds the tables mirrored by the state."""
@@ -83,7 +83,7 @@ class Engine:
     @property
     def is_needed(self) -> bool:
         """True while requests are alive or retained for disconnected clients."""
-        return self.num_live > 0 or self.shelf.is_awaited
+        return self.num_live > 0 or self.retained.is_awaited
 
     def describe(self) -> str:
         """Return steps in flight and live requests as text, for the crash log."""
@@ -116,23 +116,23 @@ class Engine:
             swap_bytes_per_s=message.swap_bytes_per_s,
             num_parts=cache.num_parts,
         )
-        before, convicted = self.state, None
+        before, culprit = self.state, None
         if before is not None:
             before.counters.executor_losses += 1
-            convicted = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
+            culprit = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
             before.in_flight.clear()
             before.pool.tiers = Tiers()  # the lost executor's KV is gone
             for request in list(before.running):
                 before.preempt(request)
-            self._keep_departed(before, now_ns)
+            self._retain_ended(before, now_ns)
         tiers = self.disk.tiers(message, limits, cache)
-        pool = BlockPool(limits.num_blocks, tiers, self.kv_desk.pins)
+        pool = BlockPool(limits.num_blocks, tiers, self.kv_admin.pins)
         self.state = state = SchedulerState(
             limits, self._hooks, pool, free_slots=list(range(limits.num_slots))
         )
-        self.kv_desk.begin(state)
+        self.kv_admin.begin(state)
         if cache.events is not None:
-            state.tell_of_blocks()
+            state.enable_kv_events()
         if before is None:
             effects = StepMessages()
             for early in self._early:
@@ -146,11 +146,13 @@ class Engine:
         state.step, state.generation, state.counters = before.step, before.generation, before.counters
         state.queue_times_ns, state.endings = before.queue_times_ns, before.endings
         state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
-        state.untold = before.untold
+        state.unreported = before.unreported
         effects = refit(state, now_ns)
-        effects.add(self._tell_untold(now_ns))
-        if convicted is not None:
-            effects.add(convict(state, self.suspects, self.refusals, convicted, message.failure, now_ns))
+        effects.add(self._report_ended(now_ns))
+        if culprit is not None:
+            effects.add(
+                reject_poison(state, self.suspects, self.rejections, culprit, message.failure, now_ns)
+            )
             self.suspects.advance(state.live)
         state.trial = self.suspects.trial
         return effects
@@ -169,24 +171,24 @@ class Engine:
             self._early.append(message)
             return StepMessages()
         ids = range(first, first + spec.params.n)
-        if any(state.knows(request_id, spec.attempt) for request_id in ids):
+        if any(state.has_seen(request_id, spec.attempt) for request_id in ids):
             return StepMessages()
         outbox = TokensBuilders()
         before: list[Request] = []
         if spec.attempt:
             before = [state.live[request_id] for request_id in ids if request_id in state.live]
-            if len(before) == len(ids) and all(can_go_on(request, message) for request in before):
-                return self._go_on(before, message, now_ns)
+            if len(before) == len(ids) and all(can_resume(request, message) for request in before):
+                return self._resume(before, message, now_ns)
             for request in before:
                 outbox.close(request)
                 request.origin = None  # only the newer attempt may be retained
                 state.retire(request)
             for request_id in ids:
-                self.shelf.take(request_id)
-        refusal = None if before else self.refusals.answer_to(message, now_ns)
-        if refusal is not None:
-            state.counters.refusals += 1
-            outbox.failed.append(refusal)
+                self.retained.take(request_id)
+        rejection = None if before else self.rejections.answer_to(message, now_ns)
+        if rejection is not None:
+            state.counters.poison_rejections += 1
+            outbox.failed.append(rejection)
             return outbox.effects(state.step, now_ns)
         num_seen = spec.num_seen
         if spec.adopts:
@@ -213,14 +215,14 @@ class Engine:
             if ending is not None:
                 outbox.end_with_last(request, ending, now_ns)
                 state.note_ended(request)
-                self.shelf.keep(request, now_ns)
+                self.retained.keep(request, now_ns)
                 continue
-            state.welcome(request)
+            state.add(request)
             if request.deadline_ns:
                 self._deadlines.watch(request.deadline_ns, request)
         return outbox.effects(state.step, now_ns)
 
-    def _go_on(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
+    def _resume(self, requests: list[Request], message: Admit, now_ns: int) -> StepMessages:
         """Continue live requests under a newer attempt, possibly with another detokenizer."""
         assert self.state is not None
         outbox = TokensBuilders()
@@ -239,7 +241,7 @@ class Engine:
 
         Log-probabilities are not retained. With them, the request resumes at the client's position.
         """
-        kept = self.shelf.take(message.request_id)
+        kept = self.retained.take(message.request_id)
         seen = message.spec.output_ids
         is_whole = message.spec.params.logprobs is None and kept.startswith(seen)
         return kept if is_whole else seen
@@ -254,17 +256,17 @@ class Engine:
         effects = self.cancel([request.request_id for request in live], now_ns, keep=True)
         if any(request.status is not Status.ENDED for request in live):
             return None, effects
-        kept = self.shelf.find(message.request_id, message.key)
+        kept = self.retained.find(message.request_id, message.key)
         if kept is None:
             return Reclaimed(message.query_id, None), effects
         if message.rename_to:
-            self.shelf.rename(message.request_id, message.rename_to)
+            self.retained.rename(message.request_id, message.rename_to)
         return Reclaimed(message.query_id, kept.admit, kept.choices()), effects
 
     def _claimed(self, message: Reclaim) -> list[Request]:
         """Return the live choices of the claimed request."""
         assert self.state is not None
-        first = self.shelf.newest(message.request_id)
+        first = self.retained.newest(message.request_id)
         return [
             request
             for request in self.state.live.values()
@@ -288,13 +290,13 @@ class Engine:
             request = state.live.get(request_id)
             if request is None:
                 if not keep:
-                    self.shelf.take(request_id)
+                    self.retained.take(request_id)
                 if request_id not in state.ended:
                     outbox.unknown.append(request_id)
                 continue
             if not keep:
                 request.origin = None
-            elif request.origin is not None and not state.wind_down(request):
+            elif request.origin is not None and not state.drain(request):
                 continue
             outbox.end(request, FinishReason.ABORT, now_ns)
             state.retire(request)
@@ -315,7 +317,7 @@ class Engine:
         live = () if self.state is None else self.state.live.values()
         return [(request.detokenizer, request.request_id) for request in live if request.opened]
 
-    def let_go(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
+    def forget_moved(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
         """Forget requests that continue at another engine, including their retained state."""
         gone = set(request_ids)
         self._early = [m for m in self._early if isinstance(m, Cancel) or m.request_id not in gone]
@@ -323,7 +325,7 @@ class Engine:
             request = None if self.state is None else self.state.live.get(request_id)
             if request is not None:
                 request.origin = None
-            self.shelf.take(request_id)
+            self.retained.take(request_id)
         return self.drop(gone, now_ns)
 
     def drop(self, request_ids: Iterable[int], now_ns: int) -> StepMessages:
@@ -388,7 +390,7 @@ class Engine:
         if self.state is not None:
             for request in list(self.state.live.values()):
                 if self._is_gone(request.request_id) and (
-                    request.origin is None or self.state.wind_down(request)
+                    request.origin is None or self.state.drain(request)
                 ):
                     self.state.retire(request)
             self._settle(now_ns)
@@ -410,7 +412,7 @@ class Engine:
             return None
         if not state.live:
             return None
-        state.trails.now_ns = now_ns
+        state.prefix_paths.now_ns = now_ns
         plan = schedule(state, now_ns)
         if plan is None and state.trial is not None and not state.in_flight:
             call_off(state, self.suspects)
@@ -428,7 +430,7 @@ class Engine:
         """Apply results of KV transfers. Results for earlier tables are ignored."""
         if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
             self.disk.answer(self.state, message)
-            self.kv_desk.files.hear(self.state, message.files)
+            self.kv_admin.files.apply(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> StepMessages:
         """Apply a step's result."""
@@ -443,13 +445,13 @@ class Engine:
 
     def expire(self, now_ns: int) -> StepMessages:
         """End requests past their deadline and drop retained requests past their TTL."""
-        self.shelf.expire(now_ns)
+        self.retained.expire(now_ns)
         due = self._deadlines.due(now_ns)
         state = self.state
         if state is None:
             return StepMessages()
         state.pool.tiers.expire(now_ns)
-        effects = self._tell_untold(now_ns)
+        effects = self._report_ended(now_ns)
         if not due:
             return effects
         outbox = TokensBuilders()
@@ -462,29 +464,29 @@ class Engine:
         effects.add(outbox.effects(state.step, now_ns))
         return effects
 
-    def _tell_untold(self, now_ns: int) -> StepMessages:
+    def _report_ended(self, now_ns: int) -> StepMessages:
         """Report as aborted the draining requests that were preempted."""
         state = self.state
-        if state is None or not state.untold:
+        if state is None or not state.unreported:
             return StepMessages()
         outbox = TokensBuilders()
-        for request in state.untold:
+        for request in state.unreported:
             outbox.end(request, FinishReason.ABORT, now_ns)
-        state.untold.clear()
+        state.unreported.clear()
         return outbox.effects(state.step, now_ns)
 
-    def _keep_departed(self, state: SchedulerState, now_ns: int) -> None:
+    def _retain_ended(self, state: SchedulerState, now_ns: int) -> None:
         """Retain ended requests for clients that may reconnect."""
-        for request in state.kept:
-            self.shelf.keep(request, now_ns)
-        state.kept.clear()
+        for request in state.retained:
+            self.retained.keep(request, now_ns)
+        state.retained.clear()
 
     def _settle(self, now_ns: int) -> None:
         """Retain ended requests, and check the invariants if the configuration enables it. Called after every change."""
         state = self.state
         if state is None:
             return
-        if state.kept:
-            self._keep_departed(state, now_ns)
+        if state.retained:
+            self._retain_ended(state, now_ns)
         if self._scheduler.audit:
             check(state)

@@ -53,22 +53,22 @@ class PrefixMatch:
         return [tail for tail in self.tails if tail is not None]
 
 
-Gate = Callable[["SchedulerState", "Request"], bool]
+CanSchedule = Callable[["SchedulerState", "Request"], bool]
 """Return True when this waiting request may enter in this step. Otherwise later ones pass it."""
 
-Source = Callable[["SchedulerState", "Request"], "PrefixMatch | None"]
+MatchPrefix = Callable[["SchedulerState", "Request"], "PrefixMatch | None"]
 """Return existing KV for a prefix of the request. The longest match is used.
 
 Called when the request enters, and in each step in which it has more than one uncomputed token.
 """
 
-Clamp = Callable[["SchedulerState", "Request", int, int], int]
+LimitTokens = Callable[["SchedulerState", "Request", int, int], int]
 """Map ``(state, request, wanted, budget)`` to the number of tokens to compute now. Called for rows that want more than one.
 
 The result may exceed the budget (it is cut). 0 means none in this step.
 """
 
-Keep = Callable[["SchedulerState", "Request"], None]
+OnPreempt = Callable[["SchedulerState", "Request"], None]
 """Called before a running request loses its slot and blocks, so that the feature can save its KV."""
 
 
@@ -77,20 +77,20 @@ class Feature:
     """Hooks of one feature; most use one or two."""
 
     name: str
-    gate: Gate | None = None
-    source: Source | None = None
-    clamp: Clamp | None = None
-    keep: Keep | None = None
+    can_schedule: CanSchedule | None = None
+    match_prefix: MatchPrefix | None = None
+    limit_tokens: LimitTokens | None = None
+    on_preempt: OnPreempt | None = None
 
 
 @dataclass(slots=True, frozen=True)
 class Hooks:
     """Hooks of all enabled features, in the order of the registry."""
 
-    gates: tuple[Gate, ...] = ()
-    sources: tuple[Source, ...] = ()
-    clamps: tuple[Clamp, ...] = ()
-    keeps: tuple[Keep, ...] = ()
+    can_schedule: tuple[CanSchedule, ...] = ()
+    match_prefix: tuple[MatchPrefix, ...] = ()
+    limit_tokens: tuple[LimitTokens, ...] = ()
+    on_preempt: tuple[OnPreempt, ...] = ()
 
 
 FEATURES: dict[str, str] = {
@@ -118,8 +118,8 @@ def flatten(features: Iterable[Feature]) -> Hooks:
     """Group the hooks of these features by kind."""
     features = list(features)
     return Hooks(
-        gates=tuple(f.gate for f in features if f.gate is not None),
-        sources=tuple(f.source for f in features if f.source is not None),
-        clamps=tuple(f.clamp for f in features if f.clamp is not None),
-        keeps=tuple(f.keep for f in features if f.keep is not None),
+        can_schedule=tuple(f.can_schedule for f in features if f.can_schedule is not None),
+        match_prefix=tuple(f.match_prefix for f in features if f.match_prefix is not None),
+        limit_tokens=tuple(f.limit_tokens for f in features if f.limit_tokens is not None),
+        on_preempt=tuple(f.on_preempt for f in features if f.on_preempt is not None),
     )

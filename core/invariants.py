@@ -50,11 +50,13 @@ def _check_blocks(state: SchedulerState) -> None:
     for request in state.running:
         _check_held(state, request)
         owners.update(block for held in request.held for block in held.blocks)
-        owners.update(block for _, blocks in request.unnamed for block in blocks)
-        owners.update(request.for_choices)
+        owners.update(block for _, blocks in request.pending_states for block in blocks)
+        owners.update(request.fork_state_blocks)
     owners.update(pool.pins.held.values())
     for request in state.waiting:
-        assert not request.held and not request.unnamed and not request.for_choices, request.request_id
+        assert not request.held and not request.pending_states and not request.fork_state_blocks, (
+            request.request_id
+        )
     # Compare whole lists and sets rather than single blocks: there are hundreds, after every change.
     places = pool.free + list(pool.cached) + list(pool.fenced) + list(owners)
     assert sorted(places) == list(range(pool.num_blocks)), Counter(places).most_common(3)
@@ -96,9 +98,13 @@ def _check_held(state: SchedulerState, request: Request) -> None:
             assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), who
             continue
         assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, (who, held.begin)
-        assert held.end * block_size >= min(request.room, request.planned), (who, held.end, request.room)
+        assert held.end * block_size >= min(request.num_covered, request.planned), (
+            who,
+            held.end,
+            request.num_covered,
+        )
     if groups.is_plain:
-        assert request.room == request.held[0].end * block_size, who
+        assert request.num_covered == request.held[0].end * block_size, who
 
 
 def _check_progress(state: SchedulerState) -> None:
@@ -120,7 +126,7 @@ def _check_lengths(request: Request, num_draws: int) -> None:
     assert request.length == known + num_draws, (request.request_id, lengths, num_draws)
     assert request.num_prompt <= known <= request.limit, (request.request_id, lengths)
     assert request.length <= request.limit, (request.request_id, lengths)
-    assert request.planned <= request.room or request.status is Status.WAITING, (
+    assert request.planned <= request.num_covered or request.status is Status.WAITING, (
         request.request_id,
-        request.room,
+        request.num_covered,
     )

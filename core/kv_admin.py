@@ -39,11 +39,11 @@ class KvAdmin:
 
     def __init__(self) -> None:
         self.pins = Pins()
-        self.trails = PrefixPaths()
+        self.prefix_paths = PrefixPaths()
         self.files = FileTasks()
         self.has_news = False
         """The executor's copy of the pins is out of date."""
-        self._asked: deque[tuple[KvQuery, int]] = deque()
+        self._queries: deque[tuple[KvQuery, int]] = deque()
         """Pending queries and the index of their core; the tree for the first one is being built."""
         self._growing: PrefixTree | None = None
 
@@ -52,14 +52,18 @@ class KvAdmin:
     def begin(self, state: SchedulerState) -> None:
         """Attach to a state with a new pool; drop the newest pins that no longer fit."""
         self.files.fail_all()
-        shown = _Shown(state)
-        state.trails, self.trails.reach, self.trails.block_size = self.trails, shown.reach, shown.block_size
+        locations = _Locations(state)
+        state.prefix_paths, self.prefix_paths.reach, self.prefix_paths.block_size = (
+            self.prefix_paths,
+            locations.reach,
+            locations.block_size,
+        )
         self._growing = None
         while len(self.pins.wanted) > _most_pinned(state.limits):
             state.pool.unpin(next(reversed(self.pins.by_digest)), None)
         self.has_news = bool(self.pins.by_digest)
 
-    def hear(self, message: KvPins) -> None:
+    def restore_pins(self, message: KvPins) -> None:
         """Restore the pins that an executor kept of a previous core, unless there are some."""
         if not self.pins.by_digest:
             for pin in message.pins:
@@ -78,18 +82,18 @@ class KvAdmin:
 
     def take(self, query: KvQuery, core: int) -> None:
         """Queue a query; `FileTasks.take_done` returns its report in a later iteration."""
-        self._asked.append((query, core))
+        self._queries.append((query, core))
 
-    def go_on(self, state: SchedulerState | None, now_ns: int) -> None:
+    def advance(self, state: SchedulerState | None, now_ns: int) -> None:
         """Continue the first query; while requests are alive, only for a bounded time per iteration."""
-        while self._asked:
+        while self._queries:
             if state is not None and not self._grow(state, now_ns):
                 return
-            query, core = self._asked.popleft()
+            query, core = self._queries.popleft()
             report = self.answer(state, query, core, now_ns)
             self._growing = None
             if report is not None:
-                self.files.tell(query, report)
+                self.files.queue_report(query, report)
 
     def _grow(self, state: SchedulerState, now_ns: int) -> bool:
         """Return True when the tree for the first query is complete."""
@@ -110,17 +114,17 @@ class KvAdmin:
                     "differently), so there are no prefixes.",
                 )
             self._do(state, query, report, now_ns)
-            report.room = self._room(state)
+            report.room = self._usage(state)
         except RequestError as error:
             report.error = Failed(0, error.code, error.message, error.param)
             return report
         return None if query.verb in ("export", "import") else report
 
     def _do(self, state: SchedulerState, query: KvQuery, report: KvReport, now_ns: int) -> None:
-        tree, shown = self._growing or self._tree(state, now_ns), _Shown(state)
+        tree, locations = self._growing or self._tree(state, now_ns), _Locations(state)
         tree.grow()
         if query.verb == "list":
-            self._list(tree, shown, query, report, now_ns)
+            self._list(tree, locations, query, report, now_ns)
             return
         if query.verb == "import":
             self.files.begin_import(state, query, report)
@@ -131,8 +135,8 @@ class KvAdmin:
         else:
             path = self._path(state, tree, query)
         if query.verb == "pin":
-            path = self._pin(state, shown, path)
-        report.prefixes.append(self._prefix(tree, shown, path, now_ns))
+            path = self._pin(state, locations, path)
+        report.prefixes.append(self._prefix(tree, locations, path, now_ns))
         if query.verb == "unpin":
             self._unpin(state, path[-1])
         elif query.verb == "evict":
@@ -141,29 +145,31 @@ class KvAdmin:
             self.files.begin_export(state, query, report, _needed(state.limits, path))
 
     def _tree(self, state: SchedulerState, now_ns: int) -> PrefixTree:
-        return self.trails.tree(
+        return self.prefix_paths.tree(
             PrefixPath(request.digests, request.tokens if request.embeds is None else None, now_ns)
             for request in state.live.values()
         )
 
-    def _list(self, tree: PrefixTree, shown: _Shown, query: KvQuery, report: KvReport, now_ns: int) -> None:
+    def _list(
+        self, tree: PrefixTree, locations: _Locations, query: KvQuery, report: KvReport, now_ns: int
+    ) -> None:
         ends, limit = tree.ends(), min(query.limit, MAX_LISTED)
         listed = list(dict.fromkeys((*self.pins.by_digest, *ends[:limit])))
         num_left = MAX_LISTED_TOKENS
         for digest in listed[:limit]:
-            prefix = self._prefix(tree, shown, tree.path(digest) or [digest], now_ns)
+            prefix = self._prefix(tree, locations, tree.path(digest) or [digest], now_ns)
             if query.with_tokens and num_left >= prefix.num_tokens:
                 num_left -= prefix.num_tokens
-                prefix.token_ids = tree.tokens(digest, shown.block_size)
+                prefix.token_ids = tree.tokens(digest, locations.block_size)
             report.prefixes.append(prefix)
         report.num_prefixes = len(ends)
 
-    def _prefix(self, tree: PrefixTree, shown: _Shown, path: list[bytes], now_ns: int) -> KvPrefix:
+    def _prefix(self, tree: PrefixTree, locations: _Locations, path: list[bytes], now_ns: int) -> KvPrefix:
         """Return the current location and pin state of a prefix."""
         digest = path[-1]
         pin, used_ns = self.pins.by_digest.get(digest), tree.used_ns(digest)
-        device, host, disk = shown.counts(shown.keys(path) if pin is None else pin.keys)
-        num_tokens = len(path) * shown.block_size if pin is None else pin.num_tokens
+        device, host, disk = locations.counts(locations.keys(path) if pin is None else pin.keys)
+        num_tokens = len(path) * locations.block_size if pin is None else pin.num_tokens
         idle_ns = None if used_ns is None else max(0, now_ns - used_ns)
         return KvPrefix(digest, num_tokens, device, host, disk, pin is not None, idle_ns)
 
@@ -189,12 +195,12 @@ class KvAdmin:
 
     # --- operations ---
 
-    def _pin(self, state: SchedulerState, shown: _Shown, path: list[bytes]) -> list[bytes]:
+    def _pin(self, state: SchedulerState, locations: _Locations, path: list[bytes]) -> list[bytes]:
         """Pin a prefix; return the part that can be pinned."""
         limits, pool = state.limits, state.pool
         if limits.groups.states:
             # With states, the request that computes the prefix sets the checkpoints: only cached parts can be pinned.
-            path = path[: shown.reach(path)]
+            path = path[: locations.reach(path)]
             if not path:
                 raise RequestError(
                     ErrorCode.NOT_FOUND,
@@ -242,7 +248,7 @@ class KvAdmin:
             for key in keys:
                 disk.drop(key)
 
-    def _room(self, state: SchedulerState) -> KvUsage:
+    def _usage(self, state: SchedulerState) -> KvUsage:
         limits, pool = state.limits, state.pool
         disk = pool.tiers.disk
         return KvUsage(
@@ -257,7 +263,7 @@ class KvAdmin:
         )
 
 
-class _Shown:
+class _Locations:
     """Locations of block contents."""
 
     def __init__(self, state: SchedulerState) -> None:

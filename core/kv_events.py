@@ -23,16 +23,16 @@ class KvEvents:
         self.group = (full or groups.tokens)[0]
         self._block_size = groups.spec.block_size
         self._events: list[KvEvent] = [AllBlocksCleared()]
-        self._told: set[bytes] = set()
+        self._reported: set[bytes] = set()
 
     def stored(self, request: Request, first: int, end: int) -> None:
         """Record a request's blocks ``first`` to ``end`` (exclusive) as stored, if the request holds them."""
         first = max(first, request.held[self.group].begin)
         digests = request.digests[first:end]
         keys = [key_of(digest, self.group) for digest in digests]
-        if not keys or self._told.issuperset(keys):
+        if not keys or self._reported.issuperset(keys):
             return
-        self._told.update(keys)
+        self._reported.update(keys)
         size, start = self._block_size, request.salt_digest
         self._events.append(
             BlockStored(
@@ -49,8 +49,8 @@ class KvEvents:
 
     def removed(self, key: bytes) -> None:
         """Record that a content left the device, if it was reported before."""
-        if key in self._told:
-            self._told.remove(key)
+        if key in self._reported:
+            self._reported.remove(key)
             self._events.append(BlockRemoved([_hash_of(key[:DIGEST_BYTES])], MEDIUM))
 
     def take(self) -> list[KvEvent]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quintet.core.block_keys import digests_of, keys_behind, run_of
+from quintet.core.block_keys import digests_of, keys_after, run_of
 from quintet.core.kv.prefix import reach
 from quintet.core.request import Request
 from quintet.core.scheduler_state import SchedulerState
@@ -18,5 +18,5 @@ def offer(state: SchedulerState, request: Request) -> None:
     most = request.num_prompt // size
     num_blocks = reach(index.block_of, digests_of(state, request, most), most, groups, size)
     for group in range(len(groups)):
-        keys = keys_behind(state, request, group, num_blocks * size)
+        keys = keys_after(state, request, group, num_blocks * size)
         peers.offer(dict(zip(keys, run_of(keys, index.block_of), strict=True)))

@@ -25,7 +25,7 @@ class KvTierClient:
     def __init__(self) -> None:
         self._kept: list[StoredBlocks] = []
 
-    def hear_kept(self, message: StoredBlocks) -> None:
+    def add_stored(self, message: StoredBlocks) -> None:
         """Add a part of the disk's contents."""
         about = message.executor_epoch, message.tables
         self._kept = [kept for kept in self._kept if (kept.executor_epoch, kept.tables) == about]
@@ -75,7 +75,7 @@ class KvTierClient:
         if news:
             for key, block in news.items():
                 if block_of.get(key) == block:  # otherwise the wrong content would be stored under this key
-                    disk.stand(key, block)
+                    disk.queue_store(key, block)
             news.clear()
 
     def answer(self, state: SchedulerState | None, answers: KvTierResults) -> None:

@@ -51,7 +51,7 @@ Message = (
     | KvPins
 )
 
-AUDIT_NS = 5_000_000_000
+REPORT_INTERVAL_NS = 5_000_000_000
 """Interval between reports of live requests to the detokenizers."""
 
 MAX_EARLY = 1 << 14
@@ -68,10 +68,10 @@ class Core:
         peers = config.cache.peers
         self.metrics = CoreMetrics(self.process.metrics, "" if peers is None else peers.role)
         self._span = self.process.span
-        self._auditors = Reconcilers()
+        self._reconcilers = Reconcilers()
         self._paths = Reconcilers()
         """Compares requests per path, a pair of frontend and tokenizer."""
-        self._accounted_ns = 0
+        self._reported_ns = 0
         self._reclaims: list[Reclaim] = []
         """Reclaims deferred until the steps in flight have drawn their requests' last tokens."""
         self._is_retiring = False
@@ -118,11 +118,11 @@ class Core:
             elif not isinstance(message, Topology):
                 self._handle(message)
         self._send(self.engine.expire(self.process.now_ns))
-        self._ask_again()
-        self.engine.kv_desk.go_on(self.engine.state, self.process.now_ns)
+        self._retry_reclaims()
+        self.engine.kv_admin.advance(self.engine.state, self.process.now_ns)
         self._plan()
         self._publish()
-        self._give_account()
+        self._report_live()
         self._note_endings()
         if self._is_retiring and not self.engine.is_needed and not self._early:
             self._is_retiring = False  # sent once per Drain
@@ -134,9 +134,9 @@ class Core:
         if sender not in self._early and not self._is_early(message):
             self._handle(message)
         elif not self._early.keep(sender, message):
-            self._refuse(message)
+            self._reject(message)
 
-    def _refuse(self, message: Admit | Cancel | Reclaim) -> None:
+    def _reject(self, message: Admit | Cancel | Reclaim) -> None:
         """Reject a message because the queue of early messages is full.
 
         The frontend gets `Failed` or `Unknown`. A `Reclaim` gets no answer and is sent again by its frontend.
@@ -150,7 +150,7 @@ class Core:
                 failed = Failed(message.request_id, ErrorCode.OVERLOADED, words)
                 self.process.peers.send(Role.FRONTEND, _sender(message), failed)
             case Cancel():
-                self._tell_unknown(message.request_ids)
+                self._send_unknown(message.request_ids)
 
     def _is_early(self, message: Admit | Cancel | Reclaim) -> bool:
         """Return True when the message was sent under a newer topology than ours: answers to it might be lost."""
@@ -161,25 +161,25 @@ class Core:
 
     def _handle(self, message: Message) -> None:
         """Apply one message and send the resulting messages."""
-        now, begun = self.process.now_ns, time.monotonic_ns()
+        now, start_ns = self.process.now_ns, time.monotonic_ns()
         if isinstance(message, StepResult):
             self.metrics.hop_result.observe(max(0, now - message.sent_ns) * S)
             flights = self.engine.state.in_flight if self.engine.state else ()
             if flights and flights[0].step == message.step:
-                self._compare_tenants(message, flights[0].num_tenants)
+                self._compare_active_slots(message, flights[0].num_tenants)
                 self.process.progress += 1
             effects = self._commit(message, now)
-            self._span("commit", message.step, begun)
+            self._span("commit", message.step, start_ns)
             self._send(effects)
             self._span("send")
-            self.metrics.commit.observe((time.monotonic_ns() - begun) * S)
+            self.metrics.commit.observe((time.monotonic_ns() - start_ns) * S)
         elif isinstance(message, Admit):
             self.metrics.hop_in.observe(max(0, now - message.sent_ns) * S)
             self._send(self.engine.admit(message, now))
-            self._span("admit", len(message.prompt_ids), begun)
+            self._span("admit", len(message.prompt_ids), start_ns)
         elif isinstance(message, Cancel):
             if message.moved:
-                self._send(self.engine.let_go(message.request_ids, now))
+                self._send(self.engine.forget_moved(message.request_ids, now))
             else:
                 self._send(self.engine.cancel(message.request_ids, now, keep=message.keep))
         elif isinstance(message, StopHit):
@@ -188,19 +188,19 @@ class Core:
         elif isinstance(message, Reclaim):
             self._reclaim(message, now)
         elif isinstance(message, Live):
-            self._audit(message, now)
+            self._reconcile(message, now)
         elif isinstance(message, InFlightReport):
-            self._audit_path(message)
+            self._reconcile_path(message)
         elif isinstance(message, Unknown):
-            self._tell_unknown(unpack_i64(message.request_ids))
+            self._send_unknown(unpack_i64(message.request_ids))
         elif isinstance(message, KvTierResults):
             self.engine.kv_answers(message)
         elif isinstance(message, StoredBlocks):
-            self.engine.disk.hear_kept(message)
+            self.engine.disk.add_stored(message)
         elif isinstance(message, KvQuery):
-            self.engine.kv_desk.take(message, self.process.me.index)
+            self.engine.kv_admin.take(message, self.process.me.index)
         elif isinstance(message, KvPins):
-            self.engine.kv_desk.hear(message)
+            self.engine.kv_admin.restore_pins(message)
         elif isinstance(message, Capacity):
             self.process.log.info(
                 "executor epoch %d has %d blocks of %d tokens, %d slots",
@@ -217,7 +217,7 @@ class Core:
             self._send(effects)
             if self.engine.state is not None:
                 self.metrics.note_limits(self.engine.state.limits)
-                self.process.tell_figures()
+                self.process.send_metrics()
 
     def _commit(self, result: StepResult, now: int) -> StepMessages:
         """Commit a step's result and observe its token count."""
@@ -231,7 +231,7 @@ class Core:
         self.metrics.step_tokens.observe(counters.computed_tokens + counters.first_tokens - num_before)
         return effects
 
-    def _ask_again(self) -> None:
+    def _retry_reclaims(self) -> None:
         """Retry the deferred reclaims."""
         reclaims, self._reclaims = self._reclaims, []
         for reclaim in reclaims:
@@ -246,16 +246,16 @@ class Core:
             answer.core = self.process.me.index
             self.process.peers.send(Role.FRONTEND, message.frontend, answer)
 
-    def _audit(self, account: Live, now: int) -> None:
+    def _reconcile(self, account: Live, now: int) -> None:
         """Drop requests that are alive here but unknown to their frontend."""
         slot = account.sender.index, epoch_tag(account.sender.epoch)
         ours = [request_id for request_id in self.engine.live_ids() if frontend_of(request_id) == slot]
-        orphans = self._auditors.compare(slot, unpack_i64(account.request_ids), ours).orphans
+        orphans = self._reconcilers.compare(slot, unpack_i64(account.request_ids), ours).orphans
         if orphans:
             self._note_differences("alive here, but unknown to their frontend", orphans)
             self._send(self.engine.drop(orphans, now))
 
-    def _audit_path(self, account: InFlightReport) -> None:
+    def _reconcile_path(self, account: InFlightReport) -> None:
         """Report requests unknown that the tokenizer forwarded and that are not alive here, so that the frontend
         resends them.
         """
@@ -271,9 +271,9 @@ class Core:
         unknown = self._paths.compare(path, ids, ours).unknown
         if unknown:
             self._note_differences("awaited by a frontend, but not alive here", unknown)
-            self._tell_unknown(unknown)
+            self._send_unknown(unknown)
 
-    def _compare_tenants(self, result: StepResult, num_tenants: int) -> None:
+    def _compare_active_slots(self, result: StepResult, num_tenants: int) -> None:
         if result.num_tenants is not None and result.num_tenants != num_tenants:
             self.metrics.audit_differences.inc(abs(result.num_tenants - num_tenants))
             self.process.log.warning(
@@ -287,7 +287,7 @@ class Core:
         self.metrics.audit_differences.inc(len(request_ids))
         self.process.log.warning("%d requests are %s: %s", len(request_ids), what, list(request_ids[:8]))
 
-    def _tell_unknown(self, request_ids: Sequence[int]) -> None:
+    def _send_unknown(self, request_ids: Sequence[int]) -> None:
         """Send `Unknown` to the frontends of these requests, so that they resend them."""
         if not request_ids:
             return
@@ -296,12 +296,12 @@ class Core:
         ).items():
             self.process.peers.send(Role.FRONTEND, index, Unknown(pack_i64(ids)))
 
-    def _give_account(self) -> None:
-        """Send each detokenizer the list of its live requests, every `AUDIT_NS`."""
+    def _report_live(self) -> None:
+        """Send each detokenizer the list of its live requests, every `REPORT_INTERVAL_NS`."""
         now = self.process.now_ns
-        if now - self._accounted_ns < AUDIT_NS:
+        if now - self._reported_ns < REPORT_INTERVAL_NS:
             return
-        self._accounted_ns = now
+        self._reported_ns = now
         kept = by_slot(self.engine.opened())
         for slot in self.process.topology.slots:
             if slot.worker.role is Role.DETOKENIZER and slot.state is not SlotState.DOWN:
@@ -331,7 +331,7 @@ class Core:
 
     def _publish(self) -> None:
         """Send finished prefix exports to frontends and publish this iteration's KV events."""
-        for frontend, report in self.engine.kv_desk.files.take_done():
+        for frontend, report in self.engine.kv_admin.files.take_done():
             self.process.peers.send(Role.FRONTEND, frontend, report)
         state = self.engine.state
         events = None if state is None or state.events is None else state.events.take()
@@ -345,7 +345,7 @@ class Core:
         They follow the plans that write a block and precede any plan that could overwrite it.
         """
         orders = self.engine.kv_orders(self.process.now_ns)
-        for message in (orders, self.engine.kv_desk.take_news()):
+        for message in (orders, self.engine.kv_admin.take_news()):
             if message is not None:
                 self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
 
@@ -357,12 +357,12 @@ class Core:
             try:
                 peers.send(Role.DETOKENIZER, detokenizer, tokens)
             except FrameTooLarge as error:
-                self._end_untold(tokens, error)
+                self._end_oversized(tokens, error)
         for failed in effects.failed:
             peers.send(Role.FRONTEND, frontend_of(failed.request_id)[0], failed)
-        self._tell_unknown(effects.unknown)
+        self._send_unknown(effects.unknown)
 
-    def _end_untold(self, tokens: Tokens, error: FrameTooLarge) -> None:
+    def _end_oversized(self, tokens: Tokens, error: FrameTooLarge) -> None:
         """End the requests of a `Tokens` message that exceeds the frame limit."""
         ids = [*unpack_i64(tokens.request_ids), *(opened.request_id for opened in tokens.opens)]
         words = f"Step output exceeds the message size limit: {error}. Request fewer log-probabilities."

@@ -64,7 +64,7 @@ class CoreMetrics:
         self.running = gauge("num_requests_running", "Requests that hold a slot.")
         self.waiting = gauge("num_requests_waiting", "Requests that wait for a slot, blocks or budget.")
         help = "Waiting requests, by reason: capacity (slots, blocks, budget), or deferred while others pass."
-        self.waiting_for_room = gauge("num_requests_waiting_by_reason", help, reason="capacity")
+        self.waiting_for_capacity = gauge("num_requests_waiting_by_reason", help, reason="capacity")
         self.deferred = gauge("num_requests_waiting_by_reason", help, reason="deferred")
         self.kv_usage = gauge("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._counters: tuple[tuple[str, CounterSeries], ...] = (
@@ -96,9 +96,12 @@ class CoreMetrics:
                 counter("admission_rejections", "Requests rejected on admission.", reason="deadline"),
             ),
             ("executor_losses", counter("executor_losses", "Executors that died, and steps that raised.")),
-            ("convictions", counter("requests_convicted", "Poison requests: they made the executor fail.")),
             (
-                "refusals",
+                "poison_requests",
+                counter("requests_convicted", "Poison requests: they made the executor fail."),
+            ),
+            (
+                "poison_rejections",
                 counter("admission_rejections", "Requests rejected on admission.", reason="poison"),
             ),
         )
@@ -163,7 +166,7 @@ class CoreMetrics:
         self.running.set(len(state.running))
         self.waiting.set(num_waiting)
         num_deferred = min(state.num_deferred, num_waiting)
-        self.waiting_for_room.set(num_waiting - num_deferred)
+        self.waiting_for_capacity.set(num_waiting - num_deferred)
         self.deferred.set(num_deferred)
         self.kv_usage.set(pool.num_used / pool.num_blocks if pool.num_blocks else 0.0)
         for name, series in self._counters:

@@ -62,7 +62,7 @@ class FileTasks:
         self._tasks[self._last_id] = task
         return self._last_id
 
-    def hear(self, state: SchedulerState | None, answers: Sequence[FileResult]) -> None:
+    def apply(self, state: SchedulerState | None, answers: Sequence[FileResult]) -> None:
         """Continue tasks with these results, after the results for their blocks."""
         for answer in answers:
             task = self._tasks.pop(answer.task_id, None)
@@ -78,7 +78,7 @@ class FileTasks:
                 task.report.num_bytes = answer.num_bytes
                 task.report.num_damaged = len(answer.keys)
                 task.report.num_imported = len(task.new) - len(answer.keys)
-                self.tell(task.query, task.report)
+                self.queue_report(task.query, task.report)
 
     def _bring(self, disk: DiskPool, task: _Task, answer: FileResult) -> None:
         """Reserve places for the file's blocks that are not on disk, while unpinned places are left."""
@@ -93,7 +93,7 @@ class FileTasks:
             places.append(place)
             task.new.append(key)
         if not task.new:
-            self.tell(task.query, task.report)
+            self.queue_report(task.query, task.report)
             return
         order = FileRequest(self._take(task), "import", task.query.file, pack_i32(places), task.new)
         disk.file_orders.append(order)
@@ -107,9 +107,9 @@ class FileTasks:
 
     def _fail(self, task: _Task, code: ErrorCode, words: str) -> None:
         task.report.error = Failed(0, code, words)
-        self.tell(task.query, task.report)
+        self.queue_report(task.query, task.report)
 
-    def tell(self, query: KvQuery, report: KvReport) -> None:
+    def queue_report(self, query: KvQuery, report: KvReport) -> None:
         """Queue the report of a query."""
         self._done.append((query.frontend, report))
 

@@ -41,30 +41,30 @@ omit the beginning of the previous answer.
 
 def begin(state: SchedulerState, request: Request) -> None:
     """Initialize the state bookkeeping of a request that starts after ``planned`` tokens, with or without a matched state."""
-    request.begins_at = request.planned
+    request.state_start = request.planned
     held = [request.held[index].blocks for index in state.limits.groups.states]
     # A state restored from the host is in the request's own block, which its next step overwrites.
-    if request.planned == _end_for_choices(state, request) and all(len(blocks) == 2 for blocks in held):
-        _keep_for_choices(state, request, [blocks[0] for blocks in held])
-    request.keep_at = _next_kept(state, request)
+    if request.planned == _end_of_fork_prompt(state, request) and all(len(blocks) == 2 for blocks in held):
+        _keep_fork_state(state, request, [blocks[0] for blocks in held])
+    request.checkpoint_at = _next_kept(state, request)
 
 
 def cut(state: SchedulerState, request: Request, count: int) -> int:
     """Limit ``count`` so that the step ends at the next checkpoint."""
-    keep_at = request.keep_at
-    if keep_at == request.planned:
-        keep_at = _next_kept(state, request)
-    return count if keep_at is None else min(count, keep_at - request.planned)
+    checkpoint_at = request.checkpoint_at
+    if checkpoint_at == request.planned:
+        checkpoint_at = _next_kept(state, request)
+    return count if checkpoint_at is None else min(count, checkpoint_at - request.planned)
 
 
 def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
     """Set the state blocks that the next step reads and writes; keep the current state if a checkpoint is due."""
     groups, pool, planned = state.limits.groups, state.pool, request.planned
-    is_new = planned == request.begins_at  # its blocks were set when the state was matched
-    is_kept = planned == request.keep_at and not is_new and pool.num_available > _reserve(state)
-    is_for_choices = planned == _end_for_choices(state, request)
-    if planned == request.keep_at:
-        request.keep_at = _next_kept(state, request)
+    is_new = planned == request.state_start  # its blocks were set when the state was matched
+    is_kept = planned == request.checkpoint_at and not is_new and pool.num_available > _reserve(state)
+    is_fork_state = planned == _end_of_fork_prompt(state, request)
+    if planned == request.checkpoint_at:
+        request.checkpoint_at = _next_kept(state, request)
     current: list[int] = []
     for index in groups.states:
         blocks = request.held[index].blocks
@@ -77,8 +77,8 @@ def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
             step.blocks += (request.slot, index, 1, blocks[1])
     if is_kept:
         _name(state, step, request, current)
-    if is_kept and is_for_choices:
-        _keep_for_choices(state, request, current)
+    if is_kept and is_fork_state:
+        _keep_fork_state(state, request, current)
 
 
 def exchange(
@@ -100,17 +100,17 @@ def last_kept(limits: Limits, num_prompt: int) -> int:
     return end if not end % size else end // every * every
 
 
-def room_of(state: SchedulerState, request: Request, end: int, room: int) -> int:
+def num_covered(state: SchedulerState, request: Request, end: int, covered: int) -> int:
     """Return the token count up to which the states need no change: at most ``covered``, at least ``end``."""
     if any(len(request.held[index].blocks) == 2 for index in state.limits.groups.states):
         return end
-    return room if request.keep_at is None else min(room, request.keep_at)
+    return covered if request.checkpoint_at is None else min(covered, request.checkpoint_at)
 
 
 def _next_kept(state: SchedulerState, request: Request) -> int | None:
     """Return the token count of the next checkpoint after the planned tokens."""
     limits, planned = state.limits, request.planned
-    wanted = [_end_for_choices(state, request)]
+    wanted = [_end_of_fork_prompt(state, request)]
     if limits.prefix_caching:
         block_size = limits.block_size
         every = -(-KEEP_EVERY // block_size) * block_size
@@ -119,7 +119,7 @@ def _next_kept(state: SchedulerState, request: Request) -> int | None:
     return min((end for end in wanted if end is not None and end > planned), default=None)
 
 
-def _end_for_choices(state: SchedulerState, request: Request) -> int | None:
+def _end_of_fork_prompt(state: SchedulerState, request: Request) -> int | None:
     """Return the token count from which further choices of a request start; None if none is waiting."""
     if request.parent is not None or request.params.n == 1 or not _has_choices(state, request):
         return None
@@ -130,10 +130,10 @@ def _has_choices(state: SchedulerState, request: Request) -> bool:
     return any(other.parent is request for other in state.waiting)
 
 
-def _keep_for_choices(state: SchedulerState, request: Request, blocks: list[int]) -> None:
-    if request.planned and not request.for_choices:
+def _keep_fork_state(state: SchedulerState, request: Request, blocks: list[int]) -> None:
+    if request.planned and not request.fork_state_blocks:
         state.pool.share(blocks)
-        request.for_choices = blocks
+        request.fork_state_blocks = blocks
 
 
 def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: list[int]) -> None:
@@ -143,10 +143,10 @@ def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: li
         return
     if planned > len(request.tokens):
         state.pool.share(blocks)
-        request.unnamed.append((planned, blocks))
+        request.pending_states.append((planned, blocks))
     else:
         tails = _leave_tails(state, step, request) if planned % block_size else {}
-        state.name_state(request, planned, blocks, tails)
+        state.register_state(request, planned, blocks, tails)
 
 
 def _leave_tails(state: SchedulerState, step: StepBuilder, request: Request) -> dict[int, int]:

@@ -74,9 +74,9 @@ class Request:
     """KV transfer from or to other servers."""
     repetition: Repetition | None = None
     """Repetition detector; None when disabled."""
-    is_yielding: bool = False
+    is_preempt_deferred: bool = False
     """Preemption is deferred until the step in flight has drawn its token (`SchedulerState.defer_preempt`)."""
-    is_departing: bool = False
+    is_draining: bool = False
     """The client is gone (`SchedulerState.drain`): only tokens in flight are awaited."""
 
     status: Status = Status.WAITING
@@ -89,17 +89,17 @@ class Request:
     """Changes whenever the request enters or leaves a slot; plan rows with another generation are void."""
     held: list[GroupBlocks] = field(default_factory=list)
     """Blocks, one entry per group of layers; empty unless running."""
-    room: int = 0
+    num_covered: int = 0
     """Tokens that can be planned before the blocks must be extended, or before a state must be checkpointed."""
-    begins_at: int = 0
+    state_start: int = 0
     """Number of tokens covered by the state it started from; 0 if it started from none."""
-    keep_at: int | None = None
+    checkpoint_at: int | None = None
     """Number of tokens after which the next state checkpoint is due (`quintet.core.recurrent_state`)."""
-    num_kept: int = 0
+    num_offloaded: int = 0
     """Tokens that the host keeps across its preemption, in every group as many as it can resume from."""
-    unnamed: list[tuple[int, list[int]]] = field(default_factory=list)
+    pending_states: list[tuple[int, list[int]]] = field(default_factory=list)
     """State checkpoints that still lack known tokens: token count and one block per state group."""
-    for_choices: list[int] = field(default_factory=list)
+    fork_state_blocks: list[int] = field(default_factory=list)
     """Initial state of the further choices, one block per state group; set on the first choice."""
     digests: list[bytes] = field(default_factory=list)
     """Hash chain of its full blocks, as far as it was needed."""

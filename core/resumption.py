@@ -28,7 +28,7 @@ MAX_MOVED = 1 << 16
 _encode = msgspec.msgpack.Encoder().encode
 
 
-def can_go_on(request: Request, admit: Admit) -> bool:
+def can_resume(request: Request, admit: Admit) -> bool:
     """Return True when a live request can serve a newer attempt by sending its text again.
 
     Log-probabilities are not retained, so those that the frontend lacks must be recomputed.
@@ -99,7 +99,7 @@ class RetainedRequests:
             kept = self._kept[first] = RetainedRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
-        kept.is_cut_off |= request.is_departing
+        kept.is_cut_off |= request.is_draining
         self._num_bytes -= len(kept.outputs.get(request.request_id, b""))
         outputs = kept.outputs[request.request_id] = pack_i32(request.tokens[request.num_prompt :])
         self._num_bytes += len(outputs)

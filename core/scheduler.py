@@ -37,15 +37,15 @@ def schedule(state: SchedulerState, now_ns: int) -> StepPlan | None:
     """
     step = StepBuilder()
     budget = state.limits.max_batched
-    behind = _decode(state, step)
+    unfinished = _decode(state, step)
     budget -= len(step.rows)
     is_short = False
-    for request in behind:
+    for request in unfinished:
         if budget <= 0:
             break
         _catch_up(state, step, request)
         wanted = _allowance(state, request, request.length - request.planned, budget)
-        count = block_manager.move_on(state, step, request, wanted) if wanted > 0 else 0
+        count = block_manager.allocate(state, step, request, wanted) if wanted > 0 else 0
         if count > 0:
             _compute(state, step, request, count)
             budget -= count
@@ -62,42 +62,42 @@ def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
     """Add the requests with one uncomputed token, and return those with more."""
     rows, starts = step.rows, step.starts
     is_plain = state.limits.groups.is_plain
-    behind: list[Request] = []
-    num_owed = 0
+    unfinished: list[Request] = []
+    num_reserved = 0
     num_left, drawn_for = _turn(state)
     for request in state.running:  # `_free_blocks` removes from its end
-        if request.is_yielding:
+        if request.is_preempt_deferred:
             continue
         planned = request.planned
         length = planned + 1
         if request.length != length:
-            behind.append(request)
+            unfinished.append(request)
             continue
         if length >= request.limit:
             continue  # every token up to its limit is known or in flight
         if len(rows) >= num_left or request.request_id in drawn_for:
             continue  # scheduled with another stage's step
-        if planned == request.room:
+        if planned == request.num_covered:
             if not is_plain:
-                num_lacking = _extend(state, step, request, num_owed)
+                num_lacking = _extend(state, step, request, num_reserved)
                 if num_lacking:
-                    num_owed += num_lacking if _is_owed(request) else 0
+                    num_reserved += num_lacking if _may_use_blocks(request) else 0
                     continue
             else:
-                if not _make_room(state, request, 1, num_owed):
-                    num_owed += _is_owed(request)
+                if not _free_blocks(state, request, 1, num_reserved):
+                    num_reserved += _may_use_blocks(request)
                     continue
                 blocks, block = request.held[0].blocks, state.pool.take()
                 step.blocks += (request.slot, 0, len(blocks), block)
                 blocks.append(block)
-                request.room += state.limits.block_size
+                request.num_covered += state.limits.block_size
         rows.append(request)
         starts.append(planned)
         request.planned = length
         request.length = length + 1
     step.counts += [1] * len(rows)
     step.samples += b"\1" * len(rows)
-    return behind
+    return unfinished
 
 
 def _turn(state: SchedulerState) -> tuple[int, set[int]]:
@@ -118,22 +118,22 @@ def _turn(state: SchedulerState) -> tuple[int, set[int]]:
     }
     num_left = sum(
         request.length == request.planned + 1 < request.limit
-        and not request.is_yielding
+        and not request.is_preempt_deferred
         and request.request_id not in drawn_for
         for request in state.running
     )
     return -(-num_left // (state.limits.stages - len(flights))), drawn_for
 
 
-def _extend(state: SchedulerState, step: StepBuilder, request: Request, num_owed: int) -> int:
+def _extend(state: SchedulerState, step: StepBuilder, request: Request, num_reserved: int) -> int:
     """Give a decoding request its next blocks, preempting others; return the number of blocks still missing."""
     num_lacking = block_manager.extend(state, step, request)
-    while num_lacking and _make_room(state, request, num_lacking, num_owed):
+    while num_lacking and _free_blocks(state, request, num_lacking, num_reserved):
         num_lacking = block_manager.extend(state, step, request)
     return num_lacking
 
 
-def _make_room(state: SchedulerState, request: Request, num_wanted: int, num_owed: int) -> bool:
+def _free_blocks(state: SchedulerState, request: Request, num_wanted: int, num_reserved: int) -> bool:
     """Return True when ``num_wanted`` blocks are available for ``request``, preempting others until they are or will be.
 
     A victim's blocks stay fenced while steps in flight use them, or stay with it until then
@@ -143,24 +143,24 @@ def _make_room(state: SchedulerState, request: Request, num_wanted: int, num_owe
     pool = state.pool
     if pool.num_available >= num_wanted:
         return True
-    while num_owed + num_wanted > pool.num_available + len(pool.fenced) + state.num_yielding_blocks:
-        victim = next(each for each in reversed(state.running) if not each.is_yielding)
-        state.give_way(victim)
+    while num_reserved + num_wanted > pool.num_available + len(pool.fenced) + state.num_yielding_blocks:
+        victim = next(each for each in reversed(state.running) if not each.is_preempt_deferred)
+        state.defer_preempt(victim)
         if victim is request:
             return False
     return pool.num_available >= num_wanted
 
 
-def _is_owed(request: Request) -> bool:
+def _may_use_blocks(request: Request) -> bool:
     """Return True when a request that lacks blocks will use freed ones: it was not preempted itself."""
-    return request.status is Status.RUNNING and not request.is_yielding
+    return request.status is Status.RUNNING and not request.is_preempt_deferred
 
 
 def _allowance(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
     """Return the number of tokens that the request may compute now."""
     if wanted > 1:
-        for clamp in state.hooks.clamps:
-            wanted = clamp(state, request, wanted, budget)
+        for hook in state.hooks.limit_tokens:
+            wanted = hook(state, request, wanted, budget)
     return min(wanted, budget)
 
 
@@ -171,12 +171,12 @@ def _admit_waiting(state: SchedulerState, step: StepBuilder, budget: int, now_ns
     position = 0
     while budget > 0 and position < len(waiting) and len(running) < max_running:
         request = waiting[position]
-        if not all(gate(state, request) for gate in state.hooks.gates):
+        if not all(hook(state, request) for hook in state.hooks.can_schedule):
             position += 1
             continue
         found = _longest_source(state, request)
         count = _allowance(state, request, request.length - found.num_tokens, budget)
-        num_own, pool = block_manager.own_blocks(state, request, found), state.pool
+        num_own, pool = block_manager.num_new_blocks(state, request, found), state.pool
         num_spare = pool.num_available - (state.limits.watermark if running else 0)
         num_needed = sum(num_own)
         for held in found.shared:
@@ -210,8 +210,8 @@ def _compute(state: SchedulerState, step: StepBuilder, request: Request, count: 
 
 def _longest_source(state: SchedulerState, request: Request) -> PrefixMatch:
     best = NOTHING
-    for source in state.hooks.sources:
-        found = source(state, request)
+    for hook in state.hooks.match_prefix:
+        found = hook(state, request)
         if found is not None and found.num_tokens >= best.num_tokens:
             best = found
     return best
@@ -229,7 +229,7 @@ def _enter(
     state.enter(request)
     block_manager.fill(state, step, request, found, num_own)
     if request.parent is not None:
-        state.let_go_for_choices(request.parent)
+        state.release_fork_state(request.parent)
     state.pool.tiers.forget(request.request_id)
     request.planned = request.computed = found.num_tokens
     block_size = state.limits.block_size
@@ -238,7 +238,7 @@ def _enter(
     if state.limits.groups.states:
         recurrent_state.begin(state, request)
         count = recurrent_state.cut(state, request, count)
-    block_manager.set_room(state, request, request.planned + count)
+    block_manager.set_num_covered(state, request, request.planned + count)
     step.enter(request, state.limits.groups)
     return count
 

@@ -116,7 +116,7 @@ class SchedulerState:
     """Queue of KV events for external routers; None when disabled."""
     left_slots: list[int] = field(default_factory=list)
     """Slots that were freed since the last plan."""
-    trails: PrefixPaths = field(default_factory=PrefixPaths)
+    prefix_paths: PrefixPaths = field(default_factory=PrefixPaths)
     """Cached prefixes, for the admin API."""
     counters: Counters = field(default_factory=Counters)
     pace: Throughput = field(default_factory=Throughput)
@@ -124,9 +124,9 @@ class SchedulerState:
     """Queue times observed since this list was last drained."""
     endings: list[RequestEnd] = field(default_factory=list)
     """Ended choices since this list was last drained."""
-    kept: list[Request] = field(default_factory=list)
+    retained: list[Request] = field(default_factory=list)
     """Ended requests that stay resumable, since this list was last drained."""
-    untold: list[Request] = field(default_factory=list)
+    unreported: list[Request] = field(default_factory=list)
     """Requests that ended when they lost their slots and are not reported yet."""
     trial: frozenset[int] | None = None
     """Only these requests may run: a poison-isolation trial is active. None: all may."""
@@ -135,10 +135,10 @@ class SchedulerState:
     num_deferred: int = 0
     """Waiting requests that others passed in the last step for another reason than missing blocks."""
 
-    def tell_of_blocks(self) -> None:
+    def enable_kv_events(self) -> None:
         """Start to record KV events for external routers."""
         self.events = KvEvents(self.limits.groups)
-        self.pool.tiers.on_leave = self.events.removed
+        self.pool.tiers.evict_listener = self.events.removed
 
     @property
     def fence(self) -> int | None:
@@ -155,7 +155,7 @@ class SchedulerState:
         """KV tokens left when all live requests reach their limits; negative when they do not fit."""
         return self.limits.num_blocks * self.limits.block_size - self.num_promised
 
-    def spares(self, request: Request, num_blocks: int) -> bool:
+    def has_spare_blocks(self, request: Request, num_blocks: int) -> bool:
         """Return True when ``num_blocks`` are available in addition to all blocks that a waiting request takes when
         it enters.
         """
@@ -163,7 +163,7 @@ class SchedulerState:
         needed = groups.spec.most_blocks(len(request.tokens), groups.step_tokens) + num_blocks
         return needed <= self.pool.num_available - self.limits.watermark
 
-    def welcome(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Add a request that was just admitted."""
         self.live[request.request_id] = request
         self.num_promised += self.limits.taken_by(request.limit)
@@ -185,13 +185,13 @@ class SchedulerState:
         request.status = Status.RUNNING
         insort(self.running, request, key=by_rank)
 
-    def give_way(self, request: Request) -> None:
+    def defer_preempt(self, request: Request) -> None:
         """Preempt a running request, or mark it for preemption if its state needs the token that a step in flight draws.
 
         The newest state continues with that token. This does not delay its blocks: they would be fenced until then.
         """
-        if self.limits.groups.states and request.length > len(request.tokens) and not request.is_departing:
-            request.is_yielding = True
+        if self.limits.groups.states and request.length > len(request.tokens) and not request.is_draining:
+            request.is_preempt_deferred = True
         else:
             self.preempt(request)
 
@@ -200,22 +200,22 @@ class SchedulerState:
         """Number of blocks freed when the requests marked for preemption leave."""
         if not self.limits.groups.states:
             return 0
-        yielding = [held for request in self.running if request.is_yielding for held in request.held]
-        return sum(self.pool.refs[block] == 1 for held in yielding for block in held.blocks)
+        deferred = [held for request in self.running if request.is_preempt_deferred for held in request.held]
+        return sum(self.pool.refs[block] == 1 for held in deferred for block in held.blocks)
 
     def preempt(self, request: Request) -> None:
         """Release all slots and blocks of a running request and queue it again. Its token ids suffice to recompute it.
 
         A draining request ends instead: the tokens it waited for are lost, and no client needs them.
         """
-        if request.is_departing:
-            self.untold.append(request)
+        if request.is_draining:
+            self.unreported.append(request)
             self.retire(request)
             return
         if request.planned < len(request.tokens):  # otherwise the token after the state is unknown
-            self._name_end(request)
-        for keep in self.hooks.keeps:
-            keep(self, request)
+            self._register_end(request)
+        for hook in self.hooks.on_preempt:
+            hook(self, request)
         self._leave(request)
         request.status = Status.WAITING
         self.counters.preemptions += 1
@@ -225,26 +225,26 @@ class SchedulerState:
     def retire(self, request: Request) -> None:
         """End a request and release everything it holds. No other method ends requests."""
         if request.status is Status.RUNNING:
-            self._name_end(request)
+            self._register_end(request)
             self._leave(request)
         else:
             self._remove(self.waiting, request)
             self.pool.tiers.forget(request.request_id)
             if request.parent is not None:
-                self.let_go_for_choices(request.parent)
+                self.release_fork_state(request.parent)
         request.status = Status.ENDED
         del self.live[request.request_id]
         self.num_promised -= self.limits.taken_by(request.limit)
         self.num_embedded -= request.embeds is not None
         self.note_ended(request)
         if request.origin is not None:
-            self.kept.append(request)
+            self.retained.append(request)
         first = request.parent or request
         first.num_open -= 1
         first.longest = max(first.longest, request.num_outputs)
         if request.scheduled_ns is not None:
             if self.limits.prefix_caching and request.digests:
-                self.trails.add(request.digests, request.tokens if request.embeds is None else None)
+                self.prefix_paths.add(request.digests, request.tokens if request.embeds is None else None)
             self.pace.outputs.note(request.num_outputs)
             self.endings.append(
                 RequestEnd(
@@ -256,12 +256,12 @@ class SchedulerState:
                 )
             )
 
-    def wind_down(self, request: Request) -> bool:
+    def drain(self, request: Request) -> bool:
         """Stop planning a request that is to be retained. Return True when it can leave now.
 
         Otherwise its limit becomes the tokens in flight, so that none of them is drawn twice.
         """
-        request.is_departing = True
+        request.is_draining = True
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
         taken_by = self.limits.taken_by
@@ -290,7 +290,7 @@ class SchedulerState:
         if self.events is not None:
             self.events.stored(request, first, num_full)
         if self.pool.tiers.store is not None:
-            self.pool.tiers.store.stand(digests, first, num_full)
+            self.pool.tiers.store.queue_chunks(digests, first, num_full)
         if self.limits.groups.is_plain:
             blocks = request.held[0].blocks
             for position in range(first, num_full):
@@ -300,10 +300,10 @@ class SchedulerState:
             held = request.held[group]
             for position in range(max(first, held.begin), min(num_full, held.end)):
                 register(key_of(digests[position], group), held.blocks[position - held.begin])
-        if request.unnamed:
-            self._name_states(request, num_tokens)
+        if request.pending_states:
+            self._register_pending_states(request, num_tokens)
 
-    def name_state(
+    def register_state(
         self, request: Request, num_tokens: int, blocks: list[int], tails: dict[int, int] | None = None
     ) -> None:
         """Register the state after the request's first ``num_tokens`` known tokens. blocks: one per state group.
@@ -322,15 +322,15 @@ class SchedulerState:
         for group, block in states.items():
             index.register(key_of(before, group), block)
         if self.pool.tiers.store is not None:
-            self.pool.tiers.store.stand_state(digests, num_full)
+            self.pool.tiers.store.queue_state(digests, num_full)
 
-    def let_go_for_choices(self, request: Request) -> None:
+    def release_fork_state(self, request: Request) -> None:
         """Release the initial state of a request's further choices, once none of them waits."""
-        if request.for_choices and not any(other.parent is request for other in self.waiting):
-            self.pool.release(request.for_choices, self.fence)
-            request.for_choices = []
+        if request.fork_state_blocks and not any(other.parent is request for other in self.waiting):
+            self.pool.release(request.fork_state_blocks, self.fence)
+            request.fork_state_blocks = []
 
-    def _name_end(self, request: Request) -> None:
+    def _register_end(self, request: Request) -> None:
         """Register the state and partial block that a request leaves, for a request that continues its tokens (next chat turn).
 
         It covers all planned tokens if all are known. A step planned before a stop token was known has computed that
@@ -339,7 +339,7 @@ class SchedulerState:
         limits, planned = self.limits, request.planned
         if not (limits.groups.states and limits.prefix_caching):
             return
-        if planned > len(request.tokens) or planned == request.begins_at:
+        if planned > len(request.tokens) or planned == request.state_start:
             return
         if planned >= request.register_at:
             self.publish(request, planned)
@@ -349,20 +349,22 @@ class SchedulerState:
             tails = {
                 group: held[group].blocks[position - held[group].begin] for group in limits.groups.tokens
             }
-        self.name_state(request, planned, [held[group].blocks[-1] for group in limits.groups.states], tails)
+        self.register_state(
+            request, planned, [held[group].blocks[-1] for group in limits.groups.states], tails
+        )
 
-    def _name_states(self, request: Request, num_tokens: int) -> None:
+    def _register_pending_states(self, request: Request, num_tokens: int) -> None:
         """Register states once all tokens before them are known, and release them."""
-        while request.unnamed and request.unnamed[0][0] <= num_tokens:
-            length, blocks = request.unnamed.pop(0)
-            self.name_state(request, length, blocks)
+        while request.pending_states and request.pending_states[0][0] <= num_tokens:
+            length, blocks = request.pending_states.pop(0)
+            self.register_state(request, length, blocks)
             self.pool.release(blocks, self.fence)
 
     def may_run(self, request: Request) -> bool:
         """Return True unless a poison-isolation trial excludes the request."""
         return self.trial is None or request.request_id in self.trial
 
-    def knows(self, request_id: int, attempt: int) -> bool:
+    def has_seen(self, request_id: int, attempt: int) -> bool:
         """Return True when this attempt, or a newer one, is alive or has ended."""
         request = self.live.get(request_id)
         newest = self.ended.get(request_id) if request is None else request.attempt
@@ -379,9 +381,9 @@ class SchedulerState:
         self._remove(self.running, request)
         fence = self.fence
         if self.limits.groups.states:
-            for blocks in (*(blocks for _, blocks in request.unnamed), request.for_choices):
+            for blocks in (*(blocks for _, blocks in request.pending_states), request.fork_state_blocks):
                 self.pool.release(blocks, fence)
-            request.unnamed, request.for_choices, request.is_yielding = [], [], False
+            request.pending_states, request.fork_state_blocks, request.is_preempt_deferred = [], [], False
         for group, held in zip(self.limits.groups.all, request.held, strict=True):
             # A sliding window's newest blocks are the reusable ones: they are evicted last.
             blocks = held.blocks if group.kind == "full" else held.blocks[::-1]
@@ -390,7 +392,7 @@ class SchedulerState:
         heappush(self.free_slots, request.slot)
         request.generation = self.generation = self.generation + 1
         request.held, request.length = [], len(request.tokens)
-        request.room = request.planned = request.computed = 0
+        request.num_covered = request.planned = request.computed = 0
 
     @staticmethod
     def _remove(requests: list[Request], request: Request) -> None:

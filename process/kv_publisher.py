@@ -48,13 +48,13 @@ class KvPublisher:
         self._published.setsockopt(zmq.LINGER, 200)
         self._published.setsockopt(zmq.SNDHWM, config.hwm)
         self._open(self._published, address_for(config.endpoint, engine))
-        self._asked: zmq.Socket[bytes] | None = None
+        self._replay: zmq.Socket[bytes] | None = None
         if config.replay_endpoint is not None:
-            self._asked = self._context.socket(zmq.ROUTER)
-            self._asked.setsockopt(zmq.LINGER, 0)
+            self._replay = self._context.socket(zmq.ROUTER)
+            self._replay.setsockopt(zmq.LINGER, 0)
             # Messages beyond the limit are dropped silently: it covers a full replay and its end.
-            self._asked.setsockopt(zmq.SNDHWM, config.buffer_steps + 1)
-            self._open(self._asked, address_for(config.replay_endpoint, engine))
+            self._replay.setsockopt(zmq.SNDHWM, config.buffer_steps + 1)
+            self._open(self._replay, address_for(config.replay_endpoint, engine))
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
@@ -85,13 +85,13 @@ class KvPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._batches, zmq.POLLIN)
-        if self._asked is not None:
-            poller.register(self._asked, zmq.POLLIN)
+        if self._replay is not None:
+            poller.register(self._replay, zmq.POLLIN)
         number = 0
         while True:
             ready = dict(poller.poll())
-            if self._asked is not None and self._asked in ready:
-                self._answer(self._asked)
+            if self._replay is not None and self._replay in ready:
+                self._answer(self._replay)
             if self._batches in ready:
                 batch = self._batches.recv()
                 if not batch:
@@ -100,14 +100,14 @@ class KvPublisher:
                 self._published.send_multipart((self._topic, *numbered))
                 self._kept.append(numbered)
                 number += 1
-        for socket in (self._batches, self._published, self._asked):
+        for socket in (self._batches, self._published, self._replay):
             if socket is not None:
                 socket.close()
 
-    def _answer(self, asked: zmq.Socket[bytes]) -> None:
+    def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Send the kept batches from the requested number on."""
-        who, *_, first = asked.recv_multipart()
+        who, *_, first = replay.recv_multipart()
         for numbered in self._kept:
             if numbered[0] >= first:
-                asked.send_multipart((who, b"", self._topic, *numbered))
-        asked.send_multipart((who, b"", b"", END, b""))
+                replay.send_multipart((who, b"", self._topic, *numbered))
+        replay.send_multipart((who, b"", b"", END, b""))

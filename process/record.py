@@ -227,7 +227,7 @@ class _Ring:
                 return self._file
             self._file.close()
         self._segment += 1
-        _make_room(self._folder, self._me, self._max_bytes - self._max_bytes // SEGMENTS)
+        _delete_oldest(self._folder, self._me, self._max_bytes - self._max_bytes // SEGMENTS)
         path = self._own_folder / f"{self._segment:04d}{SUFFIX}"
         header = msgspec.json.encode(
             Header(version("quintet"), self._me, self._segment, topology, self._config)
@@ -238,7 +238,7 @@ class _Ring:
         return self._file
 
 
-def _make_room(folder: Path, me: WorkerId, max_bytes: int) -> None:
+def _delete_oldest(folder: Path, me: WorkerId, max_bytes: int) -> None:
     """Delete the oldest segments of a slot until the rest has at most ``max_bytes``."""
     segments = [
         (int(path.parent.name.rpartition(".")[2]), int(path.stem), path)

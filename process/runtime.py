@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 SUPERVISOR = WorkerId(Role.SUPERVISOR, 0, 1)
 CONFIG_FILE = "config.json"
-HOUSEHOLD = (Topology, ReportMetrics, Dropped, Stop)
+COMMON_MESSAGES = (Topology, ReportMetrics, Dropped, Stop)
 """Messages that every process handles."""
 METRICS_S = 1.0
 """Minimum interval of metrics in heartbeats: an idle server should use almost no CPU."""
@@ -82,7 +82,7 @@ class Receives(Protocol):
     def wait(self, timeout_s: float) -> list[Any]:
         """See `Inbox.wait`."""
 
-    def hang(self, bell: Wakeup) -> None:
+    def hang(self, wakeup: Wakeup) -> None:
         """See `Inbox.hang`. A recording already contains the resulting messages."""
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class Process(Generic[MessageT]):
         self._next_beat = time.monotonic() + self._beat_s
         self._last_metrics = b""
         self._next_metrics = 0.0
-        self._heart: threading.Thread | None = None
+        self._heartbeat_thread: threading.Thread | None = None
         self._closing = threading.Event()
         self._tracer = None if config.trace is None else Tracer(me, config.trace)
         self.span: Span = no_span if self._tracer is None else self._tracer.span
@@ -172,9 +172,9 @@ class Process(Generic[MessageT]):
     def beat(self) -> None:
         """Send a heartbeat now."""
         self._next_beat = time.monotonic() + self._beat_s
-        self._beat(self.peers, with_metrics=self._heart is None)
+        self._beat(self.peers, with_metrics=self._heartbeat_thread is None)
 
-    def tell_figures(self) -> None:
+    def send_metrics(self) -> None:
         """Send a heartbeat with current metrics to the supervisor."""
         self._next_metrics = 0.0
         self._beat(self.peers, with_metrics=True)
@@ -193,7 +193,7 @@ class Process(Generic[MessageT]):
         )
         peers.send(Role.SUPERVISOR, 0, heartbeat)
 
-    def _tell_last_figures(self) -> None:
+    def _send_last_metrics(self) -> None:
         """Send the counts since the last heartbeat to the supervisor, which keeps them."""
         self._account_for_rejected()
         heartbeat = Heartbeat(
@@ -206,8 +206,8 @@ class Process(Generic[MessageT]):
 
         It calls ``account``, which must report the progress of the computation.
         """
-        self._heart = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
-        self._heart.start()
+        self._heartbeat_thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._heartbeat_thread.start()
 
     def _keep_beating(self) -> None:
         let_others_finish()
@@ -225,7 +225,7 @@ class Process(Generic[MessageT]):
         """
         now = time.monotonic()
         if now >= self._next_beat:
-            if self._heart is None:
+            if self._heartbeat_thread is None:
                 self.beat()
             else:
                 self._next_beat = now + self._beat_s
@@ -233,8 +233,8 @@ class Process(Generic[MessageT]):
         messages = self.inbox.wait(until_beat if timeout_s is None else min(timeout_s, until_beat))
         self._begin_turn()
         for message in messages:
-            if isinstance(message, HOUSEHOLD):
-                self._housekeep(message)
+            if isinstance(message, COMMON_MESSAGES):
+                self._handle_common(message)
         return messages
 
     def attach(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
@@ -245,8 +245,8 @@ class Process(Generic[MessageT]):
             if messages:
                 self._begin_turn()
             for message in messages:
-                if isinstance(message, HOUSEHOLD):
-                    self._housekeep(message)
+                if isinstance(message, COMMON_MESSAGES):
+                    self._handle_common(message)
                 if not isinstance(message, ReportMetrics):
                     handle(message)
 
@@ -279,7 +279,7 @@ class Process(Generic[MessageT]):
                 last.kind, last.request_ids[:8], "" if last.step is None else f" in step {last.step}",
             )  # fmt: skip
 
-    def _housekeep(self, message: msgspec.Struct) -> None:
+    def _handle_common(self, message: msgspec.Struct) -> None:
         if isinstance(message, Topology):
             if message.version > self.topology.version:
                 self.topology = message
@@ -288,7 +288,7 @@ class Process(Generic[MessageT]):
                 self.replaced = self.peers.follow(message.slots)
                 self.beat()
         elif isinstance(message, ReportMetrics):
-            self.tell_figures()
+            self.send_metrics()
         elif isinstance(message, Dropped):
             self._last_dropped = message
         elif isinstance(message, Stop):
@@ -297,9 +297,9 @@ class Process(Generic[MessageT]):
     def close(self) -> None:
         """Send the last metrics, write trace and recording if enabled, and close every socket."""
         self._closing.set()
-        if self._heart is not None:
-            self._heart.join()
-        self._tell_last_figures()
+        if self._heartbeat_thread is not None:
+            self._heartbeat_thread.join()
+        self._send_last_metrics()
         if self._tracer is not None:
             self._tracer.try_to_write()
         self.inbox.close()

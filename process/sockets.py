@@ -96,7 +96,7 @@ class Rejection(enum.Enum):
     """Without a valid HMAC of this server's key."""
     UNREADABLE = "unreadable"
     """Valid HMAC, but not a message that this process accepts."""
-    SENSELESS = "senseless"
+    INVALID = "senseless"
     """A message with invalid lengths or numbers (`quintet.wire.validate`)."""
 
 
@@ -137,7 +137,7 @@ class Inbox(Generic[MessageT]):
         self._makes_sense = makes_sense
         self._tap = tap
         self._timeout_ms: int | None = None
-        self._bells: list[Wakeup] = []
+        self._wakeups: list[Wakeup] = []
         self._poller = zmq.Poller()
         self._path = address.removeprefix("ipc://") if address.startswith("ipc://") else None
         self.address = address
@@ -148,12 +148,12 @@ class Inbox(Generic[MessageT]):
         """Number of frames dropped, for any reason."""
         return sum(self.rejected.values())
 
-    def hang(self, bell: Wakeup) -> None:
-        """Make `wait` also return on ``bell``; its messages precede those of frames."""
-        if not self._bells:
+    def hang(self, wakeup: Wakeup) -> None:
+        """Make `wait` also return on ``wakeup``; its messages precede those of frames."""
+        if not self._wakeups:
             self._poller.register(self._socket, zmq.POLLIN)
-        self._bells.append(bell)
-        self._poller.register(bell.fileno(), zmq.POLLIN)
+        self._wakeups.append(wakeup)
+        self._poller.register(wakeup.fileno(), zmq.POLLIN)
 
     def fileno(self) -> int:
         """Return the descriptor that becomes readable, once, when frames arrive: call `drain` each time it does."""
@@ -162,8 +162,8 @@ class Inbox(Generic[MessageT]):
     def drain(self) -> list[MessageT]:
         """Return all messages that have arrived, without waiting."""
         messages: list[MessageT] = []
-        for bell in self._bells:
-            self._answer(bell, messages)
+        for wakeup in self._wakeups:
+            self._answer(wakeup, messages)
         if not int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN:
             return messages  # usually there is one frame, and catching zmq.Again for the next costs more
         receive, take = self._socket.recv, self._take
@@ -180,7 +180,7 @@ class Inbox(Generic[MessageT]):
         if messages or timeout_s <= 0:
             return messages
         timeout_ms = max(1, int(timeout_s * 1000))
-        if self._bells:
+        if self._wakeups:
             self._poller.poll(timeout_ms)
             return self.drain()
         if timeout_ms != self._timeout_ms:
@@ -194,9 +194,9 @@ class Inbox(Generic[MessageT]):
         messages += self.drain()
         return messages
 
-    def _answer(self, bell: Wakeup, messages: list[Any]) -> None:
+    def _answer(self, wakeup: Wakeup, messages: list[Any]) -> None:
         """Append the wakeup's message, if it was triggered."""
-        message = bell.answer()
+        message = wakeup.answer()
         if message is not None:
             self._append(message, messages)
 
@@ -212,7 +212,7 @@ class Inbox(Generic[MessageT]):
             self._drop(Rejection.UNREADABLE, carried_by_bytes(payload, self._kinds), messages)
             return
         if self._makes_sense is not None and not self._makes_sense(message):
-            self._drop(Rejection.SENSELESS, carried_by(message), messages)
+            self._drop(Rejection.INVALID, carried_by(message), messages)
             return
         messages.append(message)
         if self._tap is not None:

@@ -198,16 +198,16 @@ class Tracer:
         Called by the main thread, if that then blocks where Python handles no signals. The interpreter's signal
         handler writes to a pipe without that thread. No signal is blocked, because children would inherit that.
         """
-        heard, told = os.pipe()
-        os.set_blocking(told, False)
-        signal.set_wakeup_fd(told, warn_on_full_buffer=False)
+        read_end, write_end = os.pipe()
+        os.set_blocking(write_end, False)
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
         for number in (WRITE_NOW, signal.SIGTERM):
             signal.signal(number, lambda number, frame: None)
             signal.siginterrupt(number, False)
-        threading.Thread(target=self._write_at, args=(heard,), name="trace", daemon=True).start()
+        threading.Thread(target=self._write_at, args=(read_end,), name="trace", daemon=True).start()
 
-    def _write_at(self, heard: int) -> None:
-        while numbers := os.read(heard, 64):
+    def _write_at(self, read_end: int) -> None:
+        while numbers := os.read(read_end, 64):
             if WRITE_NOW in numbers or signal.SIGTERM in numbers:
                 self.try_to_write()
             if signal.SIGTERM in numbers:

@@ -29,7 +29,7 @@ from quintet.wire.step import Capacity
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-def blocks_elsewhere(config: EngineConfig) -> tuple[int, int]:
+def max_tier_blocks(config: EngineConfig) -> tuple[int, int]:
     """Return the maximum number of blocks in host memory, and on disk."""
     num_blocks, cache = config.model.kv.num_blocks, config.cache
     num_host_blocks = num_blocks(cache.swap_bytes)
@@ -52,7 +52,7 @@ def are_swaps(swaps: bytes, num_blocks: int, num_host_blocks: int) -> bool:
     return all_below(pairs[0::2].tobytes(), num_blocks) and all_below(pairs[1::2].tobytes(), num_host_blocks)
 
 
-def fits_elsewhere(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
+def fits_tiers(capacity: Capacity, num_host_blocks: int, num_places: int) -> bool:
     """Return True when an executor's host and disk blocks do not exceed the configuration."""
     num_staging_blocks = (
         capacity.num_staging_blocks,
@@ -119,7 +119,7 @@ def disk_checks(
     }
 
 
-def can_be_handed_over(handover: KvTransfer | None) -> bool:
+def is_kv_transfer(handover: KvTransfer | None) -> bool:
     """Return True when the KV transfer fields have bounded size. The core checks the peer itself."""
     return handover is None or (
         len(handover.peer) <= MAX_PEER_CHARS and 0 <= handover.num_blocks <= MAX_COUNT

@@ -89,7 +89,7 @@ def _logprobs(config: EngineConfig) -> int:
     return num_entries * ENTRY_BYTES
 
 
-def _everybody(config: EngineConfig) -> int:
+def _all_opens(config: EngineConfig) -> int:
     """Size of the `Open` messages of all requests of all frontends, sent at once to a new detokenizer."""
     processes = config.processes
     frontends = max(MOST_FRONTENDS, processes.frontends + processes.external_frontends)
@@ -99,7 +99,7 @@ def _everybody(config: EngineConfig) -> int:
 _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
     Role.SUPERVISOR: lambda config: LEAST_BYTES,
     Role.FRONTEND: lambda config: (
-        _everybody(config) + _logprobs(config) + TOKENIZED_GROWTH * config.frontend.max_body_bytes
+        _all_opens(config) + _logprobs(config) + TOKENIZED_GROWTH * config.frontend.max_body_bytes
     ),
     Role.TOKENIZER: lambda config: JSON_GROWTH * config.frontend.max_body_bytes + _request(config),
     Role.CORE: lambda config: _request(config) + _logprobs(config),
@@ -107,6 +107,6 @@ _BOUNDS: Mapping[Role, Callable[[EngineConfig], int]] = {
         config.scheduler.max_num_seqs * (_request(config) - config.frontend.max_body_bytes) + _embeds(config)
     ),
     Role.DETOKENIZER: lambda config: (
-        _everybody(config) + _logprobs(config) + config.scheduler.max_num_seqs * MAX_SCHEMAS_BYTES
+        _all_opens(config) + _logprobs(config) + config.scheduler.max_num_seqs * MAX_SCHEMAS_BYTES
     ),
 }  # fmt: skip

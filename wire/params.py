@@ -237,12 +237,12 @@ def _check_lists(p: SamplingParams, max_logprobs: int | None, vocab_size: int | 
         if value is None:
             continue
         may_be_all = max_logprobs is None
-        most, whose = MAX_COUNT if max_logprobs is None else max_logprobs, "the server's --max-logprobs"
+        most, limit_name = MAX_COUNT if max_logprobs is None else max_logprobs, "the server's --max-logprobs"
         if vocab_size is not None and vocab_size <= most:
-            most, whose, may_be_all = vocab_size, "the vocabulary size", True
+            most, limit_name, may_be_all = vocab_size, "the vocabulary size", True
         if not 0 <= value <= most and not (value == -1 and may_be_all):
             all_of_them = " or -1 for all of them" if may_be_all else ""
-            raise _bad(field, value, f"between 0 and {most} ({whose}){all_of_them}")
+            raise _bad(field, value, f"between 0 and {most} ({limit_name}){all_of_them}")
     if p.stop:
         _check_stop(p)
     if p.bad_words:

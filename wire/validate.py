@@ -22,10 +22,10 @@ from quintet.wire.embeds import EmbedsPrompt, RowEmbeds
 from quintet.wire.kv_admin_validate import operator_checks
 from quintet.wire.kv_disk_validate import (
     are_swaps,
-    blocks_elsewhere,
-    can_be_handed_over,
     disk_checks,
-    fits_elsewhere,
+    fits_tiers,
+    is_kv_transfer,
+    max_tier_blocks,
 )
 from quintet.wire.kv_spec import STATE_BLOCKS
 from quintet.wire.metrics import decode_snapshot
@@ -61,7 +61,7 @@ class Validator:
         self._num_groups = len(model.kv.groups)
         self._num_blocks = model.kv.num_blocks(config.cache.memory_bytes) or MAX_COUNT
         """On a GPU only the executor knows the number, so the limit is `MAX_COUNT`."""
-        self._num_host_blocks, self._num_disk_blocks = blocks_elsewhere(config)
+        self._num_host_blocks, self._num_disk_blocks = max_tier_blocks(config)
         self._blocks_per_row = max(STATE_BLOCKS, -(-model.max_model_len // model.kv.block_size))
         self._run_dir = config.run_dir
         self._checks: dict[type[msgspec.Struct], Check] = {
@@ -163,8 +163,8 @@ class Validator:
             and 0 <= spec.deadline_ns < MAX_ID
             and self._are_tokens(spec.output_ids)
             and len(spec.output_ids) <= ID_BYTES * self._max_len
-            and _can_be_read(spec.reading)
-            and can_be_handed_over(spec.handover)
+            and _is_output_parsing(spec.reading)
+            and is_kv_transfer(spec.handover)
         )
 
     def _submit(self, msg: m.Submit) -> bool:
@@ -263,7 +263,7 @@ class Validator:
         return (
             0 < msg.executor_epoch <= MAX_COUNT
             and 0 < msg.num_blocks <= MAX_COUNT
-            and fits_elsewhere(msg, self._num_host_blocks, self._num_disk_blocks)
+            and fits_tiers(msg, self._num_host_blocks, self._num_disk_blocks)
             and 0 <= msg.swap_bytes_per_s < MAX_ID
             and msg.block_size == self._block_size
             and 0 < msg.max_num_seqs <= self._num_slots
@@ -328,7 +328,7 @@ class Validator:
             and 0 <= opened.num_prompt_tokens <= MAX_COUNT
             and 0 <= opened.num_cached_tokens <= MAX_COUNT
             and 0 <= opened.attempt <= MAX_COUNT
-            and _can_be_read(opened.reading)
+            and _is_output_parsing(opened.reading)
         )
 
     def _text(self, msg: m.Text) -> bool:
@@ -367,7 +367,7 @@ def _is_slot(index: int) -> bool:
     return 0 <= index < MAX_SLOTS
 
 
-def _can_be_read(reading: OutputParsing | None) -> bool:
+def _is_output_parsing(reading: OutputParsing | None) -> bool:
     """Return True when the parser fields have bounded size. The detokenizer checks the parser names."""
     return reading is None or (
         len(reading.reasoning) <= MAX_NAME_CHARS

@@ -6,7 +6,7 @@ alive. Off, a prompt is computed in one step or waits for a step with enough bud
 
 from __future__ import annotations
 
-from quintet.core.hooks import Clamp, Feature, Setup
+from quintet.core.hooks import Feature, LimitTokens, Setup
 from quintet.core.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
@@ -14,10 +14,10 @@ from quintet.core.scheduler_state import SchedulerState
 def build(setup: Setup) -> Feature | None:
     """Return the clamp for the configuration, or None when the budget alone decides."""
     if not setup.scheduler.enable_chunked_prefill:
-        return Feature("chunked_prefill", clamp=whole_or_wait)
+        return Feature("chunked_prefill", limit_tokens=whole_or_wait)
     threshold = setup.scheduler.long_prefill_token_threshold
     if threshold > 0:
-        return Feature("chunked_prefill", clamp=share_of(threshold))
+        return Feature("chunked_prefill", limit_tokens=share_of(threshold))
     return None
 
 
@@ -31,10 +31,10 @@ def whole_or_wait(state: SchedulerState, request: Request, wanted: int, budget: 
     return wanted if wanted <= budget or in_pieces else 0
 
 
-def share_of(threshold: int) -> Clamp:
+def share_of(threshold: int) -> LimitTokens:
     """Return a clamp to ``threshold`` tokens while more than one request is alive."""
 
-    def clamp(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
+    def limit_tokens(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         return min(wanted, threshold) if len(state.live) > 1 else wanted
 
-    return clamp
+    return limit_tokens

@@ -17,10 +17,10 @@ from quintet.core.scheduler_state import SchedulerState
 
 def build(setup: Setup) -> Feature | None:
     """Return the feature; it is always on and only affects requests with a parent."""
-    return Feature("fork", gate=gate, source=source)
+    return Feature("fork", can_schedule=can_schedule, match_prefix=match_prefix)
 
 
-def gate(state: SchedulerState, request: Request) -> bool:
+def can_schedule(state: SchedulerState, request: Request) -> bool:
     """Delay a choice while the first one computes the prompt, unless a poison-isolation trial excludes the first one."""
     parent = request.parent
     return (
@@ -31,7 +31,7 @@ def gate(state: SchedulerState, request: Request) -> bool:
     )
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match the prompt in the blocks of the running first choice, once they are computed."""
     parent = request.parent
     num_tokens = request.num_prompt - 1
@@ -55,7 +55,7 @@ def _shared(
     """Return the blocks of a group that a choice reads from its parent; None where the parent has released some."""
     groups, held = state.limits.groups, parent.held[index]
     if groups.all[index].is_state:
-        kept = parent.for_choices
+        kept = parent.fork_state_blocks
         return GroupBlocks(0, [kept[groups.states.index(index)]]) if kept else None
     first = groups.first_block(index, request.num_prompt - 1)
     keys = [key_of(digest, index) for digest in request.digests[first : min(num_full, held.begin)]]

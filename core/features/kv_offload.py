@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quintet.core.block_keys import digests_of, keys_behind, run_of
+from quintet.core.block_keys import digests_of, keys_after, run_of
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.group_blocks import GroupBlocks
 from quintet.core.request import Request
@@ -22,17 +22,21 @@ from quintet.core.scheduler_state import SchedulerState
 
 def build(setup: Setup) -> Feature | None:
     """Return the feature if host memory is configured."""
-    return Feature("kv_offload", keep=keep, source=source) if setup.cache.swap_bytes > 0 else None
+    return (
+        Feature("kv_offload", on_preempt=on_preempt, match_prefix=match_prefix)
+        if setup.cache.swap_bytes > 0
+        else None
+    )
 
 
-def keep(state: SchedulerState, request: Request) -> None:
+def on_preempt(state: SchedulerState, request: Request) -> None:
     """Save as many full blocks of the request as it can resume from and the host has free blocks for.
 
     All planned tokens are computed before the next plan's copies. Only blocks of known tokens count: those in flight
     are drawn again.
     """
     block_size, pool = state.limits.block_size, state.pool
-    if not pool.tiers.host.num_blocks or not _may_begin_behind_others(request):
+    if not pool.tiers.host.num_blocks or not _may_share_blocks(request):
         return
     num_full = min(request.planned, len(request.tokens) - 1) // block_size
     if not state.limits.groups.is_plain:
@@ -41,10 +45,10 @@ def keep(state: SchedulerState, request: Request) -> None:
     if not _is_cheaper(state, num_full * block_size, 2 * num_full):
         return
     found = pool.index.block_of
-    wanted = pool.tiers.host.want(request.request_id, keys_behind(state, request, 0, num_full * block_size))
+    wanted = pool.tiers.host.want(request.request_id, keys_after(state, request, 0, num_full * block_size))
     for key, block in zip(wanted, request.held[0].blocks, strict=False):
         if key not in found:
-            pool.tiers.host.leave(key, block)
+            pool.tiers.host.on_evict(key, block)
 
 
 def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> None:
@@ -55,7 +59,7 @@ def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> No
         return
     contents: dict[bytes, int] = {}
     for index, group in enumerate(groups.all):
-        keys, blocks = keys_behind(state, request, index, num_tokens), held[index].blocks[-1:]
+        keys, blocks = keys_after(state, request, index, num_tokens), held[index].blocks[-1:]
         if not group.is_state:
             skipped = groups.first_block(index, num_tokens) - held[index].begin
             if skipped < 0:
@@ -64,10 +68,10 @@ def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> No
         contents |= zip(keys, blocks, strict=True)
     if not _is_cheaper(state, num_tokens, 2 * len(contents)):
         return
-    request.num_kept = num_tokens
+    request.num_offloaded = num_tokens
     for key in pool.tiers.host.want(request.request_id, list(contents), whole=True):
         if key not in pool.index.block_of:
-            pool.tiers.host.leave(key, contents[key])
+            pool.tiers.host.on_evict(key, contents[key])
 
 
 def _beginning(state: SchedulerState, request: Request, num_blocks: int) -> tuple[int, Sequence[GroupBlocks]]:
@@ -78,7 +82,7 @@ def _beginning(state: SchedulerState, request: Request, num_blocks: int) -> tupl
     state.
     """
     limits, planned = state.limits, request.planned
-    if not limits.groups.states or request.begins_at < planned < len(request.tokens):
+    if not limits.groups.states or request.state_start < planned < len(request.tokens):
         return min(planned, len(request.tokens) - 1), request.held
     if not limits.prefix_caching:
         return 0, ()
@@ -87,7 +91,7 @@ def _beginning(state: SchedulerState, request: Request, num_blocks: int) -> tupl
     return num_blocks * limits.block_size, held
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match blocks still on the device, then blocks on the host."""
     pool, limits = state.pool, state.limits
     if request.request_id not in pool.tiers.host.keys_of:
@@ -105,13 +109,13 @@ def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
 
 def _source_of_groups(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match the blocks that every group needs, each on the device or on the host."""
-    pool, limits, num_tokens = state.pool, state.limits, request.num_kept
+    pool, limits, num_tokens = state.pool, state.limits, request.num_offloaded
     shared: list[GroupBlocks] = []
     tails: list[int | None] = []
     restored: list[list[int]] = []
     for index, group in enumerate(limits.groups.all):
         keys, block_of, rest = (
-            keys_behind(state, request, index, num_tokens),
+            keys_after(state, request, index, num_tokens),
             pool.index.block_of,
             list[bytes](),
         )
@@ -131,10 +135,10 @@ def _source_of_groups(state: SchedulerState, request: Request) -> PrefixMatch | 
     if not num_restored or not _is_cheaper(state, num_tokens, num_restored):
         return None
     found = PrefixMatch(num_tokens, shared, tails, restored=restored)
-    return found if state.spares(request, len(found.known_tails)) else None
+    return found if state.has_spare_blocks(request, len(found.known_tails)) else None
 
 
-def _may_begin_behind_others(request: Request) -> bool:
+def _may_share_blocks(request: Request) -> bool:
     """Return True when the request may reuse computed blocks: the keys are those of the prefix cache."""
     return request.params.reads_prefix_cache
 

@@ -8,7 +8,7 @@ is the sending side.
 
 from __future__ import annotations
 
-from quintet.core.block_keys import digests_of, found_behind, keys_behind, run_of
+from quintet.core.block_keys import digests_of, keys_after, match_fetched, run_of
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
@@ -20,20 +20,24 @@ from quintet.wire.request import KvTransfer
 
 def build(setup: Setup) -> Feature | None:
     """Return the feature if peers are configured."""
-    return None if setup.cache.peers is None else Feature("kv_peer", gate=gate, source=source)
+    return (
+        None
+        if setup.cache.peers is None
+        else Feature("kv_peer", can_schedule=can_schedule, match_prefix=match_prefix)
+    )
 
 
-def gate(state: SchedulerState, request: Request) -> bool:
+def can_schedule(state: SchedulerState, request: Request) -> bool:
     """Delay a request while blocks are being fetched for it. A poison-isolation trial waits for nothing."""
     peers, handover = state.pool.tiers.peers, request.handover
     if peers is None or handover is None or not handover.peer or state.trial is not None:
         return True
-    wish = peers.fetches.wishes.get(request.request_id)
-    if wish is None and request.scheduled_ns is None and request.parent is None:
+    fetch = peers.fetches.requests.get(request.request_id)
+    if fetch is None and request.scheduled_ns is None and request.parent is None:
         if not _ask(state, peers, request, handover):
-            return not peers.fetches.frees_room
-        wish = peers.fetches.wishes.get(request.request_id)
-    return wish is None or not wish.pending
+            return not peers.fetches.frees_host_blocks
+        fetch = peers.fetches.requests.get(request.request_id)
+    return fetch is None or not fetch.pending
 
 
 def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvTransfer) -> bool:
@@ -45,20 +49,20 @@ def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvT
         there = min(there, last_kept(limits, request.num_prompt) // size)
     here = reach(index.block_of, digests_of(state, request, there), there, groups, size)
     if there <= here or not request.params.reads_prefix_cache:
-        peers.fetches.wish_nothing(request.request_id)
+        peers.fetches.note_no_fetch(request.request_id)
         return True
     if not peers.may_ask(request.rank):
         return False
     missing: list[bytes] = []
     for group in range(len(groups)):
-        keys = keys_behind(state, request, group, there * size)
+        keys = keys_after(state, request, group, there * size)
         missing += keys[len(run_of(keys, index.block_of)) :]
-    whole = not limits.groups.is_plain or peers.fetches.frees_room
+    whole = not limits.groups.is_plain or peers.fetches.frees_host_blocks
     request_id, rank = request.request_id, request.rank
     return peers.ask(request_id, rank, handover.peer, missing, there * size, whole=whole)
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match blocks on the device, then fetched blocks."""
     peers = state.pool.tiers.peers
-    return None if peers is None else found_behind(state, request, peers.fetches)
+    return None if peers is None else match_fetched(state, request, peers.fetches)

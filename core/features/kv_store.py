@@ -11,7 +11,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 from typing import Any
 
-from quintet.core.block_keys import digests_of, found_behind, keys_behind, run_of
+from quintet.core.block_keys import digests_of, keys_after, match_fetched, run_of
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.prefix import reach
 from quintet.core.kv.store_pool import StorePool
@@ -21,15 +21,19 @@ from quintet.core.scheduler_state import SchedulerState
 
 def build(setup: Setup) -> Feature | None:
     """Return the feature if a store is configured."""
-    return None if setup.cache.store is None else Feature("kv_store", gate=gate, source=source)
+    return (
+        None
+        if setup.cache.store is None
+        else Feature("kv_store", can_schedule=can_schedule, match_prefix=match_prefix)
+    )
 
 
-def gate(state: SchedulerState, request: Request) -> bool:
+def can_schedule(state: SchedulerState, request: Request) -> bool:
     """Delay a request during its search or fetch. A poison-isolation trial waits for nothing."""
     store, request_id = state.pool.tiers.store, request.request_id
     if store is None or state.trial is not None:
         return True
-    if request_id not in store.fetches.wishes:
+    if request_id not in store.fetches.requests:
         if request_id not in store.lookups:
             _look_up(state, store, request)
         lookup = store.lookups.get(request_id)
@@ -37,8 +41,8 @@ def gate(state: SchedulerState, request: Request) -> bool:
             _ask(state, store, request)
         elif lookup is not None:
             return False
-    wish = store.fetches.wishes.get(request_id)
-    return wish is None or not wish.pending
+    fetch = store.fetches.requests.get(request_id)
+    return fetch is None or not fetch.pending
 
 
 def _look_up(state: SchedulerState, store: StorePool, request: Request) -> None:
@@ -56,10 +60,10 @@ def _look_up(state: SchedulerState, store: StorePool, request: Request) -> None:
     if (
         most <= max(here, _coming(state, request))
         or not request.params.reads_prefix_cache
-        or store.is_silent
+        or store.is_paused
         or not store.search_cost.is_cheaper(1, computing_ns)
     ):
-        store.fetches.wish_nothing(request.request_id)
+        store.fetches.note_no_fetch(request.request_id)
         return
     store.look_up(request.request_id, request.digests[:most])
 
@@ -74,10 +78,15 @@ def _most_blocks(state: SchedulerState, store: StorePool, request: Request) -> i
 def _coming(state: SchedulerState, request: Request) -> int:
     """Return the number of the request's blocks that other tiers are fetching."""
     tiers = state.pool.tiers
-    wishes = [
-        tier.fetches.wishes.get(request.request_id) for tier in (tiers.disk, tiers.peers) if tier is not None
+    requests = [
+        tier.fetches.requests.get(request.request_id)
+        for tier in (tiers.disk, tiers.peers)
+        if tier is not None
     ]
-    return max((wish.num_tokens for wish in wishes if wish is not None), default=0) // state.limits.block_size
+    return (
+        max((fetch.num_tokens for fetch in requests if fetch is not None), default=0)
+        // state.limits.block_size
+    )
 
 
 def _ask(state: SchedulerState, store: StorePool, request: Request) -> None:
@@ -92,23 +101,23 @@ def _ask(state: SchedulerState, store: StorePool, request: Request) -> None:
     there = reach(known, digests, most, groups, size)
     missing: list[bytes] = []
     for group in range(len(groups)):
-        keys = keys_behind(state, request, group, there * size)
+        keys = keys_after(state, request, group, there * size)
         missing += keys[len(run_of(keys, index.block_of)) :]
     is_there = all(map(places.__contains__, missing))
     num_runs = len({places[key][0] for key in missing if key in places})
     computing_ns = state.pace.time_of((there - here) * size)
     if (
-        store.is_silent
+        store.is_paused
         or there <= here
         or not is_there
         or not store.get_cost.is_cheaper(num_runs, computing_ns)
     ):
-        store.fetches.wish_nothing(request_id)
+        store.fetches.note_no_fetch(request_id)
         return
     store.ask(request_id, missing, places, there * size, whole=not limits.groups.is_plain)
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match blocks on the device, then fetched blocks."""
     store = state.pool.tiers.store
-    return None if store is None else found_behind(state, request, store.fetches)
+    return None if store is None else match_fetched(state, request, store.fetches)

@@ -33,25 +33,25 @@ def build(setup: Setup) -> Feature | None:
     if target_ms <= 0 or not setup.scheduler.enable_chunked_prefill:
         return None
 
-    def clamp(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
+    def limit_tokens(state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         num_taken = state.limits.max_batched - budget
-        num_behind = num_taken + (wanted if request.status is Status.RUNNING else 0)
-        return max(0, min(wanted, _tokens_now(state, num_behind, target_ms) - num_taken))
+        num_uncomputed = num_taken + (wanted if request.status is Status.RUNNING else 0)
+        return max(0, min(wanted, _tokens_now(state, num_uncomputed, target_ms) - num_taken))
 
-    return Feature("step_time", clamp=clamp)
+    return Feature("step_time", limit_tokens=limit_tokens)
 
 
-def _tokens_now(state: SchedulerState, num_behind: int, target_ms: int) -> int:
+def _tokens_now(state: SchedulerState, num_uncomputed: int, target_ms: int) -> int:
     """Return the maximum tokens of this step. ``num_uncomputed``: tokens in the step, including the calling request's."""
     most = most_tokens(state, target_ms)
     if len(state.live) == 1 or len(state.live) > MANY:
         return most
     for request in state.waiting:
-        if num_behind >= most * WAITING_STEPS:
+        if num_uncomputed >= most * WAITING_STEPS:
             return most
-        num_behind += request.length
+        num_uncomputed += request.length
     least = max(most * 2 // 3, len(state.running) + LEAST_TOKENS)
-    return min(most, max(least, num_behind // WAITING_STEPS))
+    return min(most, max(least, num_uncomputed // WAITING_STEPS))
 
 
 def most_tokens(state: SchedulerState, target_ms: int) -> int:

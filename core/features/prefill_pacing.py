@@ -27,7 +27,7 @@ def build(setup: Setup) -> Feature | None:
     """Return the feature under policy ``longest`` with chunked prefill."""
     scheduler = setup.scheduler
     is_on = scheduler.policy == "longest" and scheduler.enable_chunked_prefill
-    return Feature("just_in_time", clamp=PacedChunks().clamp) if is_on else None
+    return Feature("just_in_time", limit_tokens=PacedChunks().limit_tokens) if is_on else None
 
 
 class PacedChunks:
@@ -42,7 +42,7 @@ class PacedChunks:
         self._step: int | None = None
         self._left_alone = 0
 
-    def clamp(self, state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
+    def limit_tokens(self, state: SchedulerState, request: Request, wanted: int, budget: int) -> int:
         """Grant the request its part of the prompt tokens that this step needs."""
         if state.step != self._step:
             self._step = state.step
@@ -63,9 +63,9 @@ def num_needed(state: SchedulerState, budget: int) -> int:
     needed, total = LEAST_TOKENS, 0
     for queue in (state.running, state.waiting):
         for request in queue:
-            behind = request.length - request.planned
-            if behind > 1:
-                total += behind
+            num_uncomputed = request.length - request.planned
+            if num_uncomputed > 1:
+                total += num_uncomputed
                 num_left = (
                     num_steps - (request.limit - request.length) + 1
                 )  # steps left to complete it, including this one

@@ -16,10 +16,10 @@ from quintet.core.scheduler_state import SchedulerState
 
 def build(setup: Setup) -> Feature | None:
     """Return the feature unless the configuration disables it."""
-    return Feature("prefix_cache", source=source) if setup.cache.enable_prefix_caching else None
+    return Feature("prefix_cache", match_prefix=match_prefix) if setup.cache.enable_prefix_caching else None
 
 
-def source(state: SchedulerState, request: Request) -> PrefixMatch | None:
+def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:
     """Match the request's tokens in the cache, leaving at least one to compute: sampling needs logits."""
     if not request.params.reads_prefix_cache:
         return None
@@ -50,7 +50,7 @@ def _longest_end(
     if not index.ends or request.status is Status.RUNNING:
         return None
     groups, block_size, most = limits.groups, limits.block_size, len(tokens) - 1
-    if not state.spares(request, len(groups.tokens)):
+    if not state.has_spare_blocks(request, len(groups.tokens)):
         return None
     for num_blocks in range(most // block_size, least // block_size - 1, -1):
         before = request.digests[num_blocks - 1] if num_blocks else request.salt_digest

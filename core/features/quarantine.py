@@ -12,9 +12,9 @@ from quintet.core.scheduler_state import SchedulerState
 
 def build(setup: Setup) -> Feature | None:
     """Return the feature; it is always on and has no effect without a trial."""
-    return Feature("quarantine", gate=gate)
+    return Feature("quarantine", can_schedule=can_schedule)
 
 
-def gate(state: SchedulerState, request: Request) -> bool:
+def can_schedule(state: SchedulerState, request: Request) -> bool:
     """Delay requests that are not on trial."""
     return state.may_run(request)

@@ -72,14 +72,14 @@ class DiskPool:
             del self.free[place]
             self.place_of[key] = place
 
-    def stand(self, key: bytes, block: int) -> None:
+    def queue_store(self, key: bytes, block: int) -> None:
         """Queue a full block that became reusable; the plan that writes it precedes the next transfer requests."""
         self._unwanted.discard(key)
         if key not in self.place_of and key not in self.storing:
             self._due[key] = block
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`: a store that was not sent yet is dropped."""
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`: a store that was not sent yet is dropped."""
         self._due.pop(key, None)
 
     def use(self, keys: Sequence[bytes]) -> None:

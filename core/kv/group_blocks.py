@@ -24,7 +24,7 @@ class GroupBlocks:
         """End position, exclusive."""
         return self.begin + len(self.blocks)
 
-    def behind(self, position: int) -> list[int]:
+    def before(self, position: int) -> list[int]:
         """Return the blocks before a position."""
         return self.blocks[: max(0, position - self.begin)]
 

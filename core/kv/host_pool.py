@@ -46,15 +46,15 @@ class HostPool:
         ``whole``: all or none. Returns the registered keys.
         """
         wanted = self.wanted
-        room = self.num_blocks - len(wanted) - len(self.leaving)
-        if whole and sum(key not in wanted for key in keys) > room:
+        num_free = self.num_blocks - len(wanted) - len(self.leaving)
+        if whole and sum(key not in wanted for key in keys) > num_free:
             return []
         mine: list[bytes] = []
         for key in keys:
             if key not in wanted:
-                if not room:
+                if not num_free:
                     break
-                room -= 1
+                num_free -= 1
                 wanted[key] = 0
             wanted[key] += 1
             mine.append(key)
@@ -75,7 +75,7 @@ class HostPool:
                 if block is not None:
                     self.leaving.append(block)
 
-    def leave(self, key: bytes, device_block: int) -> None:
+    def on_evict(self, key: bytes, device_block: int) -> None:
         """Copy this content in the next plan if it is wanted and not on the host yet."""
         if key in self.wanted and key not in self.block_of:
             self.copies[self.place(key)] = device_block

@@ -35,8 +35,8 @@ class PeerPool:
         """Offer these contents: copy them from their device blocks before the next plan."""
         self._due.update(contents)
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`: an offer that was not sent yet is dropped."""
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`: an offer that was not sent yet is dropped."""
         self._due.pop(key, None)
 
     def may_ask(self, rank: tuple[int, int]) -> bool:

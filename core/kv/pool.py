@@ -65,7 +65,7 @@ class BlockPool:
         else:
             block = next(iter(self.cached))
             del self.cached[block]
-            self.tiers.leave(self.index.forget(block), block)
+            self.tiers.on_evict(self.index.forget(block), block)
         self.refs[block] = 1
         return block
 
@@ -93,7 +93,7 @@ class BlockPool:
 
     def evict(self, block: int) -> None:
         """Remove a block's content from the index while requests may hold it. It must not be pinned."""
-        self.tiers.leave(self.index.forget(block), block)
+        self.tiers.on_evict(self.index.forget(block), block)
         if block in self.cached:
             del self.cached[block]
             self.free.append(block)
@@ -109,7 +109,7 @@ class BlockPool:
         """Remove a block's content from the index, because its holder overwrites it."""
         assert self.may_move(block), (block, self.refs[block])
         if self.index.holds(block):
-            self.tiers.leave(self.index.forget(block), block)
+            self.tiers.on_evict(self.index.forget(block), block)
 
     def cost_of_sharing(self, blocks: Iterable[int]) -> int:
         """Return how many of these blocks sharing would remove from the available ones."""

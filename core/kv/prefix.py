@@ -57,7 +57,7 @@ def extend_chain(
         digests.append(sha256(before + array("i", block).tobytes()).digest())
 
 
-def digest_behind(before: bytes, tokens: list[int]) -> bytes:
+def digest_after(before: bytes, tokens: list[int]) -> bytes:
     """Return the digest of an end after ``tokens`` that follow the digest ``before``."""
     return sha256(before + array("i", tokens).tobytes()).digest()
 
@@ -152,7 +152,7 @@ class PrefixIndex:
         self, before: bytes, tokens: list[int], states: dict[int, int], tails: dict[int, int]
     ) -> None:
         """Register an end after ``tokens``, fewer than a block. states, tails: block by group."""
-        digest = digest_behind(before, tokens)
+        digest = digest_after(before, tokens)
         for group, block in (states | tails).items():
             key = key_of(digest, group)
             if key not in self.block_of and block not in self.key_of:

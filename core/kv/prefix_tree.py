@@ -36,10 +36,10 @@ class PrefixPath:
 class PrefixPaths:
     """All paths of one engine."""
 
-    __slots__ = ("_by_end", "_trails", "block_size", "now_ns", "reach")
+    __slots__ = ("_by_end", "_paths", "block_size", "now_ns", "reach")
 
     def __init__(self) -> None:
-        self._trails: deque[PrefixPath] = deque()
+        self._paths: deque[PrefixPath] = deque()
         self._by_end: dict[bytes, PrefixPath] = {}
         """Of checked paths: last cached block -> newest path."""
         self.now_ns = 0
@@ -50,45 +50,45 @@ class PrefixPaths:
         """Tokens per block."""
 
     def __len__(self) -> int:
-        return len(self._trails)
+        return len(self._paths)
 
     def add(self, digests: list[bytes], tokens: list[int] | None) -> None:
         """Add the path of an ended request."""
-        self._trails.append(PrefixPath(digests, None if tokens is None else array("i", tokens), self.now_ns))
-        for _ in range(min(LOOKED_AT, len(self._trails))):
-            self._look_at(self._trails.popleft())
+        self._paths.append(PrefixPath(digests, None if tokens is None else array("i", tokens), self.now_ns))
+        for _ in range(min(LOOKED_AT, len(self._paths))):
+            self._look_at(self._paths.popleft())
 
-    def _look_at(self, trail: PrefixPath) -> None:
+    def _look_at(self, entry: PrefixPath) -> None:
         """Keep a path if part of it is cached and no newer path covers that part."""
-        last = trail.digests[-1]
-        if self._by_end.get(last) is trail:
+        last = entry.digests[-1]
+        if self._by_end.get(last) is entry:
             del self._by_end[last]
-        num_held = self.reach(trail.digests)
+        num_held = self.reach(entry.digests)
         if not num_held:
             return
-        if num_held < len(trail.digests):  # copied: a tree may hold this path
-            tokens = None if trail.tokens is None else trail.tokens[: num_held * self.block_size]
-            trail = PrefixPath(trail.digests[:num_held], tokens, trail.used_ns)
-        end = trail.digests[-1]
+        if num_held < len(entry.digests):  # copied: a tree may hold this path
+            tokens = None if entry.tokens is None else entry.tokens[: num_held * self.block_size]
+            entry = PrefixPath(entry.digests[:num_held], tokens, entry.used_ns)
+        end = entry.digests[-1]
         other = self._by_end.get(end)
         if other is not None:
-            other.used_ns = max(other.used_ns, trail.used_ns)
+            other.used_ns = max(other.used_ns, entry.used_ns)
             return
-        self._by_end[end] = trail
-        self._trails.append(trail)
+        self._by_end[end] = entry
+        self._paths.append(entry)
 
     def tree(self, live: Iterable[PrefixPath]) -> PrefixTree:
         """Return an unbuilt tree of the cached prefixes of these paths and of live requests; call `grow`."""
-        trails = [*live, *sorted(self._trails, key=lambda trail: -trail.used_ns)]
-        return PrefixTree(trails, self.reach)
+        paths = [*live, *sorted(self._paths, key=lambda entry: -entry.used_ns)]
+        return PrefixTree(paths, self.reach)
 
 
 class PrefixTree:
     """Snapshot of the prefixes; not atomic if built over several iterations."""
 
-    def __init__(self, trails: list[PrefixPath], reach: Callable[[list[bytes]], int]) -> None:
+    def __init__(self, paths: list[PrefixPath], reach: Callable[[list[bytes]], int]) -> None:
         """paths: most recently used first."""
-        self._trails = trails
+        self._paths = paths
         self._reach = reach
         self._num_grown = 0
         """Number of paths already added."""
@@ -99,16 +99,16 @@ class PrefixTree:
 
     def grow(self, num_blocks: int | None = None) -> bool:
         """Add paths of about ``num_blocks`` blocks, or all; return True when the tree is complete."""
-        while self._num_grown < len(self._trails) and (num_blocks is None or num_blocks > 0):
-            trail = self._trails[self._num_grown]
+        while self._num_grown < len(self._paths) and (num_blocks is None or num_blocks > 0):
+            entry = self._paths[self._num_grown]
             self._num_grown += 1
-            self._add(trail)
+            self._add(entry)
             if num_blocks is not None:
-                num_blocks -= len(trail.digests)
-        return self._num_grown == len(self._trails)
+                num_blocks -= len(entry.digests)
+        return self._num_grown == len(self._paths)
 
-    def _add(self, trail: PrefixPath) -> None:
-        digests, is_new = trail.digests, False
+    def _add(self, entry: PrefixPath) -> None:
+        digests, is_new = entry.digests, False
         for position in range(self._reach(digests) - 1, -1, -1):
             digest = digests[position]
             if is_new:
@@ -116,7 +116,7 @@ class PrefixTree:
                 self._ends.pop(digest, None)
             if digest in self.places:
                 break
-            self.places[digest] = trail, position
+            self.places[digest] = entry, position
             if not is_new:
                 self._ends[digest] = None
             is_new = True
@@ -133,15 +133,15 @@ class PrefixTree:
         """Return the digests of the prefix with this last block, in order; empty if unknown."""
         if digest not in self.places:
             return []
-        trail, position = self.places[digest]
-        return trail.digests[: position + 1]
+        entry, position = self.places[digest]
+        return entry.digests[: position + 1]
 
     def tokens(self, digest: bytes, block_size: int) -> bytes:
         """Return the tokens of this prefix, int32; empty if unknown."""
         if digest not in self.places:
             return b""
-        trail, position = self.places[digest]
-        return b"" if trail.tokens is None else pack_i32(trail.tokens[: (position + 1) * block_size])
+        entry, position = self.places[digest]
+        return b"" if entry.tokens is None else pack_i32(entry.tokens[: (position + 1) * block_size])
 
     def used_ns(self, digest: bytes) -> int | None:
         """Return the time of the prefix's last use; None if unknown."""
@@ -152,7 +152,7 @@ class PrefixTree:
         end = len(path) - 1
         return {
             digest
-            for trail in self._trails
-            if len(trail.digests) > end and trail.digests[end] == path[end]
-            for digest in trail.digests[end:]
+            for entry in self._paths
+            if len(entry.digests) > end and entry.digests[end] == path[end]
+            for digest in entry.digests[end:]
         }

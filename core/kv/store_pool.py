@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from quintet.core.kv.fetch_cost import FetchCost
-from quintet.core.kv.prefetch import PATIENCE_NS, Prefetches
+from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS, Prefetches
 from quintet.core.kv.store_chunks import StoreChunks
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.kv_store import Get, Put, Search, StoreRequests, StoreResults
@@ -29,7 +29,7 @@ MAX_DUE = 1 << 14
 """Maximum number of chunks that wait to be stored."""
 MAX_NAMES = 1 << 16
 """Maximum chunk names per search message, plus those of one request."""
-SILENCE_NS = 30_000_000_000
+PAUSE_NS = 30_000_000_000
 """Time without requests to a store that missed its deadline."""
 
 
@@ -50,16 +50,16 @@ class StorePool:
     """Chunks assumed present, and transfers in progress: a `quintet.core.kv.tiers.Tier`."""
 
     __slots__ = (
-        "_asked",
         "_due",
         "_most_putting",
         "_num_putting",
         "_ordered",
+        "_paused_until_ns",
         "_putting",
-        "_silent_until_ns",
+        "_searches",
         "fetches",
         "get_cost",
-        "is_silent",
+        "is_paused",
         "known",
         "lookups",
         "runs",
@@ -80,7 +80,7 @@ class StorePool:
         """Keyed by request."""
         self.get_cost, self.search_cost = FetchCost(), FetchCost()
         """Per chunk; per search."""
-        self._asked: list[Search] = []
+        self._searches: list[Search] = []
         """Searches not sent yet."""
         self._ordered: dict[bytes, Get] = {}
         """Gets not sent yet, by name."""
@@ -90,13 +90,13 @@ class StorePool:
         """Name -> number of blocks, of chunks being stored."""
         self._num_putting = 0
         self._most_putting = most_putting
-        self.is_silent = False
+        self.is_paused = False
         """The store missed a deadline recently and gets no requests."""
-        self._silent_until_ns = 0
+        self._paused_until_ns = 0
 
     # --- storing ---
 
-    def stand(self, digests: Sequence[bytes], first: int, end: int) -> None:
+    def queue_chunks(self, digests: Sequence[bytes], first: int, end: int) -> None:
         """Queue the chunks completed by the request's token blocks ``first`` to ``end``, unless they are present.
 
         digests: of all blocks before ``end``.
@@ -106,7 +106,7 @@ class StorePool:
             for group in self.runs.groups.tokens:
                 self._keep(self.runs.keys(digests, group, index))
 
-    def stand_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
+    def queue_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
         """Queue the states after the first ``num_blocks`` blocks of a request."""
         index, rest = divmod(num_blocks, self.runs.every)
         if index and not rest:
@@ -128,8 +128,8 @@ class StorePool:
         if len(self.known) > MAX_KNOWN:
             del self.known[next(iter(self.known))]
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`: completeness is checked when the put is sent."""
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`: completeness is checked when the put is sent."""
 
     # --- fetching ---
 
@@ -140,7 +140,7 @@ class StorePool:
         unknown = [chain[count:] for chain, count in zip(chains, counts, strict=True)]
         self.lookups[request_id] = Lookup(chains, counts, is_pending=any(unknown))
         if any(unknown):
-            self._asked.append(Search(request_id, unknown))
+            self._searches.append(Search(request_id, unknown))
 
     def places(self, request_id: int, digests: Sequence[bytes]) -> dict[bytes, tuple[bytes, int, int]]:
         """Return the search result: block key -> chunk name, position in the chunk, blocks in the chunk."""
@@ -194,20 +194,20 @@ class StorePool:
             if lookup.is_pending and lookup.deadline_ns is not None and lookup.deadline_ns < now_ns:
                 lookup.is_pending, is_late = False, True
         if is_late:
-            self._silent_until_ns = now_ns + SILENCE_NS
-        self.is_silent = now_ns < self._silent_until_ns
+            self._paused_until_ns = now_ns + PAUSE_NS
+        self.is_paused = now_ns < self._paused_until_ns
 
     # --- requests and results ---
 
     def orders(self, block_of: Mapping[bytes, int], now_ns: int) -> StoreRequests | None:
         """Return the transfers to send before the next plan, or None. block_of: device blocks by key."""
         self.fetches.begin_orders(now_ns)
-        orders = StoreRequests(searches=self._take_asked(), gets=[*self._ordered.values()])
+        orders = StoreRequests(searches=self._take_searches(), gets=[*self._ordered.values()])
         self._ordered.clear()
         for search in orders.searches:
             lookup = self.lookups.get(search.request_id)
             if lookup is not None and lookup.is_pending:
-                lookup.deadline_ns = now_ns + PATIENCE_NS
+                lookup.deadline_ns = now_ns + FETCH_TIMEOUT_NS
         while self._due and self._num_putting < self._most_putting:
             name = next(iter(self._due))
             keys = self._due.pop(name)
@@ -218,13 +218,13 @@ class StorePool:
                 orders.puts.append(Put(pack_i32(blocks), keys))
         return None if orders.is_empty else orders
 
-    def _take_asked(self) -> list[Search]:
+    def _take_searches(self) -> list[Search]:
         """Return the searches that fit a message; the next message follows after the results of this one."""
         number, num_names = 0, 0
-        while number < len(self._asked) and num_names < MAX_NAMES:
-            num_names += sum(map(len, self._asked[number].chains))
+        while number < len(self._searches) and num_names < MAX_NAMES:
+            num_names += sum(map(len, self._searches[number].chains))
             number += 1
-        taken, self._asked = self._asked[:number], self._asked[number:]
+        taken, self._searches = self._searches[:number], self._searches[number:]
         return taken
 
     def answer(self, answers: StoreResults) -> None:

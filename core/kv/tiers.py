@@ -25,7 +25,7 @@ from quintet.core.kv.store_pool import StorePool
 class Tier(Protocol):
     """One storage tier."""
 
-    def leave(self, key: bytes, block: int) -> None:
+    def on_evict(self, key: bytes, block: int) -> None:
         """Called before the device overwrites ``block``. The copies at the start of the next plan still read the old
         content.
         """
@@ -46,7 +46,7 @@ class Tier(Protocol):
 class Tiers:
     """All configured tiers. Features access one by name; other callers use all."""
 
-    __slots__ = ("_all", "disk", "host", "on_leave", "peers", "store")
+    __slots__ = ("_all", "disk", "evict_listener", "host", "peers", "store")
 
     def __init__(
         self,
@@ -59,17 +59,17 @@ class Tiers:
         self.disk = disk
         self.peers = peers
         self.store = store
-        self.on_leave: Callable[[bytes], None] | None = None
+        self.evict_listener: Callable[[bytes], None] | None = None
         """Callback for keys that the device evicts."""
         tiers: tuple[Tier | None, ...] = (self.host if num_host_blocks else None, disk, peers, store)
         self._all: tuple[Tier, ...] = tuple(tier for tier in tiers if tier is not None)
 
-    def leave(self, key: bytes, block: int) -> None:
-        """See `Tier.leave`."""
-        if self.on_leave is not None:
-            self.on_leave(key)
+    def on_evict(self, key: bytes, block: int) -> None:
+        """See `Tier.on_evict`."""
+        if self.evict_listener is not None:
+            self.evict_listener(key)
         for tier in self._all:
-            tier.leave(key, block)
+            tier.on_evict(key, block)
 
     def forget(self, request_id: int) -> None:
         """See `Tier.forget`."""

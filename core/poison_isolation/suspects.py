@@ -51,11 +51,11 @@ class Group:
 class PoisonIsolation:
     """The current trial, and the groups that are tried after it."""
 
-    __slots__ = ("_behind", "_deaths_alone", "_groups", "_trial")
+    __slots__ = ("_deaths_alone", "_groups", "_trial", "_uncleared")
 
     def __init__(self) -> None:
         self._trial: Marks = {}
-        self._behind: Marks = {}
+        self._uncleared: Marks = {}
         """Requests on trial that have not passed their mark."""
         self._groups: list[Group] = []
         """The last one is tried next."""
@@ -75,7 +75,7 @@ class PoisonIsolation:
 
     def holds(self, request_id: int) -> bool:
         """Return True when a request is still a suspect."""
-        return request_id in self._behind or any(request_id in group.marks for group in self._groups)
+        return request_id in self._uncleared or any(request_id in group.marks for group in self._groups)
 
     def lose(self, flights: Iterable[InFlightPlan], live: Container[int], *, raised: bool) -> int | None:
         """Record that the executor failed with ``flights``, oldest first; return the culprit if it is proven.
@@ -88,12 +88,12 @@ class PoisonIsolation:
         if not lost:
             return None  # none ran, or all have left: a trial, if any, is repeated
         was_trial = bool(self._trial)
-        for request_id, mark in self._behind.items():
+        for request_id, mark in self._uncleared.items():
             if request_id in lost:
                 lost[request_id] = max(lost[request_id], mark)
         if self._groups:
             self._groups[-1].has_culprit = False
-        others = {request_id: mark for request_id, mark in self._behind.items() if request_id not in lost}
+        others = {request_id: mark for request_id, mark in self._uncleared.items() if request_id not in lost}
         if others:
             self._groups.append(Group(others, has_culprit=False))
         if len(lost) > 1:
@@ -114,16 +114,16 @@ class PoisonIsolation:
 
     def note_step(self, flight: InFlightPlan) -> None:
         """Record that a step succeeded."""
-        behind = self._behind
+        uncleared = self._uncleared
         for request, end in zip(flight.rows, flight.ends, strict=True):
-            mark = behind.get(request.request_id)
+            mark = uncleared.get(request.request_id)
             if mark is not None and end >= mark:
-                del behind[request.request_id]
+                del uncleared[request.request_id]
                 self._deaths_alone.pop(request.request_id, None)
 
     def have_passed(self, live: Container[int]) -> bool:
         """Return True when all requests on trial have passed their mark or left."""
-        return not any(request_id in live for request_id in self._behind)
+        return not any(request_id in live for request_id in self._uncleared)
 
     def remain(self, live: Container[int]) -> bool:
         """Return True when further groups are to be tried."""
@@ -155,7 +155,7 @@ class PoisonIsolation:
         self._begin({request_id: marks[request_id] for request_id in ids[:half]})
 
     def _begin(self, marks: Marks) -> None:
-        self._trial, self._behind = marks, dict(marks)
+        self._trial, self._uncleared = marks, dict(marks)
 
 
 def _marks_of(flights: Iterable[InFlightPlan]) -> Marks:

@@ -33,10 +33,10 @@ def call_off(state: SchedulerState, suspects: PoisonIsolation) -> None:
     state.trial = None
 
 
-def convict(
+def reject_poison(
     state: SchedulerState,
     suspects: PoisonIsolation,
-    refusals: Rejections,
+    rejections: Rejections,
     request_id: int,
     failure: str,
     now_ns: int,
@@ -47,21 +47,21 @@ def convict(
     unless they were computed successfully before.
     """
     outbox = TokensBuilders()
-    convicted = state.live.get(request_id)
-    if convicted is None:
+    culprit = state.live.get(request_id)
+    if culprit is None:
         return outbox.effects(state.step, now_ns)
     cause = failure or f"its process died {DEATHS_ALONE} times in a row while it computed nothing else"
     message = (
         f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are rejected for "
         f"{REFUSE_S} s; change the prompt or the parameters."
     )
-    key, first = fingerprint_of(convicted), convicted.first_id
-    refusals.add(key, cause, now_ns)
+    key, first = fingerprint_of(culprit), culprit.first_id
+    rejections.add(key, cause, now_ns)
     for request in list(state.live.values()):
         is_choice = request.first_id == first
         is_unproven = request.scheduled_ns is None or suspects.holds(request.request_id)
         if is_choice or (is_unproven and fingerprint_of(request) == key):
-            state.counters.convictions += 1
+            state.counters.poison_requests += 1
             outbox.close(request)
             outbox.failed.append(
                 Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REFUSE_S)

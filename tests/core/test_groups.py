@@ -205,14 +205,14 @@ def test_what_choices_begin_with_is_let_go_of_when_none_waits(cancelled: list[in
     state = world.engine.state
     assert state is not None
     elder = state.live[1]
-    while not elder.for_choices:
+    while not elder.fork_state_blocks:
         world.step()
     world.cancel(*cancelled)
     while any(other.parent is elder for other in state.waiting) and elder.request_id in state.live:
         world.step()
         if state.running[-1] is not elder:
             world.cancel(state.running[-1].request_id)
-    assert elder.request_id in state.live and not elder.for_choices
+    assert elder.request_id in state.live and not elder.fork_state_blocks
     world.run()
     world.assert_idle()
 

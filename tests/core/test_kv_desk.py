@@ -40,7 +40,7 @@ def serve(world: World, request_id: int, prompt: list[int], **options: object) -
 def ask(world: World, verb: Verb, prompt: list[int] | None = None, **fields: object) -> KvReport:
     tokens = b"" if prompt is None else pack_i32(prompt)
     query = KvQuery(1, 0, verb, token_ids=tokens, **({"limit": 10} | fields))  # type: ignore[arg-type]
-    desk = world.engine.kv_desk
+    desk = world.engine.kv_admin
     report = desk.answer(world.engine.state, query, 0, world.tick())
     while report is None:  # until the disk has answered
         world.plan()
@@ -114,13 +114,13 @@ def test_a_pin_outlives_executor_and_core(lost: str) -> None:
     world = World(num_blocks=30, max_model_len=40)
     serve(world, 1, PROMPT)
     (pinned,) = done(ask(world, "pin", PROMPT))
-    kept = world.engine.kv_desk.take_news()
-    assert kept is not None and world.engine.kv_desk.take_news() is None, "told once"
+    kept = world.engine.kv_admin.take_news()
+    assert kept is not None and world.engine.kv_admin.take_news() is None, "told once"
     if lost == "core":
         world.engine = world._new_engine()
-        world.engine.kv_desk.hear(kept)
+        world.engine.kv_admin.restore_pins(kept)
     world.new_executor()
-    assert world.engine.kv_desk.take_news() == kept, "the executor is new"
+    assert world.engine.kv_admin.take_news() == kept, "the executor is new"
     (shown,) = done(ask(world, "list"))
     assert (shown.digest, shown.is_pinned, shown.device) == (pinned.digest, True, 0)
     assert serve(world, 5, PROMPT) == 0, "what the executor lost is computed"
@@ -138,7 +138,7 @@ def test_pins_leave_room_for_a_request_of_full_length() -> None:
     serve(world, 1, PROMPT)
     assert serve(world, 2, list(range(100, 138))) == 0, "of full length"
     world.new_executor(num_blocks=11)
-    assert not world.engine.kv_desk.pins.wanted, "there is room for none beside such a request"
+    assert not world.engine.kv_admin.pins.wanted, "there is room for none beside such a request"
 
 
 def test_an_evicted_prefix_is_gone_and_what_others_begin_with_is_not() -> None:
@@ -256,7 +256,7 @@ def test_what_is_remembered_is_no_more_than_what_is_held() -> None:
     rng = random.Random(1)
     for request_id in range(1, 300):
         serve(world, request_id, [*PROMPT[: rng.randint(1, 20)], *rng.choices(range(3, 200), k=8)])
-        assert len(world.engine.kv_desk.trails) <= 2 * 20 + 2
+        assert len(world.engine.kv_admin.prefix_paths) <= 2 * 20 + 2
     assert len(done(ask(world, "list"))) > 1
 
 
@@ -288,13 +288,13 @@ def test_files_that_cannot_be_are_refused() -> None:
         refused = ask(world, verb, **fields).error  # type: ignore[arg-type]
         assert refused is not None and words in refused.message
     refused = ask(World(), "import", file="a.kv").error
-    assert refused is not None and "by way of --kv-disk" in refused.message
+    assert refused is not None and "start the server with --kv-disk" in refused.message
 
 
 def test_an_executor_that_goes_takes_its_tasks_along() -> None:
     world = World(disk=FakeDisk(40))
     query = KvQuery(1, 0, "import", file="a.kv")
-    desk = world.engine.kv_desk
+    desk = world.engine.kv_admin
     assert desk.answer(world.engine.state, query, 0, world.tick()) is None and not desk.files.take_done()
     world.new_executor()
     ((_, report),) = desk.files.take_done()
@@ -312,13 +312,13 @@ def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
     world.admit(50, OTHER, max_tokens=60, ignore_eos=True)
     world.plan()
     world.commit()
-    desk = world.engine.kv_desk
+    desk = world.engine.kv_admin
     desk.take(KvQuery(1, 0, "list", limit=10, with_tokens=True), 0)
     desk.take(KvQuery(2, 0, "list", limit=10), 0)
     told: list[KvReport] = []
     turns = 0
     while len(told) < 2:
-        desk.go_on(world.engine.state, world.tick())
+        desk.advance(world.engine.state, world.tick())
         told += [report for _, report in desk.files.take_done()]
         turns += 1
         assert turns < 60 and state_of(world).live
@@ -332,7 +332,7 @@ def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
 
     desk.take(KvQuery(3, 0, "list", limit=10), 0)
     world.run()
-    desk.go_on(world.engine.state, world.tick())
+    desk.advance(world.engine.state, world.tick())
     assert len(desk.files.take_done()) == 1, "nobody waits for a step: at once"
 
 
@@ -340,6 +340,6 @@ def test_what_is_remembered_of_a_prompt_is_what_is_held_of_it() -> None:
     world = World(num_blocks=20)
     for request_id in range(1, 40):
         serve(world, request_id, [request_id, *PROMPT])
-    for trail in world.engine.kv_desk.trails._trails:
+    for trail in world.engine.kv_admin.prefix_paths._paths:
         assert trail.tokens is not None
         assert len(trail.tokens) <= max(len(trail.digests) * 4, 24)

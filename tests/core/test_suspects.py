@@ -297,7 +297,7 @@ def test_news_of_tables_that_were_emptied_since_changes_nothing() -> None:
 
 def build(setup: Setup) -> Feature:
     """Be a feature that lets a request in only beside its predecessor."""
-    return Feature("pairs", gate=gate)
+    return Feature("pairs", can_schedule=gate)
 
 
 def gate(state: SchedulerState, request: Request) -> bool:

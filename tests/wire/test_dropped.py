@@ -141,7 +141,7 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
     wanted = [before, Dropped("admit", [5]), Dropped("admit", [6]), after]
     assert messages == wanted
     assert seen == [codec.encode(message) for message in wanted]
-    assert inbox.rejected == {Rejection.FORGED: 1, Rejection.UNREADABLE: 2, Rejection.SENSELESS: 1}
+    assert inbox.rejected == {Rejection.FORGED: 1, Rejection.UNREADABLE: 2, Rejection.INVALID: 1}
     stranger.close(linger=0)
     peers.close()
     inbox.close()
