@@ -237,10 +237,7 @@ class Engine:
         return outbox.effects(self.state.step, now_ns)
 
     def _adopted(self, message: Admit) -> bytes:
-        """Return the outputs from which an adopted request resumes: all that were computed.
-
-        Log-probabilities are not retained. With them, the request resumes at the client's position.
-        """
+        """Return the outputs from which an adopted request resumes: all retained, or with log-probabilities the client's."""
         kept = self.retained.take(message.request_id)
         seen = message.spec.output_ids
         is_whole = message.spec.params.logprobs is None and kept.startswith(seen)
@@ -277,10 +274,7 @@ class Engine:
         ]
 
     def cancel(self, request_ids: Iterable[int], now_ns: int, *, keep: bool = False) -> StepMessages:
-        """End these requests. With ``keep``, retain those that can be resumed.
-
-        Live requests are reported as aborted and unknown ones as unknown. Ended ones have been reported before.
-        """
+        """End these requests and report each as aborted or unknown. With ``keep``, retain those that can be resumed."""
         state = self.state
         if state is None:
             self._early.append(Cancel(list(request_ids), 0, keep))

@@ -36,20 +36,9 @@ from quintet.wire.step import Capacity, StepResult
 from quintet.wire.supervision import Drain, Drained, SlotState, Topology
 
 Message = (
-    Admit
-    | Cancel
-    | StopHit
-    | Reclaim
-    | Live
-    | InFlightReport
-    | Unknown
-    | StepResult
-    | Capacity
-    | StoredBlocks
-    | KvTierResults
-    | KvQuery
-    | KvPins
-)
+    Admit | Cancel | StopHit | Reclaim | Live | InFlightReport | Unknown | StepResult
+    | Capacity | StoredBlocks | KvTierResults | KvQuery | KvPins
+)  # fmt: skip
 
 REPORT_INTERVAL_NS = 5_000_000_000
 """Interval between reports of live requests to the detokenizers."""
@@ -137,10 +126,7 @@ class Core:
             self._reject(message)
 
     def _reject(self, message: Admit | Cancel | Reclaim) -> None:
-        """Reject a message because the queue of early messages is full.
-
-        The frontend gets `Failed` or `Unknown`. A `Reclaim` gets no answer and is sent again by its frontend.
-        """
+        """Reject a message, since the queue of early messages is full. A `Reclaim` gets no answer: its frontend resends it."""
         self.process.log.warning(
             "rejecting a message: %d messages already wait for a newer topology", MAX_EARLY
         )
@@ -256,9 +242,7 @@ class Core:
             self._send(self.engine.drop(orphans, now))
 
     def _reconcile_path(self, account: InFlightReport) -> None:
-        """Report requests unknown that the tokenizer forwarded and that are not alive here, so that the frontend
-        resends them.
-        """
+        """Report forwarded requests that are not alive here as unknown, so that their frontend resends them."""
         if self.engine.state is None or account.sender.index in self._early:
             return  # the requests may be queued here
         ids, attempts = unpack_i64(account.request_ids), unpack_i32(account.attempts)
@@ -277,10 +261,7 @@ class Core:
         if result.num_tenants is not None and result.num_tenants != num_tenants:
             self.metrics.audit_differences.inc(abs(result.num_tenants - num_tenants))
             self.process.log.warning(
-                "step %d: the executor has %d active slots, the core %d",
-                result.step,
-                result.num_tenants,
-                num_tenants,
+                "step %d: executor has %d active slots, core %d", result.step, result.num_tenants, num_tenants
             )
 
     def _note_differences(self, what: str, request_ids: Sequence[int]) -> None:
@@ -340,10 +321,7 @@ class Core:
             self._publisher.publish(encode(batch))
 
     def _order(self) -> None:
-        """Send KV transfer requests to the executor.
-
-        They follow the plans that write a block and precede any plan that could overwrite it.
-        """
+        """Send KV transfers: after the plans that write a block, before any plan that could overwrite it."""
         orders = self.engine.kv_orders(self.process.now_ns)
         for message in (orders, self.engine.kv_admin.take_news()):
             if message is not None:
@@ -394,9 +372,7 @@ class Core:
         return self.process.progress, self.process.pending
 
     def _has_executor(self) -> bool:
-        """Return True when the executor at the other end has the epoch we know. Waiting for another is not a stall of
-        the core.
-        """
+        """Return True when the connected executor has the known epoch. Waiting for another is not a stall of the core."""
         known = self.engine.executor_epoch
         return known is not None and self.process.peers.epoch(Role.EXECUTOR, self.process.me.index) == known
 

@@ -156,9 +156,7 @@ class SchedulerState:
         return self.limits.num_blocks * self.limits.block_size - self.num_promised
 
     def has_spare_blocks(self, request: Request, num_blocks: int) -> bool:
-        """Return True when ``num_blocks`` are available in addition to all blocks that a waiting request takes when
-        it enters.
-        """
+        """Return True if ``num_blocks`` are available in addition to the blocks that a waiting request takes on entry."""
         groups = self.limits.groups
         needed = groups.spec.most_blocks(len(request.tokens), groups.step_tokens) + num_blocks
         return needed <= self.pool.num_available - self.limits.watermark

@@ -86,9 +86,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     limit_gives_way: bool = False
     """``max_tokens`` is a default, which a long prompt may reduce. A client's own value is rejected if it does not fit."""
     session: str = ""
-    """Key shared by the requests of a conversation, "" for none. The frontend uses it for engine affinity, also after
-    a restart.
-    """
+    """Conversation key for engine affinity, "" for none. The frontend finds it again in a retained request."""
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -144,9 +142,7 @@ class Reclaim(msgspec.Struct, array_like=True, tag="reclaim"):
 
 
 class Reclaimed(msgspec.Struct, array_like=True, tag="reclaimed"):
-    """Core -> frontend: result of `Reclaim`. To resume, submit the choices by their new ids, with ``adopts`` and the
-    client's outputs.
-    """
+    """Core -> frontend: result of `Reclaim`. To resume, submit the choices with new ids, ``adopts`` and their outputs."""
 
     query_id: int
     admit: Admit | None
@@ -202,9 +198,7 @@ class Open(msgspec.Struct, array_like=True, gc=False):
     num_prompt_tokens: int
     num_cached_tokens: int
     prompt_ids: bytes
-    """The whole prompt with ``echo`` or ``return_prompt_ids``; otherwise the tail (`PROMPT_TAIL`), as context of the
-    first output.
-    """
+    """Whole prompt with ``echo`` or ``return_prompt_ids``; else its tail (`PROMPT_TAIL`), as context of the output."""
     stop: list[str]
     include_stop: bool
     skip_special_tokens: bool
