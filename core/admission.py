@@ -36,11 +36,11 @@ def make_requests(
     policy: Policy,
     eos_token_ids: list[int],
     limits: Limits,
-    num_unpromised: int,
+    num_unreserved: int,
 ) -> list[Request]:
     """Return one waiting request per choice, without slots or blocks; arrivals are numbered from ``first_arrival``.
 
-    ``num_unpromised`` is the number of KV tokens left when all live requests reach their limits.
+    ``num_unreserved`` is the number of KV tokens left when all live requests reach their limits.
 
     Raises `RequestError` when the request can never be served.
     """
@@ -67,7 +67,7 @@ def make_requests(
                 rank=policy(
                     spec.priority,
                     first_arrival + choice,
-                    limit - len(tokens) if (choice + 1) * taken <= num_unpromised else None,
+                    limit - len(tokens) if (choice + 1) * taken <= num_unreserved else None,
                 ),
                 detokenizer=spec.detokenizer,
                 arrival_ns=spec.arrival_ns,
@@ -136,7 +136,7 @@ def _blocks_of(num_tokens: int, limits: Limits) -> int:
     return groups.spec.most_blocks(num_tokens, groups.step_tokens)
 
 
-def meet(
+def resolve_limits(
     config: SchedulerConfig,
     *,
     kv: KvSpec,
@@ -168,13 +168,13 @@ def meet(
     )
 
 
-def refit(state: SchedulerState, now_ns: int) -> StepMessages:
+def apply_limits(state: SchedulerState, now_ns: int) -> StepMessages:
     """Check every live request against new limits; end those that no longer fit with an error."""
     outbox = TokensBuilders()
     for request in list(state.waiting):
         request.digests.clear()
         request.limit = length_limit(request.num_prompt, request.params.max_tokens, state.limits)
-        state.num_promised += state.limits.taken_by(request.limit)
+        state.num_reserved += state.limits.taken_by(request.limit)
         state.num_embedded += request.embeds is not None
         try:
             check_fits(request.num_prompt, state.limits)

@@ -27,9 +27,9 @@ def commit(state: SchedulerState, result: StepResult, now_ns: int) -> StepMessag
     flight = state.in_flight.popleft()
     state.counters.steps += 1
     state.pool.settle(flight.step)
-    state.pace.note_computing(flight.num_tokens, result.compute_ns)
+    state.throughput.note_computing(flight.num_tokens, result.compute_ns)
     if flight.rows:
-        state.pace.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
+        state.throughput.note_step(len(flight.rows), flight.num_tokens, flight.planned_ns, now_ns)
     outbox = TokensBuilders()
     ended = _apply_tokens(state, flight, result.token_ids, outbox, now_ns)
     if result.failed:
@@ -122,7 +122,7 @@ def ending_of(request: Request) -> Ending | None:
         if is_named is not None:
             return FinishReason.STOP, is_named
         watch = request.repetition
-        if watch is not None and watch.has_come(request.tokens, request.num_prompt):
+        if watch is not None and watch.has_repeated(request.tokens, request.num_prompt):
             return FinishReason.REPETITION, False
     return (FinishReason.LENGTH, False) if len(request.tokens) >= request.limit else None
 

@@ -51,5 +51,5 @@ class Counters:
     steps: int = 0
     expired: int = 0
     """Choices that passed their deadline before they ended."""
-    hopeless: int = 0
+    deadline_rejections: int = 0
     """Requests rejected because they were predicted to miss their deadline."""

@@ -38,7 +38,7 @@ class Forecast:
     """Time from now to its earliest end, counting only outputs that it certainly gets."""
 
 
-def check_in_time(state: SchedulerState, request: Request, now_ns: int) -> None:
+def check_deadline(state: SchedulerState, request: Request, now_ns: int) -> None:
     """Raise `RequestError` when the deadline of a new request has passed."""
     if request.deadline_ns and now_ns >= request.deadline_ns:
         state.counters.expired += 1
@@ -48,21 +48,21 @@ def check_in_time(state: SchedulerState, request: Request, now_ns: int) -> None:
         )
 
 
-def check_hopeful(state: SchedulerState, config: SchedulerConfig, request: Request, now_ns: int) -> None:
+def check_feasible(state: SchedulerState, config: SchedulerConfig, request: Request, now_ns: int) -> None:
     """Raise `RequestError` when a new request is predicted to miss its deadline.
 
     Never rejects when no other request is active, or before a step was measured: a wrong measurement would never be
     corrected.
     """
     is_asked = request.deadline_ns and config.refuse_hopeless
-    if not is_asked or not state.live or not state.pace.step_ns:
+    if not is_asked or not state.live or not state.throughput.step_ns:
         return
     given_ns = request.deadline_ns - now_ns
     forecast = predict(state, config, request)
     service_ns = forecast.end_ns - forecast.first_token_ns
     late_ns = int(forecast.first_token_ns * _WAIT_SLACK + service_ns * _SERVICE_SLACK) - given_ns
     if late_ns > 0:
-        state.counters.hopeless += 1
+        state.counters.deadline_rejections += 1
         raise RequestError(
             ErrorCode.OVERLOADED,
             f"The request would miss its deadline: {given_ns * S:.3g} s are left; {forecast.num_ahead} requests are "
@@ -74,17 +74,17 @@ def check_hopeful(state: SchedulerState, config: SchedulerConfig, request: Reque
 
 def predict(state: SchedulerState, config: SchedulerConfig, request: Request) -> Forecast:
     """Predict the times of a request of this rank, if it entered the queue now."""
-    pace = state.pace
-    step_ns = pace.step_ns.value
-    decode_ns = pace.decode_ns.value if pace.decode_ns else step_ns
-    share = pace.computed_share.value if pace.computed_share else 1.0
+    throughput = state.throughput
+    step_ns = throughput.step_ns.value
+    decode_ns = throughput.decode_ns.value if throughput.decode_ns else step_ns
+    share = throughput.computed_share.value if throughput.computed_share else 1.0
     ahead = state.waiting[: bisect_left(state.waiting, request.rank, key=by_rank)]
     per_step = max(
         1, min(state.limits.max_batched, most_tokens(state, config.step_target_ms)) - len(state.running)
     )
 
     def prompts_ns(num_tokens: float) -> float:
-        return num_tokens * pace.token_ns.value + math.ceil(num_tokens / per_step) * decode_ns
+        return num_tokens * throughput.token_ns.value + math.ceil(num_tokens / per_step) * decode_ns
 
     num_prefilling = sum(r.length - r.planned for r in state.running if r.length - r.planned > 1)
     num_waiting = share * sum(r.length for r in ahead if r.parent is None)
@@ -101,7 +101,7 @@ def _steps_until_slot(state: SchedulerState, request: Request, ahead: list[Reque
     A request is expected to run as long as the mean; one that has run longer, to end in the next step.
     """
     limits, running = state.limits, state.running
-    stay = state.pace.outputs.value if state.pace.outputs else 1.0
+    stay = state.throughput.outputs.value if state.throughput.outputs else 1.0
     num_before = len(running) + len(ahead)
     num_tokens = sum(r.length for r in running) + sum(r.length for r in ahead) + request.length
     mean_tokens = num_tokens / (num_before + 1) + stay / 2

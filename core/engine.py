@@ -10,9 +10,9 @@ from collections.abc import Iterable
 
 import msgspec
 
-from quintet.core.admission import make_requests, meet, refit
+from quintet.core.admission import apply_limits, make_requests, resolve_limits
 from quintet.core.commit import commit, ending_of
-from quintet.core.deadlines import check_hopeful, check_in_time
+from quintet.core.deadlines import check_deadline, check_feasible
 from quintet.core.hooks import FEATURES, Setup, build_features, flatten
 from quintet.core.invariants import check
 from quintet.core.kv.pool import BlockPool
@@ -21,7 +21,7 @@ from quintet.core.kv_admin import KvAdmin
 from quintet.core.kv_tier_client import KvTierClient
 from quintet.core.poison_isolation.rejections import Rejections
 from quintet.core.poison_isolation.suspects import PoisonIsolation
-from quintet.core.poison_isolation.trial import call_off, hold_trial, reject_poison
+from quintet.core.poison_isolation.trial import advance_trial, cancel_trial, reject_poison
 from quintet.core.policy import POLICIES
 from quintet.core.request import Request, Status
 from quintet.core.resumption import RetainedRequests, can_resume
@@ -106,7 +106,7 @@ class Engine:
         if known is not None and (message.executor_epoch, message.tables) <= (known, self._tables):
             return StepMessages()
         self.executor_epoch, self._tables = message.executor_epoch, message.tables
-        limits = meet(
+        limits = resolve_limits(
             self._scheduler,
             kv=msgspec.structs.replace(self._model.kv, block_size=message.block_size),
             num_blocks=message.num_blocks,
@@ -119,7 +119,9 @@ class Engine:
         before, culprit = self.state, None
         if before is not None:
             before.counters.executor_losses += 1
-            culprit = self.suspects.lose(before.in_flight, before.live, raised=bool(message.failure))
+            culprit = self.suspects.record_failure(
+                before.in_flight, before.live, raised=bool(message.failure)
+            )
             before.in_flight.clear()
             before.pool.tiers = Tiers()  # the lost executor's KV is gone
             for request in list(before.running):
@@ -147,7 +149,7 @@ class Engine:
         state.queue_times_ns, state.endings = before.queue_times_ns, before.endings
         state.live, state.waiting, state.ended = before.live, before.waiting, before.ended
         state.unreported = before.unreported
-        effects = refit(state, now_ns)
+        effects = apply_limits(state, now_ns)
         effects.add(self._report_ended(now_ns))
         if culprit is not None:
             effects.add(
@@ -200,11 +202,11 @@ class Engine:
                 self._policy,
                 self._model.eos_token_ids,
                 state.limits,
-                state.num_unpromised,
+                state.num_unreserved,
             )
-            check_in_time(state, requests[0], now_ns)
+            check_deadline(state, requests[0], now_ns)
             if not spec.attempt and not spec.adopts:  # admitted before: not rejected now
-                check_hopeful(state, self._scheduler, requests[0], now_ns)
+                check_feasible(state, self._scheduler, requests[0], now_ns)
         except RequestError as error:
             outbox.failed.append(Failed(first, error.code, error.message, error.param, error.retry_s))
             return outbox.effects(state.step, now_ns)
@@ -402,14 +404,14 @@ class Engine:
         state = self.state
         if state is None or len(state.in_flight) >= self._scheduler.depth:
             return None
-        if state.trial is not None and not hold_trial(state, self.suspects):
+        if state.trial is not None and not advance_trial(state, self.suspects):
             return None
         if not state.live:
             return None
         state.prefix_paths.now_ns = now_ns
         plan = schedule(state, now_ns)
         if plan is None and state.trial is not None and not state.in_flight:
-            call_off(state, self.suspects)
+            cancel_trial(state, self.suspects)
             plan = schedule(state, now_ns)
         self._settle(now_ns)
         if plan is not None:

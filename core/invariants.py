@@ -29,8 +29,8 @@ def _check_requests(state: SchedulerState) -> None:
         assert requests == sorted(requests, key=by_rank), [r.rank for r in requests]
     listed = Counter(r.request_id for r in running + waiting)
     assert listed == Counter(state.live.keys()), (listed, state.live.keys())
-    promised = sum(state.limits.taken_by(request.limit) for request in state.live.values())
-    assert state.num_promised == promised, (state.num_promised, promised)
+    reserved = sum(state.limits.taken_by(request.limit) for request in state.live.values())
+    assert state.num_reserved == reserved, (state.num_reserved, reserved)
     embedded = sum(request.embeds is not None for request in state.live.values())
     assert state.num_embedded == embedded, (state.num_embedded, embedded)
 
@@ -78,7 +78,7 @@ def _check_blocks(state: SchedulerState) -> None:
         "indexed and pinned, but not held"
     )
     due = {} if pool.tiers.disk is None else pool.tiers.disk.due
-    for key, block in (*(index.news or {}).items(), *due.items()):
+    for key, block in (*(index.registered or {}).items(), *due.items()):
         assert index.block_of.get(key) == block, ("would be stored with the wrong content", key, block)
     assert index.key_of.keys() >= pool.cached.keys(), pool.cached
     assert index.key_of.keys().isdisjoint(pool.free), pool.free
@@ -88,23 +88,28 @@ def _check_blocks(state: SchedulerState) -> None:
 
 def _check_held(state: SchedulerState, request: Request) -> None:
     """Check that blocks are unique, that the table covers the next token's window, and that state groups hold at most 2."""
-    groups, block_size, who = state.limits.groups, state.limits.block_size, request.request_id
+    groups, block_size, request_id = state.limits.groups, state.limits.block_size, request.request_id
     blocks = [block for held in request.held for block in held.blocks]
-    assert len(set(blocks)) == len(blocks), (who, blocks)
-    assert len(request.held) == len(groups.all), who
+    assert len(set(blocks)) == len(blocks), (request_id, blocks)
+    assert len(request.held) == len(groups.all), request_id
     for index, (group, held) in enumerate(zip(groups.all, request.held, strict=True)):
         if group.is_state:
-            assert 1 <= len(held.blocks) <= 2, (who, held.blocks)
-            assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), who
+            assert 1 <= len(held.blocks) <= 2, (request_id, held.blocks)
+            assert state.pool.refs[held.blocks[-1]] == 1 and not state.pool.index.holds(held.blocks[-1]), (
+                request_id
+            )
             continue
-        assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, (who, held.begin)
+        assert held.begin <= groups.first_block(index, request.planned) or not held.blocks, (
+            request_id,
+            held.begin,
+        )
         assert held.end * block_size >= min(request.num_covered, request.planned), (
-            who,
+            request_id,
             held.end,
             request.num_covered,
         )
     if groups.is_plain:
-        assert request.num_covered == request.held[0].end * block_size, who
+        assert request.num_covered == request.held[0].end * block_size, request_id
 
 
 def _check_progress(state: SchedulerState) -> None:

@@ -28,9 +28,9 @@ from quintet.wire.kv_admin import (
 )
 from quintet.wire.messages import Failed
 
-BLOCKS_A_TURN = 1024
+BLOCKS_PER_ITERATION = 1024
 """Blocks of memory and disk examined per loop iteration: a few milliseconds."""
-MOST_PINNED = 0.5
+MAX_PINNED_SHARE = 0.5
 """Maximum share of KV memory for pins; less if a request of full length would not fit in the rest."""
 
 
@@ -41,11 +41,11 @@ class KvAdmin:
         self.pins = Pins()
         self.prefix_paths = PrefixPaths()
         self.files = FileTasks()
-        self.has_news = False
+        self.has_changes = False
         """The executor's copy of the pins is out of date."""
         self._queries: deque[tuple[KvQuery, int]] = deque()
         """Pending queries and the index of their core; the tree for the first one is being built."""
-        self._growing: PrefixTree | None = None
+        self._partial_tree: PrefixTree | None = None
 
     # --- executor restarts ---
 
@@ -58,10 +58,10 @@ class KvAdmin:
             locations.reach,
             locations.block_size,
         )
-        self._growing = None
-        while len(self.pins.wanted) > _most_pinned(state.limits):
+        self._partial_tree = None
+        while len(self.pins.wanted) > _max_pinned(state.limits):
             state.pool.unpin(next(reversed(self.pins.by_digest)), None)
-        self.has_news = bool(self.pins.by_digest)
+        self.has_changes = bool(self.pins.by_digest)
 
     def restore_pins(self, message: KvPins) -> None:
         """Restore the pins that an executor kept of a previous core, unless there are some."""
@@ -69,11 +69,11 @@ class KvAdmin:
             for pin in message.pins:
                 self.pins.add(Pin(pin.digest, pin.num_tokens, tuple(pin.keys)))
 
-    def take_news(self) -> KvPins | None:
+    def take_changes(self) -> KvPins | None:
         """Return the pins, if they changed since the last call."""
-        if not self.has_news:
+        if not self.has_changes:
             return None
-        self.has_news = False
+        self.has_changes = False
         return KvPins(
             [KvPin(pin.digest, pin.num_tokens, list(pin.keys)) for pin in self.pins.by_digest.values()]
         )
@@ -91,15 +91,15 @@ class KvAdmin:
                 return
             query, core = self._queries.popleft()
             report = self.answer(state, query, core, now_ns)
-            self._growing = None
+            self._partial_tree = None
             if report is not None:
                 self.files.queue_report(query, report)
 
     def _grow(self, state: SchedulerState, now_ns: int) -> bool:
         """Return True when the tree for the first query is complete."""
-        if self._growing is None:
-            self._growing = self._tree(state, now_ns)
-        return self._growing.grow(BLOCKS_A_TURN if state.live else None)
+        if self._partial_tree is None:
+            self._partial_tree = self._tree(state, now_ns)
+        return self._partial_tree.grow(BLOCKS_PER_ITERATION if state.live else None)
 
     def answer(self, state: SchedulerState | None, query: KvQuery, core: int, now_ns: int) -> KvReport | None:
         """Execute a query and return its report; None while a file must be written or read for it."""
@@ -121,7 +121,7 @@ class KvAdmin:
         return None if query.verb in ("export", "import") else report
 
     def _do(self, state: SchedulerState, query: KvQuery, report: KvReport, now_ns: int) -> None:
-        tree, locations = self._growing or self._tree(state, now_ns), _Locations(state)
+        tree, locations = self._partial_tree or self._tree(state, now_ns), _Locations(state)
         tree.grow()
         if query.verb == "list":
             self._list(tree, locations, query, report, now_ns)
@@ -210,7 +210,7 @@ class KvAdmin:
         pin = Pin(path[-1], len(path) * limits.block_size, tuple(_needed(limits, path)))
         if pin.digest in self.pins.by_digest:
             return path
-        most, num_pinned, num_more = _most_pinned(limits), len(self.pins.wanted), self.pins.num_more(pin)
+        most, num_pinned, num_more = _max_pinned(limits), len(self.pins.wanted), self.pins.num_more(pin)
         if num_pinned + num_more > most:
             raise RequestError(
                 ErrorCode.INVALID,
@@ -219,30 +219,30 @@ class KvAdmin:
                 "with a larger --kv-cache-memory or a smaller --max-model-len.",
             )
         pool.pin(pin)
-        self.has_news = True
+        self.has_changes = True
         return path
 
     def _unpin(self, state: SchedulerState, digest: bytes) -> None:
         if digest not in self.pins.by_digest:
             raise RequestError(ErrorCode.NOT_FOUND, f"The prefix {digest.hex()} is not pinned.")
         state.pool.unpin(digest, state.fence)
-        self.has_news = True
+        self.has_changes = True
 
     def _evict(self, state: SchedulerState, tree: PrefixTree, path: list[bytes]) -> None:
         """Evict a prefix, all its continuations, and the part of it that no other prefix shares."""
-        going = tree.following(path)
+        evicted = tree.following(path)
         for position in range(len(path) - 1, -1, -1):
             if position < len(path) - 1 and tree.num_next(path[position]) > 1:
                 break
-            going.add(path[position])
+            evicted.add(path[position])
         pool, disk = state.pool, state.pool.tiers.disk
-        keys = [key_of(digest, group) for digest in going for group in range(len(state.limits.groups.all))]
+        keys = [key_of(digest, group) for digest in evicted for group in range(len(state.limits.groups.all))]
         if any(key in self.pins.wanted for key in keys):
             raise RequestError(
                 ErrorCode.INVALID, "The prefix or a continuation of it is pinned; unpin it first."
             )
         blocks = [pool.index.block_of[key] for key in keys if key in pool.index.block_of]
-        for block in blocks + pool.index.blocks_of_ends(going):
+        for block in blocks + pool.index.blocks_of_ends(evicted):
             pool.evict(block)
         if disk is not None:
             for key in keys:
@@ -257,7 +257,7 @@ class KvAdmin:
             limits.num_blocks,
             len(pool.index.block_of),
             len(self.pins.wanted),
-            _most_pinned(limits),
+            _max_pinned(limits),
             0 if disk is None else disk.num_places,
             0 if disk is None else len(disk.place_of),
         )
@@ -268,13 +268,13 @@ class _Locations:
 
     def __init__(self, state: SchedulerState) -> None:
         tiers, limits = state.pool.tiers, state.limits
-        nowhere: Mapping[bytes, int] = {}
+        empty: Mapping[bytes, int] = {}
         self._groups = limits.groups.all
         self.block_size = limits.block_size
         self._places = (
             state.pool.index.block_of,
             tiers.host.block_of,
-            nowhere if tiers.disk is None else tiers.disk.place_of,
+            empty if tiers.disk is None else tiers.disk.place_of,
         )
         self._known: Container[bytes] = (
             _Union(self._places) if tiers.disk or tiers.host.num_blocks else self._places[0]
@@ -316,10 +316,10 @@ def _needed(limits: Limits, path: list[bytes]) -> list[bytes]:
     return keys
 
 
-def _most_pinned(limits: Limits) -> int:
+def _max_pinned(limits: Limits) -> int:
     groups = limits.groups
     longest = groups.spec.most_blocks(limits.max_request_len, groups.step_tokens)
-    return max(0, min(int(limits.num_blocks * MOST_PINNED), limits.num_blocks - longest))
+    return max(0, min(int(limits.num_blocks * MAX_PINNED_SHARE), limits.num_blocks - longest))
 
 
 def _only(name: str, known: Collection[bytes], what: str) -> bytes:

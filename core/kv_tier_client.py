@@ -40,7 +40,7 @@ class KvTierClient:
         store = None
         if capacity.num_store_blocks and cache.store is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
-            runs = StoreChunks.of(limits.groups, limits.block_size, recurrent_state.KEEP_EVERY)
+            runs = StoreChunks.of(limits.groups, limits.block_size, recurrent_state.CHECKPOINT_EVERY)
             most_putting = cache.store.waiting_bytes // limits.block_bytes
             store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
         if not capacity.num_disk_blocks:
@@ -60,7 +60,7 @@ class KvTierClient:
         tiers, orders, taken_ns = state.pool.tiers, KvTierRequests(tables), now_ns + _busy_ns(state)
         disk, peers, store = tiers.disk, tiers.peers, tiers.store
         if disk is not None:
-            self._note_news(state, disk)
+            self._queue_stores(state, disk)
             disk.add_orders(orders, taken_ns)
         if peers is not None:
             peers.add_orders(orders, taken_ns)
@@ -70,13 +70,13 @@ class KvTierClient:
         return None if orders.is_empty else orders
 
     @staticmethod
-    def _note_news(state: SchedulerState, disk: DiskPool) -> None:
-        news, block_of = state.pool.index.news, state.pool.index.block_of
-        if news:
-            for key, block in news.items():
+    def _queue_stores(state: SchedulerState, disk: DiskPool) -> None:
+        registered, block_of = state.pool.index.registered, state.pool.index.block_of
+        if registered:
+            for key, block in registered.items():
                 if block_of.get(key) == block:  # otherwise the wrong content would be stored under this key
                     disk.queue_store(key, block)
-            news.clear()
+            registered.clear()
 
     def answer(self, state: SchedulerState | None, answers: KvTierResults) -> None:
         """Apply the results of transfers."""
@@ -97,7 +97,7 @@ def _busy_ns(state: SchedulerState) -> int:
     if not state.in_flight:
         return 0
     num_tokens = sum(flight.num_tokens for flight in state.in_flight)
-    return state.pace.time_of(num_tokens + state.limits.max_batched) or 0
+    return state.throughput.time_of(num_tokens + state.limits.max_batched) or 0
 
 
 def _count(counters: Counters, answers: KvTierResults, block_bytes: int) -> None:

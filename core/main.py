@@ -58,7 +58,7 @@ class Core:
         self.metrics = CoreMetrics(self.process.metrics, "" if peers is None else peers.role)
         self._span = self.process.span
         self._reconcilers = Reconcilers()
-        self._paths = Reconcilers()
+        self._path_reconcilers = Reconcilers()
         """Compares requests per path, a pair of frontend and tokenizer."""
         self._reported_ns = 0
         self._reclaims: list[Reclaim] = []
@@ -92,10 +92,10 @@ class Core:
     def apply(self, messages: list[Message | Topology | Dropped | Drain]) -> None:
         """Apply messages in order, then plan. A new topology is applied first, because the outboxes already follow it."""
         if any(isinstance(message, Topology) for message in messages):
-            self._follow(self.process.topology)
+            self._follow_topology(self.process.topology)
         for message in messages:
             if isinstance(message, Admit | Cancel | Reclaim):
-                self._take(message)
+                self._handle_or_queue(message)
             elif isinstance(message, Dropped):
                 if message.kind == Capacity.__struct_config__.tag:
                     raise RuntimeError(
@@ -117,7 +117,7 @@ class Core:
             self._is_retiring = False  # sent once per Drain
             self.process.peers.send(Role.SUPERVISOR, 0, Drained(self.process.me))
 
-    def _take(self, message: Admit | Cancel | Reclaim) -> None:
+    def _handle_or_queue(self, message: Admit | Cancel | Reclaim) -> None:
         """Handle a frontend's message, or queue it until its topology arrives. Queues of frontends are independent."""
         sender = _sender(message)
         if sender not in self._early and not self._is_early(message):
@@ -252,7 +252,7 @@ class Core:
             if self.engine.is_alive(request_id, attempt)
         ]
         path = (account.sender.index, account.tokenizer), epoch_tag(account.sender.epoch)
-        unknown = self._paths.compare(path, ids, ours).unknown
+        unknown = self._path_reconcilers.compare(path, ids, ours).unknown
         if unknown:
             self._note_differences("awaited by a frontend, but not alive here", unknown)
             self._send_unknown(unknown)
@@ -296,19 +296,19 @@ class Core:
         executor = self.process.me.index
         if not self._has_executor():
             return
-        self._order()
+        self._send_transfers()
         while True:
             start = time.monotonic_ns()
             plan = self.engine.plan(self.process.now_ns)
             if plan is None:
-                self._order()
+                self._send_transfers()
                 return
             plan.sent_ns = time.monotonic_ns()
             self._span("plan", plan.step, start, plan.sent_ns)
             peers.send(Role.EXECUTOR, executor, plan)
             self._span("send")
             self.metrics.plan.observe((time.monotonic_ns() - start) * S)
-            self._order()
+            self._send_transfers()
 
     def _publish(self) -> None:
         """Send finished prefix exports to frontends and publish this iteration's KV events."""
@@ -320,10 +320,10 @@ class Core:
             batch = KvEventBatch(time.time(), events, self.process.me.index)
             self._publisher.publish(encode(batch))
 
-    def _order(self) -> None:
+    def _send_transfers(self) -> None:
         """Send KV transfers: after the plans that write a block, before any plan that could overwrite it."""
         orders = self.engine.kv_orders(self.process.now_ns)
-        for message in (orders, self.engine.kv_admin.take_news()):
+        for message in (orders, self.engine.kv_admin.take_changes()):
             if message is not None:
                 self.process.peers.send(Role.EXECUTOR, self.process.me.index, message)
 
@@ -347,7 +347,7 @@ class Core:
         lost = RequestError(ErrorCode.TOO_LARGE, words)
         self._send(self.engine.fail(ids, lost, self.process.now_ns))
 
-    def _follow(self, topology: Topology) -> None:
+    def _follow_topology(self, topology: Topology) -> None:
         """Abandon requests of replaced frontends, then handle queued messages."""
         now = self.process.now_ns
         for slot in topology.slots:
@@ -355,7 +355,7 @@ class Core:
             if worker.role is Role.FRONTEND:
                 self.engine.abandon(worker.index, worker.epoch, now, down=slot.state is SlotState.DOWN)
         for message in self._early.take():
-            self._take(message)
+            self._handle_or_queue(message)
 
     def _note_endings(self) -> None:
         """Report the requests that ended in this iteration, and the number that is pending."""

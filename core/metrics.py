@@ -92,7 +92,7 @@ class CoreMetrics:
             ("generation_tokens", counter("generation_tokens", "Generated tokens.")),
             ("expired", counter("expired_requests", "Choices that passed their deadline before they ended.")),
             (
-                "hopeless",
+                "deadline_rejections",
                 counter("admission_rejections", "Requests rejected on admission.", reason="deadline"),
             ),
             ("executor_losses", counter("executor_losses", "Executors that died, and steps that raised.")),

@@ -39,11 +39,11 @@ class FileTasks:
     ) -> None:
         """Write these contents into a file. Raises `RequestError`."""
         disk = _disk_of(state)
-        num_there = sum(key in disk.place_of for key in keys)
-        if num_there < len(keys):
+        num_on_disk = sum(key in disk.place_of for key in keys)
+        if num_on_disk < len(keys):
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
-                f"Only {num_there} of the prefix's {len(keys)} blocks are on disk, and exports read the disk. Blocks computed "
+                f"Only {num_on_disk} of the prefix's {len(keys)} blocks are on disk, and exports read the disk. Blocks computed "
                 "just now are stored soon: retry. If blocks were evicted, send the prompt again. A prefix larger than the "
                 "disk cannot be exported.",
                 retry_s=1,

@@ -30,12 +30,12 @@ class Reconciler:
 
     def compare(self, theirs: Sequence[int], ours: Iterable[int]) -> Differences:
         """Return the differences that the previous report had too."""
-        here, there = set(ours), set(theirs)
-        before, self._suspects = self._suspects, here ^ there
+        local_ids, remote_ids = set(ours), set(theirs)
+        before, self._suspects = self._suspects, local_ids ^ remote_ids
         confirmed = sorted(before & self._suspects)
         return Differences(
-            [request_id for request_id in confirmed if request_id in here],
-            [request_id for request_id in confirmed if request_id in there],
+            [request_id for request_id in confirmed if request_id in local_ids],
+            [request_id for request_id in confirmed if request_id in remote_ids],
         )
 
 

@@ -7,7 +7,7 @@ A state is overwritten in place until it becomes a checkpoint:
      8            4        9          checkpoint after step 7: block 4 is read once more, then left to the cache
      9            9        9
 
-Checkpoints let requests with the same prefix resume: near the end of a prompt (`GRAIN`), every `KEEP_EVERY` tokens,
+Checkpoints let requests with the same prefix resume: near the end of a prompt (`GRAIN`), every `CHECKPOINT_EVERY` tokens,
 and for further choices after all but the last prompt token. Prefill chunks end there. The final state of a request is
 registered when it ends (`SchedulerState.retire`).
 
@@ -25,7 +25,7 @@ from quintet.core.request import Request
 from quintet.core.scheduler_state import Limits, SchedulerState
 from quintet.core.step_builder import StepBuilder
 
-KEEP_EVERY = 1024
+CHECKPOINT_EVERY = 1024
 """Checkpoint interval in tokens, rounded up to whole blocks.
 
 Longer prefill chunks are no faster per token, and a state is small compared with the KV of that many tokens.
@@ -46,14 +46,14 @@ def begin(state: SchedulerState, request: Request) -> None:
     # A state restored from the host is in the request's own block, which its next step overwrites.
     if request.planned == _end_of_fork_prompt(state, request) and all(len(blocks) == 2 for blocks in held):
         _keep_fork_state(state, request, [blocks[0] for blocks in held])
-    request.checkpoint_at = _next_kept(state, request)
+    request.checkpoint_at = _next_checkpoint(state, request)
 
 
 def cut(state: SchedulerState, request: Request, count: int) -> int:
     """Limit ``count`` so that the step ends at the next checkpoint."""
     checkpoint_at = request.checkpoint_at
     if checkpoint_at == request.planned:
-        checkpoint_at = _next_kept(state, request)
+        checkpoint_at = _next_checkpoint(state, request)
     return count if checkpoint_at is None else min(count, checkpoint_at - request.planned)
 
 
@@ -61,10 +61,10 @@ def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
     """Set the state blocks that the next step reads and writes; keep the current state if a checkpoint is due."""
     groups, pool, planned = state.limits.groups, state.pool, request.planned
     is_new = planned == request.state_start  # its blocks were set when the state was matched
-    is_kept = planned == request.checkpoint_at and not is_new and pool.num_available > _reserve(state)
+    is_checkpoint = planned == request.checkpoint_at and not is_new and pool.num_available > _reserve(state)
     is_fork_state = planned == _end_of_fork_prompt(state, request)
     if planned == request.checkpoint_at:
-        request.checkpoint_at = _next_kept(state, request)
+        request.checkpoint_at = _next_checkpoint(state, request)
     current: list[int] = []
     for index in groups.states:
         blocks = request.held[index].blocks
@@ -72,12 +72,12 @@ def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
             pool.release([blocks.pop(0)], state.fence)
             step.blocks += (request.slot, index, 0, blocks[0])
         current.append(blocks[0])
-        if is_kept:
+        if is_checkpoint:
             blocks.append(pool.take())
             step.blocks += (request.slot, index, 1, blocks[1])
-    if is_kept:
+    if is_checkpoint:
         _name(state, step, request, current)
-    if is_kept and is_fork_state:
+    if is_checkpoint and is_fork_state:
         _keep_fork_state(state, request, current)
 
 
@@ -92,10 +92,10 @@ def exchange(
     step.blocks += (request.slot, index, 0, held.blocks[0], request.slot, index, 1, held.blocks[1])
 
 
-def last_kept(limits: Limits, num_prompt: int) -> int:
+def last_checkpoint(limits: Limits, num_prompt: int) -> int:
     """Return the token count, in whole blocks, of the last reusable checkpoint of a prompt."""
     size = limits.block_size
-    grain, every = min(GRAIN, size), -(-KEEP_EVERY // size) * size
+    grain, every = min(GRAIN, size), -(-CHECKPOINT_EVERY // size) * size
     end = (num_prompt - 1) // grain * grain
     return end if not end % size else end // every * every
 
@@ -107,13 +107,13 @@ def num_covered(state: SchedulerState, request: Request, end: int, covered: int)
     return covered if request.checkpoint_at is None else min(covered, request.checkpoint_at)
 
 
-def _next_kept(state: SchedulerState, request: Request) -> int | None:
+def _next_checkpoint(state: SchedulerState, request: Request) -> int | None:
     """Return the token count of the next checkpoint after the planned tokens."""
     limits, planned = state.limits, request.planned
     wanted = [_end_of_fork_prompt(state, request)]
     if limits.prefix_caching:
         block_size = limits.block_size
-        every = -(-KEEP_EVERY // block_size) * block_size
+        every = -(-CHECKPOINT_EVERY // block_size) * block_size
         grain = min(GRAIN, block_size)
         wanted += [(planned // every + 1) * every, (len(request.tokens) - 1) // grain * grain]
     return min((end for end in wanted if end is not None and end > planned), default=None)
@@ -145,11 +145,11 @@ def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: li
         state.pool.share(blocks)
         request.pending_states.append((planned, blocks))
     else:
-        tails = _leave_tails(state, step, request) if planned % block_size else {}
+        tails = _release_tails(state, step, request) if planned % block_size else {}
         state.register_state(request, planned, blocks, tails)
 
 
-def _leave_tails(state: SchedulerState, step: StepBuilder, request: Request) -> dict[int, int]:
+def _release_tails(state: SchedulerState, step: StepBuilder, request: Request) -> dict[int, int]:
     """Leave the partial last blocks to the cache and continue in copies; return the original blocks by group."""
     position, tails = request.planned // state.limits.block_size, dict[int, int]()
     for index in state.limits.groups.tokens:

@@ -21,7 +21,7 @@ class Repetition:
         self._runs = [0] * (params.max_pattern_size - self._least + 1)
         self._num_read = 0
 
-    def has_come(self, tokens: Sequence[int], num_prompt: int) -> bool:
+    def has_repeated(self, tokens: Sequence[int], num_prompt: int) -> bool:
         """Read the new outputs after ``num_prompt``; return True when they end with a pattern repeated often enough."""
         runs, least = self._runs, self._least
         for position in range(num_prompt + self._num_read, len(tokens)):

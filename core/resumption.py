@@ -16,7 +16,7 @@ from quintet.core.request import Request
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.messages import Admit
 
-MAX_KEPT_BYTES = 256 << 20
+MAX_RETAINED_BYTES = 256 << 20
 """Maximum bytes of retained ids; beyond it, the oldest requests are dropped."""
 
 FIXED_BYTES = 1024
@@ -70,7 +70,7 @@ class RetainedRequest:
 class RetainedRequests:
     """Retained requests, until their TTL expires."""
 
-    def __init__(self, grace_ns: int, max_bytes: int = MAX_KEPT_BYTES) -> None:
+    def __init__(self, grace_ns: int, max_bytes: int = MAX_RETAINED_BYTES) -> None:
         self._grace_ns = grace_ns
         self._max_bytes = max_bytes
         self._num_bytes = 0

@@ -143,7 +143,7 @@ def _free_blocks(state: SchedulerState, request: Request, num_wanted: int, num_r
     pool = state.pool
     if pool.num_available >= num_wanted:
         return True
-    while num_reserved + num_wanted > pool.num_available + len(pool.fenced) + state.num_yielding_blocks:
+    while num_reserved + num_wanted > pool.num_available + len(pool.fenced) + state.num_deferred_blocks:
         victim = next(each for each in reversed(state.running) if not each.is_preempt_deferred)
         state.defer_preempt(victim)
         if victim is request:
@@ -250,7 +250,7 @@ def _count_first_entry(state: SchedulerState, request: Request, found: PrefixMat
     counters.prefix_queries += found.num_queried
     counters.prefix_hits += found.num_cached if found.num_queried else 0
     if request.parent is None:
-        state.pace.computed_share.note(request.num_computed / request.num_prompt)
+        state.throughput.computed_share.note(request.num_computed / request.num_prompt)
         counters.prompt_tokens += request.num_prompt
         counters.prompt_tokens_cached += found.num_cached
     state.queue_times_ns.append(max(0, now_ns - request.arrival_ns))

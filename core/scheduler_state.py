@@ -97,7 +97,7 @@ class SchedulerState:
     hooks: Hooks
     pool: BlockPool
     live: dict[int, Request] = field(default_factory=dict)
-    num_promised: int = 0
+    num_reserved: int = 0
     """KV tokens that the live requests take when each reaches its limit (`Limits.taken_by`)."""
     ended: OrderedDict[int, int] = field(default_factory=OrderedDict)
     """Attempt of each recently ended request, oldest first: a duplicate that arrives late is not a new request."""
@@ -119,7 +119,7 @@ class SchedulerState:
     prefix_paths: PrefixPaths = field(default_factory=PrefixPaths)
     """Cached prefixes, for the admin API."""
     counters: Counters = field(default_factory=Counters)
-    pace: Throughput = field(default_factory=Throughput)
+    throughput: Throughput = field(default_factory=Throughput)
     queue_times_ns: list[int] = field(default_factory=list)
     """Queue times observed since this list was last drained."""
     endings: list[RequestEnd] = field(default_factory=list)
@@ -151,9 +151,9 @@ class SchedulerState:
         return not self.in_flight and self.pool.tiers.is_fetching
 
     @property
-    def num_unpromised(self) -> int:
+    def num_unreserved(self) -> int:
         """KV tokens left when all live requests reach their limits; negative when they do not fit."""
-        return self.limits.num_blocks * self.limits.block_size - self.num_promised
+        return self.limits.num_blocks * self.limits.block_size - self.num_reserved
 
     def has_spare_blocks(self, request: Request, num_blocks: int) -> bool:
         """Return True if ``num_blocks`` are available in addition to the blocks that a waiting request takes on entry."""
@@ -164,7 +164,7 @@ class SchedulerState:
     def add(self, request: Request) -> None:
         """Add a request that was just admitted."""
         self.live[request.request_id] = request
-        self.num_promised += self.limits.taken_by(request.limit)
+        self.num_reserved += self.limits.taken_by(request.limit)
         self.num_embedded += request.embeds is not None
         self.enqueue(request)
 
@@ -194,7 +194,7 @@ class SchedulerState:
             self.preempt(request)
 
     @property
-    def num_yielding_blocks(self) -> int:
+    def num_deferred_blocks(self) -> int:
         """Number of blocks freed when the requests marked for preemption leave."""
         if not self.limits.groups.states:
             return 0
@@ -232,7 +232,7 @@ class SchedulerState:
                 self.release_fork_state(request.parent)
         request.status = Status.ENDED
         del self.live[request.request_id]
-        self.num_promised -= self.limits.taken_by(request.limit)
+        self.num_reserved -= self.limits.taken_by(request.limit)
         self.num_embedded -= request.embeds is not None
         self.note_ended(request)
         if request.origin is not None:
@@ -243,7 +243,7 @@ class SchedulerState:
         if request.scheduled_ns is not None:
             if self.limits.prefix_caching and request.digests:
                 self.prefix_paths.add(request.digests, request.tokens if request.embeds is None else None)
-            self.pace.outputs.note(request.num_outputs)
+            self.throughput.outputs.note(request.num_outputs)
             self.endings.append(
                 RequestEnd(
                     request.scheduled_ns,
@@ -263,7 +263,7 @@ class SchedulerState:
         if request.status is not Status.RUNNING or request.length == len(request.tokens):
             return True
         taken_by = self.limits.taken_by
-        self.num_promised += taken_by(request.length) - taken_by(request.limit)
+        self.num_reserved += taken_by(request.length) - taken_by(request.limit)
         request.limit = request.length
         return False
 

@@ -12,7 +12,7 @@ _COMPUTING_MEMORY = 8
 """Averaging window of the compute speed, in steps."""
 _LEAST_TOKENS = 32
 """Minimum extra tokens of a step to measure the time per token: smaller steps are bound by reading weights."""
-_MOST_SURPRISE = 8
+_OUTLIER_FACTOR = 8
 """Outlier limit: a step counts at most this multiple of its mean, because the process may have been suspended."""
 
 
@@ -37,7 +37,7 @@ class Mean:
 
     def note_time(self, value: float) -> None:
         """Add a duration, limited as an outlier."""
-        self.note(min(value, _MOST_SURPRISE * self.value) if self._count else value)
+        self.note(min(value, _OUTLIER_FACTOR * self.value) if self._count else value)
 
 
 class Throughput:

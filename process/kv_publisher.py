@@ -106,8 +106,8 @@ class KvPublisher:
 
     def _answer(self, replay: zmq.Socket[bytes]) -> None:
         """Send the kept batches from the requested number on."""
-        who, *_, first = replay.recv_multipart()
+        identity, *_, first = replay.recv_multipart()
         for numbered in self._kept:
             if numbered[0] >= first:
-                replay.send_multipart((who, b"", self._topic, *numbered))
-        replay.send_multipart((who, b"", b"", END, b""))
+                replay.send_multipart((identity, b"", self._topic, *numbered))
+        replay.send_multipart((identity, b"", b"", END, b""))

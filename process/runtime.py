@@ -361,12 +361,12 @@ def child_main(
         except Stopping:
             return
     config = EngineConfig.read(arguments.run_dir / CONFIG_FILE)
-    log = _take_name(me or f"{role}-spare", config)
+    log = _configure_process(me or f"{role}-spare", config)
     try:
         prepared = () if prepare is None else (prepare(config),)
         if me is None:
             me = _await_slot(role)
-            log = _take_name(me, config)
+            log = _configure_process(me, config)
         gc.enable()
         if arguments.cores is not None:
             with contextlib.suppress(
@@ -377,15 +377,15 @@ def child_main(
     except Stopping:
         pass
     except ConfigError as error:
-        _leave_word(arguments.run_dir, me or f"{role}-spare", str(error))
+        _write_error(arguments.run_dir, me or f"{role}-spare", str(error))
         sys.exit(EXIT_CONFIG)
     except Exception as error:  # noqa: BLE001 - outermost handler: report the error, then exit
-        _leave_word(arguments.run_dir, me or f"{role}-spare", f"{type(error).__name__}: {error}")
+        _write_error(arguments.run_dir, me or f"{role}-spare", f"{type(error).__name__}: {error}")
         log.critical("died of %s\n%s", type(error).__name__, traceback.format_exc())
         sys.exit(1)
 
 
-def _take_name(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
+def _configure_process(me: WorkerId | str, config: EngineConfig) -> logging.Logger:
     """Set the process title and configure logging."""
     setproctitle.setproctitle(
         f"quintet-{me.role}-{me.index}" if isinstance(me, WorkerId) else f"quintet-{me}"
@@ -402,7 +402,7 @@ def _await_slot(role: Role) -> WorkerId:
     return WorkerId(role, index, epoch)
 
 
-def _leave_word(run_dir: Path, me: WorkerId | str, words: str) -> None:
+def _write_error(run_dir: Path, me: WorkerId | str, words: str) -> None:
     error_file(run_dir, me).write_text(words)
 
 

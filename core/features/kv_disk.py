@@ -47,19 +47,23 @@ def _ask(state: SchedulerState, disk: DiskPool, request: Request) -> None:
         return
     digests, groups, size = request.digests, limits.groups.all, limits.block_size
     extend_chain(digests, request.salt_digest, request.tokens, size, max_blocks)
-    here = reach(index.block_of, digests, max_blocks, groups, size)
-    there = reach(ChainMap(index.block_of, disk.place_of), digests, max_blocks, groups, size)
+    num_on_device = reach(index.block_of, digests, max_blocks, groups, size)
+    num_reachable = reach(ChainMap(index.block_of, disk.place_of), digests, max_blocks, groups, size)
     missing: list[bytes] = []
     for group in range(len(groups)):
-        keys = keys_after(state, request, group, there * size)
+        keys = keys_after(state, request, group, num_reachable * size)
         disk.use(keys)
         missing += keys[len(run_of(keys, index.block_of)) :]
-    is_there = all(map(disk.place_of.__contains__, missing))
-    computing_ns = state.pace.time_of((there - here) * size)
-    if there <= here or not is_there or not disk.cost.is_cheaper(len(missing), computing_ns):
+    is_complete = all(map(disk.place_of.__contains__, missing))
+    computing_ns = state.throughput.time_of((num_reachable - num_on_device) * size)
+    if (
+        num_reachable <= num_on_device
+        or not is_complete
+        or not disk.cost.is_cheaper(len(missing), computing_ns)
+    ):
         disk.fetches.note_no_fetch(request.request_id)
         return
-    disk.ask(request.request_id, missing, there * size, whole=not limits.groups.is_plain)
+    disk.ask(request.request_id, missing, num_reachable * size, whole=not limits.groups.is_plain)
 
 
 def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:

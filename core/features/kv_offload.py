@@ -54,7 +54,7 @@ def on_preempt(state: SchedulerState, request: Request) -> None:
 def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> None:
     """Save the blocks that every group needs to resume the request; all or none."""
     pool, groups = state.pool, state.limits.groups
-    num_tokens, held = _beginning(state, request, num_blocks)
+    num_tokens, held = _resumable_prefix(state, request, num_blocks)
     if not num_tokens:
         return
     contents: dict[bytes, int] = {}
@@ -74,7 +74,9 @@ def _keep_groups(state: SchedulerState, request: Request, num_blocks: int) -> No
             pool.tiers.host.on_evict(key, contents[key])
 
 
-def _beginning(state: SchedulerState, request: Request, num_blocks: int) -> tuple[int, Sequence[GroupBlocks]]:
+def _resumable_prefix(
+    state: SchedulerState, request: Request, num_blocks: int
+) -> tuple[int, Sequence[GroupBlocks]]:
     """Return the number of tokens to save, and their blocks.
 
     Usually all computed tokens, including the partial last block, since a window has released older blocks. If the
@@ -145,5 +147,5 @@ def _may_share_blocks(request: Request) -> bool:
 
 def _is_cheaper(state: SchedulerState, num_tokens: int, num_copies: int) -> bool:
     """Return True when the copies take less time than computing the tokens once, or when neither is measured."""
-    computing_ns = state.pace.time_of(num_tokens)
+    computing_ns = state.throughput.time_of(num_tokens)
     return computing_ns is None or num_copies * state.limits.block_copy_ns < computing_ns

@@ -12,7 +12,7 @@ from quintet.core.block_keys import digests_of, keys_after, match_fetched, run_o
 from quintet.core.hooks import Feature, PrefixMatch, Setup
 from quintet.core.kv.peer_pool import PeerPool
 from quintet.core.kv.prefix import reach
-from quintet.core.recurrent_state import last_kept
+from quintet.core.recurrent_state import last_checkpoint
 from quintet.core.request import Request
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.request import KvTransfer
@@ -44,22 +44,24 @@ def _ask(state: SchedulerState, peers: PeerPool, request: Request, handover: KvT
     """Fetch the blocks that the peer has for a request. Return False when host blocks were short."""
     limits, index = state.limits, state.pool.index
     groups, size = limits.groups.all, limits.block_size
-    there = min((len(request.tokens) - 1) // size, handover.num_blocks)
+    num_reachable = min((len(request.tokens) - 1) // size, handover.num_blocks)
     if limits.groups.states:
-        there = min(there, last_kept(limits, request.num_prompt) // size)
-    here = reach(index.block_of, digests_of(state, request, there), there, groups, size)
-    if there <= here or not request.params.reads_prefix_cache:
+        num_reachable = min(num_reachable, last_checkpoint(limits, request.num_prompt) // size)
+    num_on_device = reach(
+        index.block_of, digests_of(state, request, num_reachable), num_reachable, groups, size
+    )
+    if num_reachable <= num_on_device or not request.params.reads_prefix_cache:
         peers.fetches.note_no_fetch(request.request_id)
         return True
     if not peers.may_ask(request.rank):
         return False
     missing: list[bytes] = []
     for group in range(len(groups)):
-        keys = keys_after(state, request, group, there * size)
+        keys = keys_after(state, request, group, num_reachable * size)
         missing += keys[len(run_of(keys, index.block_of)) :]
     whole = not limits.groups.is_plain or peers.fetches.frees_host_blocks
     request_id, rank = request.request_id, request.rank
-    return peers.ask(request_id, rank, handover.peer, missing, there * size, whole=whole)
+    return peers.ask(request_id, rank, handover.peer, missing, num_reachable * size, whole=whole)
 
 
 def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:

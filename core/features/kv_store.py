@@ -49,16 +49,16 @@ def _look_up(state: SchedulerState, store: StorePool, request: Request) -> None:
     """Search the store for a request, if it could provide more than the device and the search is cheap enough."""
     limits = state.limits
     most = _most_blocks(state, store, request)
-    here = reach(
+    num_on_device = reach(
         state.pool.index.block_of,
         digests_of(state, request, most),
         most,
         limits.groups.all,
         limits.block_size,
     )
-    computing_ns = state.pace.time_of((most - here) * limits.block_size)
+    computing_ns = state.throughput.time_of((most - num_on_device) * limits.block_size)
     if (
-        most <= max(here, _coming(state, request))
+        most <= max(num_on_device, _num_fetching(state, request))
         or not request.params.reads_prefix_cache
         or store.is_paused
         or not store.search_cost.is_cheaper(1, computing_ns)
@@ -75,7 +75,7 @@ def _most_blocks(state: SchedulerState, store: StorePool, request: Request) -> i
     return (len(request.tokens) - 1) // limits.block_size // step * step
 
 
-def _coming(state: SchedulerState, request: Request) -> int:
+def _num_fetching(state: SchedulerState, request: Request) -> int:
     """Return the number of the request's blocks that other tiers are fetching."""
     tiers = state.pool.tiers
     requests = [
@@ -97,24 +97,24 @@ def _ask(state: SchedulerState, store: StorePool, request: Request) -> None:
     digests = digests_of(state, request, most)
     places = store.places(request_id, digests)
     known: Mapping[bytes, Any] = ChainMap[bytes, Any](index.block_of, places)
-    here = max(reach(index.block_of, digests, most, groups, size), _coming(state, request))
-    there = reach(known, digests, most, groups, size)
+    num_on_device = max(reach(index.block_of, digests, most, groups, size), _num_fetching(state, request))
+    num_reachable = reach(known, digests, most, groups, size)
     missing: list[bytes] = []
     for group in range(len(groups)):
-        keys = keys_after(state, request, group, there * size)
+        keys = keys_after(state, request, group, num_reachable * size)
         missing += keys[len(run_of(keys, index.block_of)) :]
-    is_there = all(map(places.__contains__, missing))
+    is_complete = all(map(places.__contains__, missing))
     num_runs = len({places[key][0] for key in missing if key in places})
-    computing_ns = state.pace.time_of((there - here) * size)
+    computing_ns = state.throughput.time_of((num_reachable - num_on_device) * size)
     if (
         store.is_paused
-        or there <= here
-        or not is_there
+        or num_reachable <= num_on_device
+        or not is_complete
         or not store.get_cost.is_cheaper(num_runs, computing_ns)
     ):
         store.fetches.note_no_fetch(request_id)
         return
-    store.ask(request_id, missing, places, there * size, whole=not limits.groups.is_plain)
+    store.ask(request_id, missing, places, num_reachable * size, whole=not limits.groups.is_plain)
 
 
 def match_prefix(state: SchedulerState, request: Request) -> PrefixMatch | None:

@@ -15,15 +15,15 @@ from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request, Status
 from quintet.core.scheduler_state import SchedulerState
 
-LEAST_TOKENS = 32
+MIN_TOKENS = 32
 """Minimum prompt tokens per step: reading the weights takes as long as multiplying with them."""
 FIRST_TOKENS = 128
 """Tokens per step before any step was measured."""
 WAITING_STEPS = 8
 """With more waiting prompts than fill this many steps, steps grow, up to the target."""
-MANY = 16
+MANY_REQUESTS = 16
 """With more live requests than this, every step with prompts takes the full target."""
-ALONE = 3
+SINGLE_REQUEST_FACTOR = 3
 """Multiple of the target for a single live request: another one may arrive meanwhile."""
 
 
@@ -44,13 +44,13 @@ def build(setup: Setup) -> Feature | None:
 def _tokens_now(state: SchedulerState, num_uncomputed: int, target_ms: int) -> int:
     """Return the maximum tokens of this step. ``num_uncomputed``: tokens in the step, including the calling request's."""
     most = most_tokens(state, target_ms)
-    if len(state.live) == 1 or len(state.live) > MANY:
+    if len(state.live) == 1 or len(state.live) > MANY_REQUESTS:
         return most
     for request in state.waiting:
         if num_uncomputed >= most * WAITING_STEPS:
             return most
         num_uncomputed += request.length
-    least = max(most * 2 // 3, len(state.running) + LEAST_TOKENS)
+    least = max(most * 2 // 3, len(state.running) + MIN_TOKENS)
     return min(most, max(least, num_uncomputed // WAITING_STEPS))
 
 
@@ -58,9 +58,9 @@ def most_tokens(state: SchedulerState, target_ms: int) -> int:
     """Return the maximum tokens of a step under load, all rows together; the budget if the target is 0."""
     if target_ms <= 0:
         return state.limits.max_batched
-    num_tokens = state.pace.tokens_in(target_ms * 1_000_000)
+    num_tokens = state.throughput.tokens_in(target_ms * 1_000_000)
     if num_tokens is None:
         num_tokens = FIRST_TOKENS
     if len(state.live) == 1:
-        num_tokens *= ALONE
-    return max(num_tokens, len(state.running) + LEAST_TOKENS)
+        num_tokens *= SINGLE_REQUEST_FACTOR
+    return max(num_tokens, len(state.running) + MIN_TOKENS)

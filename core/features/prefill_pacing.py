@@ -19,7 +19,7 @@ from quintet.core.hooks import Feature, Setup
 from quintet.core.request import Request
 from quintet.core.scheduler_state import SchedulerState
 
-LEAST_TOKENS = 64
+MIN_TOKENS = 64
 """Minimum prompt tokens per step: below it, a step is bound by reading weights."""
 
 
@@ -52,7 +52,7 @@ class PacedChunks:
 
 def num_needed(state: SchedulerState, budget: int) -> int:
     """Return the number of prompt tokens that a step must compute; called when it only has decode rows."""
-    if state.num_unpromised < 0:
+    if state.num_unreserved < 0:
         return budget
     num_steps = 0  # from this one until all have ended
     for request in state.running:
@@ -60,7 +60,7 @@ def num_needed(state: SchedulerState, budget: int) -> int:
         num_steps = max(num_steps, request.limit - request.length + draws_now)
     for request in state.waiting:
         num_steps = max(num_steps, request.limit - request.length)
-    needed, total = LEAST_TOKENS, 0
+    needed, total = MIN_TOKENS, 0
     for queue in (state.running, state.waiting):
         for request in queue:
             num_uncomputed = request.length - request.planned

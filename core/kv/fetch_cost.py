@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-MOST_SURPRISE = 8
+OUTLIER_FACTOR = 8
 """Outlier limit: a sample counts at most this multiple of the mean, because a fetch may have been suspended."""
 TRY_EVERY = 32
 """After this many rejected fetches the measurement is discarded, because fetching may be faster now."""
@@ -22,7 +22,7 @@ class FetchCost:
         """Add a measurement: ``number`` (at least 1) fetches took ``took_ns`` together."""
         each_ns = took_ns / number
         old_ns = each_ns if self.each_ns is None else self.each_ns
-        self.each_ns = (3 * old_ns + min(each_ns, MOST_SURPRISE * old_ns)) / 4
+        self.each_ns = (3 * old_ns + min(each_ns, OUTLIER_FACTOR * old_ns)) / 4
 
     def is_cheaper(self, number: int, computing_ns: int | None) -> bool:
         """Return True when the fetches take less time than computing, or nothing is measured yet."""

@@ -49,7 +49,7 @@ class HostPool:
         num_free = self.num_blocks - len(wanted) - len(self.leaving)
         if whole and sum(key not in wanted for key in keys) > num_free:
             return []
-        mine: list[bytes] = []
+        registered: list[bytes] = []
         for key in keys:
             if key not in wanted:
                 if not num_free:
@@ -57,10 +57,10 @@ class HostPool:
                 num_free -= 1
                 wanted[key] = 0
             wanted[key] += 1
-            mine.append(key)
-        if mine:
-            self.keys_of[request_id] = mine
-        return mine
+            registered.append(key)
+        if registered:
+            self.keys_of[request_id] = registered
+        return registered
 
     def forget(self, request_id: int) -> None:
         """Drop a request's wanted keys: the plan under construction uses them, or the request has ended.
@@ -93,8 +93,8 @@ class HostPool:
         for key in keys:
             del self.wanted[key]
             self.leaving.append(self.block_of.pop(key))
-        for request_id, mine in self.keys_of.items():
-            self.keys_of[request_id] = [key for key in mine if key not in lost]
+        for request_id, registered in self.keys_of.items():
+            self.keys_of[request_id] = [key for key in registered if key not in lost]
 
     def fetch(self, request_id: int, keys: Sequence[bytes]) -> list[int]:
         """Return the host blocks of the longest available prefix of these keys: present, or present after the next

@@ -34,9 +34,9 @@ class Pins:
     def add(self, pin: Pin) -> list[bytes]:
         """Add a new pin; return the keys that no pin contained before."""
         self.by_digest[pin.digest] = pin
-        news = [key for key in pin.keys if key not in self.wanted]
+        added = [key for key in pin.keys if key not in self.wanted]
         self.wanted.update(pin.keys)
-        return news
+        return added
 
     def remove(self, digest: bytes) -> list[bytes]:
         """Remove a pin; return the keys that no pin contains now."""

@@ -43,9 +43,9 @@ class BlockPool:
         self.tiers = tiers or Tiers()
         self.pins = pins or Pins()
         self.pins.held.clear()
-        self._heed_pins()
+        self._update_pin_callback()
         if self.tiers.disk is not None:
-            self.index.news = {}
+            self.index.registered = {}
             self.tiers.disk.pinned = self.pins.wanted
 
     @property
@@ -75,15 +75,15 @@ class BlockPool:
             block = self.index.block_of.get(key)
             if block is not None:
                 self._hold_pinned(key, block)
-        self._heed_pins()
+        self._update_pin_callback()
 
     def unpin(self, digest: bytes, fence: int | None) -> None:
         """Remove a pin. ``fence`` as in `release`."""
         left = self.pins.remove(digest)
         self.release([self.pins.held.pop(key) for key in left if key in self.pins.held], fence)
-        self._heed_pins()
+        self._update_pin_callback()
 
-    def _heed_pins(self) -> None:
+    def _update_pin_callback(self) -> None:
         self.index.on_register = self._hold_pinned if self.pins.wanted else None
 
     def _hold_pinned(self, key: bytes, block: int) -> None:

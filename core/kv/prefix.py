@@ -104,12 +104,12 @@ def _serves(
 class PrefixIndex:
     """Keys of the blocks with known content. One block per key, one key per block."""
 
-    __slots__ = ("block_of", "end_of", "ends", "key_of", "news", "on_register")
+    __slots__ = ("block_of", "end_of", "ends", "key_of", "on_register", "registered")
 
     def __init__(self) -> None:
         self.on_register: Callable[[bytes, int], None] | None = None
         """Callback for full blocks that were registered (pins)."""
-        self.news: dict[bytes, int] | None = None
+        self.registered: dict[bytes, int] | None = None
         """Full blocks registered and not overwritten since it was last drained; None without a consumer."""
         self.block_of: dict[bytes, int] = {}
         self.key_of: dict[int, bytes] = {}
@@ -127,8 +127,8 @@ class PrefixIndex:
         if key not in self.block_of and block not in self.key_of:
             self.block_of[key] = block
             self.key_of[block] = key
-            if self.news is not None:
-                self.news[key] = block
+            if self.registered is not None:
+                self.registered[key] = block
             if self.on_register is not None:
                 self.on_register(key, block)
 
@@ -136,8 +136,8 @@ class PrefixIndex:
         """Remove a block that is about to be overwritten; return the key of its content."""
         key = self.key_of.pop(block)
         del self.block_of[key]
-        if self.news is not None:
-            self.news.pop(key, None)  # registered and overwritten within one plan: never written
+        if self.registered is not None:
+            self.registered.pop(key, None)  # registered and overwritten within one plan: never written
         if block in self.end_of:
             before, length = self.end_of.pop(block)
             lengths = self.ends[before]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from quintet.wire.codec import pack_i32
 
-LOOKED_AT = 2
+CHECKS_PER_ADD = 2
 """Paths checked when one is added: more than one, so that stale paths do not accumulate."""
 
 
@@ -55,10 +55,10 @@ class PrefixPaths:
     def add(self, digests: list[bytes], tokens: list[int] | None) -> None:
         """Add the path of an ended request."""
         self._paths.append(PrefixPath(digests, None if tokens is None else array("i", tokens), self.now_ns))
-        for _ in range(min(LOOKED_AT, len(self._paths))):
-            self._look_at(self._paths.popleft())
+        for _ in range(min(CHECKS_PER_ADD, len(self._paths))):
+            self._check_path(self._paths.popleft())
 
-    def _look_at(self, entry: PrefixPath) -> None:
+    def _check_path(self, entry: PrefixPath) -> None:
         """Keep a path if part of it is cached and no newer path covers that part."""
         last = entry.digests[-1]
         if self._by_end.get(last) is entry:

@@ -34,9 +34,9 @@ class StoreChunks:
     """Blocks between stored states: a multiple of ``num_blocks``."""
 
     @classmethod
-    def of(cls, groups: Groups, block_size: int, keep_every: int) -> StoreChunks:
-        """Return the layout for this block size. keep_every: tokens between states, rounded up to blocks."""
-        every = -(-keep_every // block_size)
+    def of(cls, groups: Groups, block_size: int, checkpoint_every: int) -> StoreChunks:
+        """Return the layout for this block size. checkpoint_every: tokens between states, rounded up to blocks."""
+        every = -(-checkpoint_every // block_size)
         most = max(1, RUN_TOKENS // block_size)
         return cls(groups, max(size for size in range(1, min(most, every) + 1) if every % size == 0), every)
 

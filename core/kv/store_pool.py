@@ -104,25 +104,25 @@ class StorePool:
         length = self.runs.num_blocks
         for index in range(first // length, end // length):
             for group in self.runs.groups.tokens:
-                self._keep(self.runs.keys(digests, group, index))
+                self._queue_chunk(self.runs.keys(digests, group, index))
 
     def queue_state(self, digests: Sequence[bytes], num_blocks: int) -> None:
         """Queue the states after the first ``num_blocks`` blocks of a request."""
         index, rest = divmod(num_blocks, self.runs.every)
         if index and not rest:
             for group in self.runs.groups.states:
-                self._keep(self.runs.keys(digests, group, index - 1))
+                self._queue_chunk(self.runs.keys(digests, group, index - 1))
 
-    def _keep(self, keys: list[bytes]) -> None:
+    def _queue_chunk(self, keys: list[bytes]) -> None:
         name = keys[-1]
         if name in self.known:
-            self._know(name)
+            self._mark_present(name)
         elif name not in self._putting:
             self._due[name] = keys
             if len(self._due) > MAX_DUE:
                 del self._due[next(iter(self._due))]
 
-    def _know(self, name: bytes) -> None:
+    def _mark_present(self, name: bytes) -> None:
         self.known.pop(name, None)
         self.known[name] = None
         if len(self.known) > MAX_KNOWN:
@@ -232,7 +232,7 @@ class StorePool:
         for name in (*answers.kept, *answers.unkept):
             self._num_putting -= self._putting.pop(name, 0)
         for name in answers.kept:
-            self._know(name)
+            self._mark_present(name)
         for found in answers.found:
             self._note_found(found.request_id, unpack_i32(found.counts))
         self.fetches.settle(unpack_i32(answers.fetched), missed=False)
@@ -253,7 +253,7 @@ class StorePool:
             known = lookup.counts[group]
             lookup.counts[group] = min(len(chain), known + count)
             for name in chain[known : lookup.counts[group]]:
-                self._know(name)
+                self._mark_present(name)
 
     def take_copies(self) -> list[int]:
         """See `Tier.take_copies`: this tier has none."""

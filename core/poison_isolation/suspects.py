@@ -73,18 +73,20 @@ class PoisonIsolation:
         num_later = sum(len(group.marks) for group in self._groups)
         return f"{len(self._trial)} requests run alone to be cleared, {num_later} after them"
 
-    def holds(self, request_id: int) -> bool:
+    def is_suspect(self, request_id: int) -> bool:
         """Return True when a request is still a suspect."""
         return request_id in self._uncleared or any(request_id in group.marks for group in self._groups)
 
-    def lose(self, flights: Iterable[InFlightPlan], live: Container[int], *, raised: bool) -> int | None:
+    def record_failure(
+        self, flights: Iterable[InFlightPlan], live: Container[int], *, raised: bool
+    ) -> int | None:
         """Record that the executor failed with ``flights``, oldest first; return the culprit if it is proven.
 
         ``raised``: the oldest step raised; otherwise the executor died in any of them. Opens a trial unless no
         request is suspected.
         """
-        everybody = _marks_of(islice(flights, 1) if raised else flights)
-        lost = {request_id: mark for request_id, mark in everybody.items() if request_id in live}
+        all_marks = _marks_of(islice(flights, 1) if raised else flights)
+        lost = {request_id: mark for request_id, mark in all_marks.items() if request_id in live}
         if not lost:
             return None  # none ran, or all have left: a trial, if any, is repeated
         was_trial = bool(self._trial)
@@ -100,7 +102,7 @@ class PoisonIsolation:
             self._split(lost, has_culprit=was_trial)
             return None
         (suspect,) = lost
-        if len(everybody) > 1:
+        if len(all_marks) > 1:
             self._begin(lost)  # the culprit may have been one that left
             return None
         num_deaths = self._deaths_alone.get(suspect, 0) + 1
@@ -140,9 +142,9 @@ class PoisonIsolation:
             if marks:
                 self._begin(marks)
                 return
-        self.acquit_all()
+        self.clear()
 
-    def acquit_all(self) -> None:
+    def clear(self) -> None:
         """End the search."""
         self._begin({})
         self._groups.clear()

@@ -13,7 +13,7 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Failed
 
 
-def hold_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
+def advance_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
     """Start the next trial when the current one is over. Return True when a step may be planned now."""
     if not suspects.have_passed(state.live):
         return True
@@ -27,9 +27,9 @@ def hold_trial(state: SchedulerState, suspects: PoisonIsolation) -> bool:
     return True
 
 
-def call_off(state: SchedulerState, suspects: PoisonIsolation) -> None:
+def cancel_trial(state: SchedulerState, suspects: PoisonIsolation) -> None:
     """End the trial: the suspects wait for something that is not on trial and would wait for them."""
-    suspects.acquit_all()
+    suspects.clear()
     state.trial = None
 
 
@@ -59,7 +59,7 @@ def reject_poison(
     rejections.add(key, cause, now_ns)
     for request in list(state.live.values()):
         is_choice = request.first_id == first
-        is_unproven = request.scheduled_ns is None or suspects.holds(request.request_id)
+        is_unproven = request.scheduled_ns is None or suspects.is_suspect(request.request_id)
         if is_choice or (is_unproven and fingerprint_of(request) == key):
             state.counters.poison_requests += 1
             outbox.close(request)

@@ -114,13 +114,13 @@ def test_a_pin_outlives_executor_and_core(lost: str) -> None:
     world = World(num_blocks=30, max_model_len=40)
     serve(world, 1, PROMPT)
     (pinned,) = done(ask(world, "pin", PROMPT))
-    kept = world.engine.kv_admin.take_news()
-    assert kept is not None and world.engine.kv_admin.take_news() is None, "told once"
+    kept = world.engine.kv_admin.take_changes()
+    assert kept is not None and world.engine.kv_admin.take_changes() is None, "told once"
     if lost == "core":
         world.engine = world._new_engine()
         world.engine.kv_admin.restore_pins(kept)
     world.new_executor()
-    assert world.engine.kv_admin.take_news() == kept, "the executor is new"
+    assert world.engine.kv_admin.take_changes() == kept, "the executor is new"
     (shown,) = done(ask(world, "list"))
     assert (shown.digest, shown.is_pinned, shown.device) == (pinned.digest, True, 0)
     assert serve(world, 5, PROMPT) == 0, "what the executor lost is computed"
@@ -230,7 +230,7 @@ def test_random_wishes_among_random_requests(
     seed: int, groups: list[KvGroup], with_disk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The auditor looks on after each, and every answer is what it would be without them."""
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 1 + seed % 9)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 1 + seed % 9)
     rng = random.Random(seed)
     disk = FakeDisk(30) if with_disk else None
     world = World(groups=groups, num_blocks=60, max_model_len=48, depth=1 + seed % 3, disk=disk)
@@ -305,7 +305,7 @@ def test_a_question_is_answered_some_blocks_a_turn_while_there_are_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of hundreds of thousands of blocks a listing takes the core seconds: no step waits for that."""
-    monkeypatch.setattr(kv_admin, "BLOCKS_A_TURN", 6)
+    monkeypatch.setattr(kv_admin, "BLOCKS_PER_ITERATION", 6)
     world = World(num_blocks=200)
     for request_id in range(1, 9):
         serve(world, request_id, [request_id, *PROMPT])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from quintet.core.kv.disk_pool import DiskPool
-from quintet.core.kv.fetch_cost import MOST_SURPRISE, TRY_EVERY
+from quintet.core.kv.fetch_cost import OUTLIER_FACTOR, TRY_EVERY
 from quintet.core.kv.prefetch import FETCH_TIMEOUT_NS
 from quintet.core.scheduler_state import SchedulerState
 from quintet.wire.codec import pack_i32, unpack_i32
@@ -219,7 +219,7 @@ def test_one_slow_read_is_not_the_last() -> None:
     store(pool, A)
     pool.ask(1, [A], 4, whole=False)
     pool.answer(KvTierResults(1, 0, fetched=pack_i32([0]), fetch_ns=10**12))
-    assert pool.cost.each_ns == (3 * 10 + MOST_SURPRISE * 10) / 4
+    assert pool.cost.each_ns == (3 * 10 + OUTLIER_FACTOR * 10) / 4
     assert pool.cost.is_cheaper(1, 28)
     tries = [pool.cost.is_cheaper(1, 20) for _ in range(TRY_EVERY)]
     assert tries == [False] * (TRY_EVERY - 1) + [True] and pool.cost.each_ns is None

@@ -86,7 +86,7 @@ def test_windows_are_handed_over_too() -> None:
 @pytest.mark.parametrize("block_size", [4, 32])
 def test_states_are_handed_over_too(block_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those behind full blocks: near the prompt's end where blocks are small, every so many tokens where they are not."""
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 64)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 64)
     groups = [KvGroup("full", [0]), KvGroup("state", [1])]
     world = World(peers=FakePeers(60), groups=groups, block_size=block_size, max_model_len=256)
     prompt = [number % 150 + 10 for number in range(117)]

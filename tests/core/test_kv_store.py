@@ -29,7 +29,7 @@ KEYS = [bytes([letter]) * 32 for letter in b"abcdefgh"]
 @pytest.fixture(autouse=True)
 def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs_module, "RUN_TOKENS", 8)
-    monkeypatch.setattr(recurrent_state, "KEEP_EVERY", 8)
+    monkeypatch.setattr(recurrent_state, "CHECKPOINT_EVERY", 8)
 
 
 def state_of(world: World) -> SchedulerState:
@@ -151,7 +151,7 @@ def test_who_looked_in_vain_does_not_wait_for_what_is_known_besides() -> None:
     store = FakeStore()
     serve(World(store=store))
     world = World(store=store)
-    pool_of(world)._know(next(iter(store.runs)))
+    pool_of(world)._mark_present(next(iter(store.runs)))
     world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
     assert world.plan() is None and store.num_searches == 2
     world.now += FETCH_TIMEOUT_NS + 1
@@ -166,7 +166,7 @@ def test_who_waits_for_long_steps_does_not_blame_the_store() -> None:
     world = World(store=store)
     world.admit(1, [7, 8, 9], max_tokens=50, ignore_eos=True)
     world.step()
-    state_of(world).pace.note_computing(1000, 10**12)
+    state_of(world).throughput.note_computing(1000, 10**12)
     world.admit(2, PROMPT, max_tokens=5, ignore_eos=True)
     world.plan()
     assert state_of(world).in_flight and pool_of(world).lookups[2].is_pending
@@ -245,7 +245,7 @@ def test_looking_that_takes_longer_than_computing_is_left() -> None:
     serve(world)
     pool_of(world).known.clear()
     pool_of(world).search_cost.each_ns = 1e15
-    state_of(world).pace.note_computing(1000, 1000)
+    state_of(world).throughput.note_computing(1000, 1000)
     num_searches = store.num_searches
     serve(world, 2, [*PROMPT[::-1]])
     assert store.num_searches == num_searches
