@@ -65,7 +65,7 @@ class Engine:
         self._deadlines: DeadlineHeap[Request] = DeadlineHeap(lambda request: request.status is Status.ENDED)
         self.suspects = PoisonIsolation()
         self.rejections = Rejections()
-        self.disk = KvTierClient()
+        self.tier_client = KvTierClient()
         self.kv_admin = KvAdmin()
         self.state: SchedulerState | None = None
         self.executor_epoch: int | None = None
@@ -127,7 +127,7 @@ class Engine:
             for request in list(before.running):
                 before.preempt(request)
             self._retain_ended(before, now_ns)
-        tiers = self.disk.tiers(message, limits, cache)
+        tiers = self.tier_client.tiers(message, limits, cache)
         pool = BlockPool(limits.num_blocks, tiers, self.kv_admin.pins)
         self.state = state = SchedulerState(
             limits, self._hooks, pool, free_slots=list(range(limits.num_slots))
@@ -420,12 +420,12 @@ class Engine:
 
     def kv_orders(self, now_ns: int) -> KvTierRequests | None:
         """Return the KV transfers for the executor, if any. Called before each plan and after the last one."""
-        return self.disk.orders(self.state, self._tables, now_ns)
+        return self.tier_client.orders(self.state, self._tables, now_ns)
 
     def kv_answers(self, message: KvTierResults) -> None:
         """Apply results of KV transfers. Results for earlier tables are ignored."""
         if (message.executor_epoch, message.tables) == (self.executor_epoch, self._tables):
-            self.disk.answer(self.state, message)
+            self.tier_client.answer(self.state, message)
             self.kv_admin.files.apply(self.state, message.files)
 
     def commit(self, result: StepResult, now_ns: int) -> StepMessages:

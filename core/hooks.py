@@ -102,8 +102,8 @@ FEATURES: dict[str, str] = {
     "kv_peer": "quintet.core.features.kv_peer",
     "kv_disk": "quintet.core.features.kv_disk",
     "kv_store": "quintet.core.features.kv_store",
-    "just_in_time": "quintet.core.features.prefill_pacing",
-    "step_time": "quintet.core.features.latency_target",
+    "prefill_pacing": "quintet.core.features.prefill_pacing",
+    "latency_target": "quintet.core.features.latency_target",
 }
 """Name -> module, in the order in which the hooks are called."""
 

@@ -182,7 +182,7 @@ class Core:
         elif isinstance(message, KvTierResults):
             self.engine.kv_answers(message)
         elif isinstance(message, StoredBlocks):
-            self.engine.disk.add_stored(message)
+            self.engine.tier_client.add_stored(message)
         elif isinstance(message, KvQuery):
             self.engine.kv_admin.take(message, self.process.me.index)
         elif isinstance(message, KvPins):

@@ -38,7 +38,7 @@ def build(setup: Setup) -> Feature | None:
         num_uncomputed = num_taken + (wanted if request.status is Status.RUNNING else 0)
         return max(0, min(wanted, _tokens_now(state, num_uncomputed, target_ms) - num_taken))
 
-    return Feature("step_time", limit_tokens=limit_tokens)
+    return Feature("latency_target", limit_tokens=limit_tokens)
 
 
 def _tokens_now(state: SchedulerState, num_uncomputed: int, target_ms: int) -> int:

@@ -27,7 +27,7 @@ def build(setup: Setup) -> Feature | None:
     """Return the feature under policy ``longest`` with chunked prefill."""
     scheduler = setup.scheduler
     is_on = scheduler.policy == "longest" and scheduler.enable_chunked_prefill
-    return Feature("just_in_time", limit_tokens=PacedChunks().limit_tokens) if is_on else None
+    return Feature("prefill_pacing", limit_tokens=PacedChunks().limit_tokens) if is_on else None
 
 
 class PacedChunks:

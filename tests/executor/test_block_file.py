@@ -168,7 +168,9 @@ def test_links_and_what_belongs_to_others_are_refused(
     folder.unlink()
     monkeypatch.setattr(own_files, "ROOT", -1)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
-    with pytest.raises(ConfigError, match=r"--kv-disk .* belongs to user \d+, but the server runs as user \d+"):
+    with pytest.raises(
+        ConfigError, match=r"--kv-disk .* belongs to user \d+, but the server runs as user \d+"
+    ):
         opened(tmp_path)
 
 
