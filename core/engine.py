@@ -119,9 +119,7 @@ class Engine:
         before, culprit = self.state, None
         if before is not None:
             before.counters.executor_losses += 1
-            culprit = self.suspects.record_failure(
-                before.in_flight, before.live, raised=bool(message.failure)
-            )
+            culprit = self.suspects.note_failure(before.in_flight, before.live, raised=bool(message.failure))
             before.in_flight.clear()
             before.pool.tiers = Tiers()  # the lost executor's KV is gone
             for request in list(before.running):

@@ -77,7 +77,7 @@ class PoisonIsolation:
         """Return True when a request is still a suspect."""
         return request_id in self._uncleared or any(request_id in group.marks for group in self._groups)
 
-    def record_failure(
+    def note_failure(
         self, flights: Iterable[InFlightPlan], live: Container[int], *, raised: bool
     ) -> int | None:
         """Record that the executor failed with ``flights``, oldest first; return the culprit if it is proven.
