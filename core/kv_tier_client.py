@@ -41,8 +41,8 @@ class KvTierClient:
         if capacity.num_store_blocks and cache.store is not None:
             first = capacity.num_host_blocks + capacity.num_staging_blocks + (capacity.num_peer_blocks or 0)
             runs = StoreChunks.of(limits.groups, limits.block_size, recurrent_state.CHECKPOINT_EVERY)
-            most_putting = cache.store.waiting_bytes // limits.block_bytes
-            store = StorePool(runs, first, capacity.num_store_blocks, most_putting)
+            max_putting = cache.store.waiting_bytes // limits.block_bytes
+            store = StorePool(runs, first, capacity.num_store_blocks, max_putting)
         if not capacity.num_disk_blocks:
             return Tiers(capacity.num_host_blocks, None, peers, store)
         pool = DiskPool(capacity.num_disk_blocks, capacity.num_host_blocks, capacity.num_staging_blocks)

@@ -76,7 +76,7 @@ def prepare(state: SchedulerState, step: StepBuilder, request: Request) -> None:
             blocks.append(pool.take())
             step.blocks += (request.slot, index, 1, blocks[1])
     if is_checkpoint:
-        _name(state, step, request, current)
+        _register_checkpoint(state, step, request, current)
     if is_checkpoint and is_fork_state:
         _keep_fork_state(state, request, current)
 
@@ -136,7 +136,9 @@ def _keep_fork_state(state: SchedulerState, request: Request, blocks: list[int])
         request.fork_state_blocks = blocks
 
 
-def _name(state: SchedulerState, step: StepBuilder, request: Request, blocks: list[int]) -> None:
+def _register_checkpoint(
+    state: SchedulerState, step: StepBuilder, request: Request, blocks: list[int]
+) -> None:
     """Register a checkpoint, now or once the tokens before it are known."""
     planned, block_size = request.planned, state.limits.block_size
     if not state.limits.prefix_caching or planned % min(GRAIN, block_size):

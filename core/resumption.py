@@ -50,7 +50,7 @@ class RetainedRequest:
     admit_bytes: int
     """Approximate memory of the message."""
     until_ns: int = 0
-    is_cut_off: bool = False
+    was_disconnected: bool = False
     """The client was disconnected before the request ended."""
     outputs: dict[int, bytes] = field(default_factory=dict)
     """Id of the choice under its former frontend -> int32."""
@@ -86,7 +86,7 @@ class RetainedRequests:
     @property
     def is_awaited(self) -> bool:
         """True while a client disconnected before the end may reconnect."""
-        return any(kept.is_cut_off for kept in self._kept.values())
+        return any(kept.was_disconnected for kept in self._kept.values())
 
     def keep(self, request: Request, now_ns: int) -> None:
         """Retain an ended request, if it is resumable."""
@@ -99,7 +99,7 @@ class RetainedRequests:
             kept = self._kept[first] = RetainedRequest(origin, FIXED_BYTES + len(_encode(origin)))
             self._num_bytes += kept.num_bytes
         kept.until_ns = now_ns + self._grace_ns
-        kept.is_cut_off |= request.is_draining
+        kept.was_disconnected |= request.is_draining
         self._num_bytes -= len(kept.outputs.get(request.request_id, b""))
         outputs = kept.outputs[request.request_id] = pack_i32(request.tokens[request.num_prompt :])
         self._num_bytes += len(outputs)

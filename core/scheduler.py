@@ -13,9 +13,9 @@ with one prefix, the first computes it and the others reuse it in the same step.
 the next one continues from it, and the first reuses that result in a later step.
 
 A waiting request enters with blocks for all its tokens, or for a full window. So usually only decode runs out of
-blocks (`quintet.core.block_manager` names the exception). The scheduler then preempts the running request of the
-lowest rank until the blocks suffice. The request of the highest rank is never preempted by another, and admission
-ensures that it fits alone. So at least one request always progresses, and there is no livelock.
+blocks (`quintet.core.block_manager` names the exception). The scheduler then preempts the last running
+request by rank until the blocks suffice. The first by rank is never preempted by another, and admission ensures that
+it fits alone. So at least one request always progresses, and there is no livelock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from quintet.core.scheduler_state import SchedulerState
 from quintet.core.step_builder import StepBuilder
 from quintet.wire.step import StepPlan
 
-NOTHING = PrefixMatch(0, ())
+NO_MATCH = PrefixMatch(0, ())
 
 
 def schedule(state: SchedulerState, now_ns: int) -> StepPlan | None:
@@ -64,7 +64,7 @@ def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
     is_plain = state.limits.groups.is_plain
     unfinished: list[Request] = []
     num_reserved = 0
-    num_left, drawn_for = _turn(state)
+    num_left, drawn_for = _stage_share(state)
     for request in state.running:  # `_free_blocks` removes from its end
         if request.is_preempt_deferred:
             continue
@@ -100,7 +100,7 @@ def _decode(state: SchedulerState, step: StepBuilder) -> list[Request]:
     return unfinished
 
 
-def _turn(state: SchedulerState) -> tuple[int, set[int]]:
+def _stage_share(state: SchedulerState) -> tuple[int, set[int]]:
     """Return the number of decode rows of the next step, and the ids of requests that still wait for their newest token.
 
     Steps that are in flight at the same time share no decoding request. The remaining ones are divided evenly among
@@ -209,7 +209,7 @@ def _compute(state: SchedulerState, step: StepBuilder, request: Request, count: 
 
 
 def _longest_source(state: SchedulerState, request: Request) -> PrefixMatch:
-    best = NOTHING
+    best = NO_MATCH
     for hook in state.hooks.match_prefix:
         found = hook(state, request)
         if found is not None and found.num_tokens >= best.num_tokens:

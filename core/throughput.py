@@ -6,9 +6,9 @@ equal inputs give equal averages.
 
 from __future__ import annotations
 
-_MEMORY = 32
+_WINDOW = 32
 """Averaging window, in steps or ended requests."""
-_COMPUTING_MEMORY = 8
+_COMPUTE_WINDOW = 8
 """Averaging window of the compute speed, in steps."""
 _LEAST_TOKENS = 32
 """Minimum extra tokens of a step to measure the time per token: smaller steps are bound by reading weights."""
@@ -31,7 +31,7 @@ class Mean:
 
     def note(self, value: float) -> None:
         """Add a value."""
-        if self._count < _MEMORY:
+        if self._count < _WINDOW:
             self._count += 1
         self.value += (value - self.value) / self._count
 
@@ -73,8 +73,8 @@ class Throughput:
         """Add an executor's compute time. Each step is weighted by its tokens."""
         if num_tokens < _LEAST_TOKENS:
             return
-        self._computing_ns += compute_ns - self._computing_ns // _COMPUTING_MEMORY
-        self._milli_tokens += 1000 * num_tokens - self._milli_tokens // _COMPUTING_MEMORY
+        self._computing_ns += compute_ns - self._computing_ns // _COMPUTE_WINDOW
+        self._milli_tokens += 1000 * num_tokens - self._milli_tokens // _COMPUTE_WINDOW
 
     def time_of(self, num_tokens: int) -> int | None:
         """Return the time to compute this many tokens, in nanoseconds; None before the first measurement."""

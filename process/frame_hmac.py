@@ -14,7 +14,7 @@ from pathlib import Path
 
 KEY_FILE = "key"
 KEY_BYTES = 32
-SEAL_BYTES = 16
+HMAC_BYTES = 16
 
 
 def run_key(run_dir: str | Path) -> bytes:
@@ -35,7 +35,7 @@ def run_key(run_dir: str | Path) -> bytes:
 
 
 class FrameHmac:
-    """Adds and checks HMAC-SHA-256 (RFC 2104), truncated to `SEAL_BYTES`.
+    """Adds and checks HMAC-SHA-256 (RFC 2104), truncated to `HMAC_BYTES`.
 
     CPU instructions make it twice as fast as keyed BLAKE2b for the frames of a large step. Both pads are hashed once
     here instead of per frame.
@@ -54,13 +54,13 @@ class FrameHmac:
         inner, outer = self._begin_inner(), self._begin_outer()
         inner.update(payload)
         outer.update(inner.digest())
-        return outer.digest()[:SEAL_BYTES]
+        return outer.digest()[:HMAC_BYTES]
 
-    def close(self, payload: bytes) -> bytes:
+    def sign(self, payload: bytes) -> bytes:
         """Return the frame that carries ``payload``."""
         return payload + self._digest(payload)
 
-    def open(self, frame: bytes) -> memoryview | None:
+    def verify(self, frame: bytes) -> memoryview | None:
         """Return the payload of a frame, or None when its HMAC is invalid."""
-        payload = memoryview(frame)[:-SEAL_BYTES]
-        return payload if hmac.compare_digest(self._digest(payload), frame[-SEAL_BYTES:]) else None
+        payload = memoryview(frame)[:-HMAC_BYTES]
+        return payload if hmac.compare_digest(self._digest(payload), frame[-HMAC_BYTES:]) else None

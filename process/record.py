@@ -89,7 +89,7 @@ class Recorder:
         self._ring = _Ring(me, config, Path(config.record))
         self._parts: list[bytes | memoryview] = []
         self._num_bytes = 0
-        self._handed_over_at = time.monotonic()
+        self._flushed_at = time.monotonic()
         self._taken: list[memoryview] = []
         self.topology = b""
         """The newest, encoded."""
@@ -123,18 +123,18 @@ class Recorder:
 
     def flush(self) -> None:
         """Write the recorded frames if they are many or old. Only between iterations."""
-        if self._num_bytes > FLUSH_BYTES or time.monotonic() - self._handed_over_at > FLUSH_S:
-            self._hand_over()
+        if self._num_bytes > FLUSH_BYTES or time.monotonic() - self._flushed_at > FLUSH_S:
+            self._write_out()
 
-    def _hand_over(self) -> None:
+    def _write_out(self) -> None:
         if self._parts:
             self._ring.put(self._parts, self._num_bytes, self.topology)
             self._parts, self._num_bytes = [], 0
-        self._handed_over_at = time.monotonic()
+        self._flushed_at = time.monotonic()
 
     def close(self) -> None:
         """Write the rest."""
-        self._hand_over()
+        self._write_out()
         self._ring.close()
 
 
@@ -179,7 +179,7 @@ class _Ring:
         )
         self._num_put = self._num_written = 0
         """Bytes; each counter is written by one thread only."""
-        self._given_up = False
+        self._has_ended = False
         self._log = logging.getLogger("quintet")
         self._own_folder = folder / str(me)
         self._own_folder.mkdir(mode=0o700, parents=True)
@@ -188,7 +188,7 @@ class _Ring:
 
     def put(self, parts: list[bytes | memoryview], num_bytes: int, topology: bytes) -> None:
         """Queue complete iterations for writing."""
-        if self._given_up:
+        if self._has_ended:
             return
         if self._num_put - self._num_written > MAX_BACKLOG_BYTES:
             self._give_up(f"more than {MAX_BACKLOG_BYTES >> 20} MiB are unwritten: the disk is too slow")
@@ -204,7 +204,7 @@ class _Ring:
     def _write_all(self) -> None:
         while (work := self._waiting.get()) is not None:
             parts, num_bytes, topology = work
-            if self._given_up:
+            if self._has_ended:
                 continue
             try:
                 self._segment_for(num_bytes, topology).write(b"".join(parts))
@@ -215,7 +215,7 @@ class _Ring:
             self._file.close()
 
     def _give_up(self, why: str) -> None:
-        self._given_up = True
+        self._has_ended = True
         self._log.error("recording ends: %s", why)
 
     def _segment_for(self, num_bytes: int, topology: bytes) -> BinaryIO:
@@ -293,8 +293,8 @@ def open_recording(folder: Path, worker: str) -> Recording:
     paths = sorted((folder / worker).glob(f"*{SUFFIX}"), key=lambda path: int(path.stem))
     if not paths:
         known = sorted({path.parent.name for path in folder.glob(f"*/*{SUFFIX}")})
-        there = f"it has {', '.join(known)}" if known else "it has no recording"
-        raise RecordingError(f"{folder} has no recording of {worker!r}; {there}.")
+        available = f"it has {', '.join(known)}" if known else "it has no recording"
+        raise RecordingError(f"{folder} has no recording of {worker!r}; {available}.")
     numbers = [int(path.stem) for path in paths]
     if numbers != list(range(numbers[0], numbers[0] + len(numbers))):
         raise RecordingError(f"{folder / worker}: segments are missing; present are {numbers}")

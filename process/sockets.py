@@ -18,7 +18,7 @@ from typing import Any, Generic, Protocol, TypeVar, get_args
 import msgspec
 import zmq
 
-from quintet.process.frame_hmac import SEAL_BYTES, FrameHmac, run_key
+from quintet.process.frame_hmac import HMAC_BYTES, FrameHmac, run_key
 from quintet.process.wakeup import Wakeup
 from quintet.wire import codec
 from quintet.wire.codec import UNREADABLE
@@ -57,7 +57,7 @@ class Bus:
 
     def __init__(self, run_dir: str | Path) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.seal = FrameHmac(run_key(run_dir))
+        self.hmac = FrameHmac(run_key(run_dir))
 
     def open_outbox(self, worker: WorkerId, address: str) -> Outbox:
         """Return a PUSH socket that connects, and reconnects, to ``address``."""
@@ -65,7 +65,7 @@ class Bus:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.LINGER, 200)
         socket.connect(address)
-        return _PushSocket(socket, self.seal)
+        return _PushSocket(socket, self.hmac)
 
     def close(self) -> None:
         """End ZeroMQ's threads. Inboxes and outboxes must be closed before."""
@@ -75,12 +75,12 @@ class Bus:
 class _PushSocket:
     """An `Outbox` over ZeroMQ."""
 
-    def __init__(self, socket: zmq.Socket[bytes], seal: FrameHmac) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], hmac: FrameHmac) -> None:
         self._socket = socket
-        self._close_frame = seal.close
+        self._sign = hmac.sign
 
     def send(self, payload: bytes) -> None:
-        self._socket.send(self._close_frame(payload), zmq.NOBLOCK)
+        self._socket.send(self._sign(payload), zmq.NOBLOCK)
 
     def close(self, *, drop: bool) -> None:
         if drop:
@@ -127,11 +127,11 @@ class Inbox(Generic[MessageT]):
         self._socket = bus.context.socket(zmq.PULL)
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + SEAL_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes + HMAC_BYTES)
         if address.startswith("ipc://"):
             Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
         self._socket.bind(address)
-        self._open = bus.seal.open
+        self._verify = bus.hmac.verify
         self._decode = msgspec.msgpack.Decoder(accepts).decode
         self._kinds = frozenset(get_args(accepts) or (accepts,))
         self._makes_sense = makes_sense
@@ -202,7 +202,7 @@ class Inbox(Generic[MessageT]):
 
     def _take(self, frame: bytes, messages: list[MessageT]) -> None:
         """Append the frame's message, if it is valid."""
-        payload = self._open(frame)
+        payload = self._verify(frame)
         if payload is None:
             self.rejected[Rejection.FORGED] += 1
             return

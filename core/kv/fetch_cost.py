@@ -11,12 +11,12 @@ TRY_EVERY = 32
 class FetchCost:
     """Exponential moving average of the time of one fetch."""
 
-    __slots__ = ("_num_refused", "each_ns")
+    __slots__ = ("_num_rejected", "each_ns")
 
     def __init__(self) -> None:
         self.each_ns: float | None = None
         """None before the first measurement."""
-        self._num_refused = 0
+        self._num_rejected = 0
 
     def note(self, number: int, took_ns: int) -> None:
         """Add a measurement: ``number`` (at least 1) fetches took ``took_ns`` together."""
@@ -28,7 +28,7 @@ class FetchCost:
         """Return True when the fetches take less time than computing, or nothing is measured yet."""
         if computing_ns is None or self.each_ns is None or number * self.each_ns < computing_ns:
             return True
-        self._num_refused += 1
-        if self._num_refused % TRY_EVERY == 0:
+        self._num_rejected += 1
+        if self._num_rejected % TRY_EVERY == 0:
             self.each_ns = None
         return self.each_ns is None

@@ -40,7 +40,7 @@ class PeerPool:
         self._due.pop(key, None)
 
     def may_ask(self, rank: tuple[int, int]) -> bool:
-        """Return True when no request of a better rank waits for host blocks. Otherwise small requests would starve
+        """Return True when no request before it by rank waits for host blocks. Otherwise small requests would starve
         large ones.
         """
         return self._next is None or rank <= self._next[0]

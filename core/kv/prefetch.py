@@ -134,9 +134,8 @@ class Prefetches:
                 continue
             settled.append(key)
             del self._number_of[block]
-            if (
-                self.host_blocks.block_of.get(key) == block
-            ):  # otherwise no request wants it any more, or it was requested again
+            # Otherwise no request wants it any more, or it was requested again.
+            if self.host_blocks.block_of.get(key) == block:
                 known.append(key)
         if missed:
             self.host_blocks.lose(known)

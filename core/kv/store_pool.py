@@ -51,7 +51,7 @@ class StorePool:
 
     __slots__ = (
         "_due",
-        "_most_putting",
+        "_max_putting",
         "_num_putting",
         "_ordered",
         "_paused_until_ns",
@@ -67,9 +67,9 @@ class StorePool:
     )
 
     def __init__(
-        self, runs: StoreChunks, first_host_block: int, num_host_blocks: int, most_putting: int
+        self, runs: StoreChunks, first_host_block: int, num_host_blocks: int, max_putting: int
     ) -> None:
-        """Host blocks are numbered consecutively; fetches are written into them. most_putting: maximum blocks being
+        """Host blocks are numbered consecutively; fetches are written into them. max_putting: maximum blocks being
         stored, plus one chunk.
         """
         self.runs = runs
@@ -89,7 +89,7 @@ class StorePool:
         self._putting: dict[bytes, int] = {}
         """Name -> number of blocks, of chunks being stored."""
         self._num_putting = 0
-        self._most_putting = most_putting
+        self._max_putting = max_putting
         self.is_paused = False
         """The store missed a deadline recently and gets no requests."""
         self._paused_until_ns = 0
@@ -208,7 +208,7 @@ class StorePool:
             lookup = self.lookups.get(search.request_id)
             if lookup is not None and lookup.is_pending:
                 lookup.deadline_ns = now_ns + FETCH_TIMEOUT_NS
-        while self._due and self._num_putting < self._most_putting:
+        while self._due and self._num_putting < self._max_putting:
             name = next(iter(self._due))
             keys = self._due.pop(name)
             blocks = [block_of[key] for key in keys if key in block_of]

@@ -1,4 +1,4 @@
-"""Rejection list of poison requests: those that made the executor fail, for `REFUSE_S`.
+"""Rejection list of poison requests: those that made the executor fail, for `REJECTION_TTL_S`.
 
 A request is identified by a fingerprint of its prompt and sampling parameters, without seed and number of choices.
 The table is bounded and forgets the oldest entry first. Reads no clock.
@@ -18,10 +18,10 @@ from quintet.wire.errors import ErrorCode
 from quintet.wire.messages import Admit, Failed
 from quintet.wire.params import SamplingParams
 
-REFUSE_S = 600
+REJECTION_TTL_S = 600
 """TTL of an entry: a repeated poison request then interrupts other requests every ten minutes, not every second."""
 
-MAX_REFUSED = 1024
+MAX_REJECTIONS = 1024
 
 
 def fingerprint(prompt_ids: bytes, params: SamplingParams, embeds: EmbedsPrompt | None = None) -> bytes:
@@ -40,31 +40,31 @@ def fingerprint_of(request: Request) -> bytes:
 class Rejections:
     """Fingerprints of poison requests, with cause and expiry."""
 
-    def __init__(self, max_refused: int = MAX_REFUSED) -> None:
-        self._max_refused = max_refused
-        self._refused: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
+    def __init__(self, max_rejections: int = MAX_REJECTIONS) -> None:
+        self._max_rejections = max_rejections
+        self._entries: OrderedDict[bytes, tuple[int, str]] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._refused)
+        return len(self._entries)
 
     def add(self, key: bytes, cause: str, now_ns: int) -> None:
         """Reject requests with this fingerprint from now on."""
-        self._refused[key] = (now_ns + REFUSE_S * 1_000_000_000, cause)
-        self._refused.move_to_end(key)
-        if len(self._refused) > self._max_refused:
-            self._refused.popitem(last=False)
+        self._entries[key] = (now_ns + REJECTION_TTL_S * 1_000_000_000, cause)
+        self._entries.move_to_end(key)
+        if len(self._entries) > self._max_rejections:
+            self._entries.popitem(last=False)
 
     def answer_to(self, admit: Admit, now_ns: int) -> Failed | None:
         """Return the rejection of a request, or None."""
-        if not self._refused:
+        if not self._entries:
             return None
         key = fingerprint(admit.prompt_ids, admit.spec.params, admit.embeds)
-        refused = self._refused.get(key)
-        if refused is None:
+        entry = self._entries.get(key)
+        if entry is None:
             return None
-        until_ns, cause = refused
+        until_ns, cause = entry
         if until_ns <= now_ns:
-            del self._refused[key]
+            del self._entries[key]
             return None
         left_s = -(-(until_ns - now_ns) // 1_000_000_000)
         message = (

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from quintet.core.poison_isolation.rejections import REFUSE_S, Rejections, fingerprint_of
+from quintet.core.poison_isolation.rejections import REJECTION_TTL_S, Rejections, fingerprint_of
 from quintet.core.poison_isolation.suspects import DEATHS_ALONE, PoisonIsolation
 from quintet.core.scheduler_state import SchedulerState
 from quintet.core.token_messages import StepMessages, TokensBuilders
@@ -53,7 +53,7 @@ def reject_poison(
     cause = failure or f"its process died {DEATHS_ALONE} times in a row while it computed nothing else"
     message = (
         f"This request made the executor fail: {cause}. Requests with this prompt and these parameters are rejected for "
-        f"{REFUSE_S} s; change the prompt or the parameters."
+        f"{REJECTION_TTL_S} s; change the prompt or the parameters."
     )
     key, first = fingerprint_of(culprit), culprit.first_id
     rejections.add(key, cause, now_ns)
@@ -64,7 +64,7 @@ def reject_poison(
             state.counters.poison_requests += 1
             outbox.close(request)
             outbox.failed.append(
-                Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REFUSE_S)
+                Failed(request.request_id, ErrorCode.UNPROCESSABLE, message, retry_s=REJECTION_TTL_S)
             )
             request.origin = None  # not retained for its client
             state.retire(request)

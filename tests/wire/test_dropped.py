@@ -134,7 +134,7 @@ def test_it_stands_in_its_place_and_is_recorded(bus: Bus, tmp_path: Path) -> Non
     peers.send(Role.CORE, 0, after)
     stranger = bus.context.socket(zmq.PUSH)
     stranger.connect(inbox.address)
-    stranger.send(FrameHmac(bytes(32)).close(untyped))
+    stranger.send(FrameHmac(bytes(32)).sign(untyped))
     messages: list[Any] = []
     while after not in messages or not inbox.rejected[Rejection.FORGED]:
         messages += inbox.wait(1.0)
