@@ -1,6 +1,6 @@
-"""The ASGI application: which path leads to which endpoint, and what happens around every request.
+"""ASGI application: route table, authentication, error responses and request metrics.
 
-uvicorn ─▶ origins (guard.py) ─▶ App: request id, API key, errors, figures ─▶ Starlette's router ─▶ Endpoint ─▶ a function
+uvicorn ─▶ CORS (http/auth.py) ─▶ App: request id, API key, errors, metrics ─▶ Starlette router ─▶ Endpoint ─▶ handler
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Row(NamedTuple):
     methods: tuple[str, ...]
     handler: Handler
     errors: ErrorShape = openai_errors.ERRORS
-    """How its clients are told of errors."""
+    """Error format of the path's API."""
 
 
 ALIAS, ALIASED = "/openai", "/openai/v1/"
-"""What may stand before the paths of the first version, and how they begin then."""
+"""Azure's path prefix, and the paths on which it is removed."""
 
 ROUTES = (
     Row("/v1/completions", ("POST",), resumable(completions)),
@@ -136,13 +136,13 @@ class Endpoint:
 
 
 class App:
-    """The server, as ASGI sees it."""
+    """The application object that uvicorn calls."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
         self._keys = Keys(service.config.frontend.api_keys, operators=partial(operator_keys, service.config))
         self._errors = {row.path: row.errors for row in ROUTES}
-        """Known before a request is routed: also who has no key is refused in the dialect of the path."""
+        """By path, before routing: a request without a valid key is also rejected in the error format of its API."""
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
         self._load = LoadReport(service)
@@ -156,7 +156,9 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            raise RuntimeError(f"this server speaks HTTP, not {scope['type']}")
+            raise RuntimeError(
+                f"scope type {scope['type']!r} is not supported; this server handles only http"
+            )
         service = self._service
         path: str = scope["path"]
         if path not in self._errors:
@@ -190,13 +192,13 @@ class App:
             service.check_drained()
 
     def _errors_of(self, path: str) -> ErrorShape:
-        """Return the dialect of a path; where nothing is, that of the endpoint it stands below."""
+        """Return the error format of a path. An unknown path takes that of the endpoint above it."""
         if path in self._errors:
             return self._errors[path]
         return self._errors.get("/".join(path.split("/", 3)[:3]), openai_errors.ERRORS)
 
     def _own_path(self, path: str) -> str:
-        """Return a path without empty segments, a proxy's prefix (a path of ours may begin with it too), and Azure's."""
+        """Normalize a path: merge slashes, strip --root-path unless a route begins with it, strip Azure's prefix."""
         path = tidy_path(path)
         if path in self._errors:
             return path
@@ -215,12 +217,12 @@ class App:
             await exchange.respond_error(error)
         except ClientDisconnected:
             raise
-        except Exception:  # noqa: BLE001 - one request's failure must not end the others: log it, answer 500
+        except Exception:  # noqa: BLE001 - log it and answer 500: one request must not end the process
             if not exchange.started:
                 await exchange.respond_error(
                     RequestError(
                         ErrorCode.INTERNAL,
-                        f"The server made a mistake; its log names request {exchange.request_id}.",
+                        f"Internal server error (request {exchange.request_id}); see the server's log.",
                     )
                 )
             self._log.exception("request %s %s failed", exchange.request_id, quote(exchange.path))
@@ -229,5 +231,5 @@ class App:
 async def _not_found(scope: Scope, _receive: Receive, _send: Send) -> None:
     raise RequestError(
         ErrorCode.NOT_FOUND,
-        f"There is nothing at {scope['path'][:MAX_SHOWN]}; /docs lists what this server has.",
+        f"No endpoint at {scope['path'][:MAX_SHOWN]}; /docs lists the endpoints.",
     )

@@ -1,4 +1,4 @@
-"""Small questions to other processes, as awaitables with a timeout."""
+"""RPC to other processes: awaitable queries with a timeout, resent when the process is replaced."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from quintet.wire.messages import (
 from quintet.wire.supervision import MetricsQuery, MetricsReport
 
 SLOWEST_TOKENS_PER_S = 1 << 16
-"""Of a prompt that is encoded, behind a few as long as itself: huge ones wait for each other."""
+"""Lower bound of the tokenizer's speed, for the timeout of long prompts, with a few as long prompts queued before it."""
 
 FILE_TIMEOUT_S = 600.0
-"""For a prefix that goes into a file or comes from one: gigabytes, behind all that somebody waits for."""
+"""Timeout of export and import: gigabytes, at the lowest I/O priority."""
 
 Answer = Tokenized | Detokenized | MetricsReport | Reclaimed | KvReport
 AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, KvReport)
@@ -43,20 +43,20 @@ AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, K
 
 @dataclass(slots=True, eq=False)
 class _Question:
-    """One that waits for its answer."""
+    """Pending query."""
 
     role: Role
     message: msgspec.Struct
     answer: asyncio.Future[Answer]
     index: int | None = None
-    """Who was asked; None while nobody is there."""
+    """Worker that has the query; None while there is none."""
     slot: int | None = None
-    """The one that is asked, where others would not know; None where any of the role does."""
+    """Required worker; None for any worker of the role."""
     epoch: int = 0
 
 
 class Rpc:
-    """Asks, and matches answers to questions. Feed it every answer that arrives (`handle`)."""
+    """Sends queries and matches answers to them. Pass every answer that arrives to `handle`."""
 
     def __init__(self, me: WorkerId, send: Send, slots: Workers, timeout_s: float = 30.0) -> None:
         self._me = me
@@ -67,19 +67,19 @@ class Rpc:
         self._waiting: dict[int, _Question] = {}
 
     def handle(self, answer: Answer) -> None:
-        """Hand an answer to whoever asked; an answer that comes too late is dropped."""
+        """Resolve the query that an answer belongs to; drop a late answer."""
         question = self._waiting.get(answer.query_id)
         if question is not None and not question.answer.done():
             question.answer.set_result(answer)
 
     def fail(self, query_id: int, error: RequestError) -> None:
-        """Raise ``error`` where the answer to a question is awaited."""
+        """Fail a query with ``error``."""
         question = self._waiting.get(query_id)
         if question is not None and not question.answer.done():
             question.answer.set_exception(error)
 
     def follow(self) -> None:
-        """Ask again what nobody was there for, or what was asked of a process that is gone. Call after `Workers.follow`."""
+        """Send queries again that have no worker, or whose worker is lost. Call after `Workers.follow`."""
         for question in list(self._waiting.values()):
             if question.role is Role.SUPERVISOR or question.answer.done():
                 continue
@@ -109,9 +109,9 @@ class Rpc:
     async def read_output(
         self, token_ids: Sequence[int], opened: Open, *, is_cut: bool = False
     ) -> Detokenized:
-        """Decode the whole output of a request that begins so, read by its parsers. Raises `RequestError`.
+        """Decode a request's whole output and run its parsers on it. Raises `RequestError`.
 
-        ``is_cut``: a limit ended it, not the model.
+        ``is_cut``: a limit ended the output, not the model.
         """
         query = DetokenizeQuery(self._take_id(), self._me.index, pack_i32(token_ids), opened, is_cut)
         answer = await self._ask(Role.DETOKENIZER, query, query.query_id, Detokenized, self._timeout_s)
@@ -120,9 +120,9 @@ class Rpc:
         return answer
 
     async def reclaim(self, request_id: int, key: bytes, rename_to: int = 0) -> Reclaimed:
-        """Ask all cores for a request that its client wants to go on reading, and return the word of the one that knows it.
+        """Ask all cores for a retained request; return the answer of the core that has it, else a negative one.
 
-        Raises `RequestError` where none does and one does not answer.
+        Raises `RequestError` if no core has it and one does not answer.
         """
         version = self._slots.topology.version
 
@@ -150,17 +150,17 @@ class Rpc:
         return answer
 
     async def metrics(self, timeout_s: float, own: bytes = b"") -> MetricsReport:
-        """Ask the supervisor for everybody's figures; ``own``: this process's until now, encoded.
+        """Read all processes' metrics from the supervisor; ``own``: this process's current metrics, encoded.
 
-        Raises `RequestError` when it does not answer in time.
+        Raises `RequestError` on timeout.
         """
         query = MetricsQuery(self._take_id(), self._me, own)
         return await self._ask(Role.SUPERVISOR, query, query.query_id, MetricsReport, timeout_s)
 
     async def of_kv(self, verb: Verb, **asked: Any) -> list[KvReport]:
-        """Ask every core the same of KV memory; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer.
+        """Send a KV cache query to every core; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer.
 
-        What one is to write, the first writes that can.
+        An export stops at the first core that succeeds.
         """
         timeout_s = FILE_TIMEOUT_S if verb in ("export", "import") else self._timeout_s
 
@@ -213,7 +213,7 @@ class Rpc:
         return answer
 
     def _hand_over(self, question: _Question) -> None:
-        """Send a question to a worker, if there is one. One that is too large for it is answered with that error."""
+        """Send a query to a worker, if there is one. A query above the size limit fails."""
         index = self._slots.pick(question.role) if question.slot is None else question.slot
         try:
             was_sent = index is not None and self._send(question.role, index, question.message)

@@ -1,9 +1,9 @@
-"""The requests of one frontend: their ids, where they went, what came back, and that each ends exactly once.
+"""Live requests of one frontend: ids, dispatch, received output, and exactly one end for each.
 
-Pure asyncio over messages: knows nothing of HTTP, so that the Python API uses it as well. Not thread-safe: everything
-happens on one event loop.
+Pure asyncio over messages without HTTP, so that the Python API uses it too. Not thread-safe: call it from one
+event loop.
 
-    submit ──▶ placed (`quintet.frontend.load_balancing.dispatcher`) ──▶ started ──▶ ended
+    submit ──▶ dispatched (`quintet.frontend.load_balancing.dispatcher`) ──▶ started ──▶ ended
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ from quintet.wire.supervision import Topology
 __all__ = ["Batch", "Delta", "Mailbox", "Send", "Sessions", "Stream"]
 
 UNENCODABLE = (OverflowError, UnicodeEncodeError)
-"""What encoding a message raises when the request holds what no message can."""
+"""Errors of the encoder for values that no message can hold."""
 
 
 class Sessions:
-    """The live requests of one frontend slot.
+    """The live requests of one frontend.
 
-    Feed it every `Text`, `Failed` (`handle`) and `Topology` (`follow`) that arrives; ``send`` is how it writes.
+    Pass every `Text` and `Failed` to `handle`, and every `Topology` to `follow`. ``send`` sends a message to a process.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Sessions:
         metrics = metrics if metrics is not None else Metrics()
         self.metrics = SessionMetrics(metrics)
         self.num_tokens = 0
-        """Tokens received so far: the slot's progress."""
+        """Tokens received since start: the progress counter that the supervisor watches."""
         self.num_ended = 0
-        """Requests that have ended so far."""
+        """Requests ended since start."""
         self._placement = Dispatcher(me, send, config, metrics)
         self.slots = self._placement.slots
         self.backlog = QueuedTokens(config.model.max_model_len)
@@ -80,16 +80,16 @@ class Sessions:
 
     @property
     def num_live(self) -> int:
-        """Requests that have not ended (a cancelled one lives until the engine confirms)."""
+        """Requests that have not ended. A cancelled request counts until the engine confirms."""
         return len(self._streams)
 
     @property
     def num_open_choices(self) -> int:
-        """Choices of live requests that have not ended: what the engine runs for us."""
+        """Running choices of live requests, as the engine counts them."""
         return len(self._live)
 
     def when_idle(self, callback: Callable[[], None] | None) -> None:
-        """Have ``callback`` called whenever the last live request ended (None: stop that)."""
+        """Set the callback for the end of the last live request; None removes it."""
         self._on_idle = callback
 
     # --- in ---------------------------------------------------------------------------------------------------
@@ -117,14 +117,19 @@ class Sessions:
         begun: Sequence[Told] = (),
         handover: KvTransfer | None = None,
     ) -> Stream:
-        """Send a request on its way and return the stream of what comes back.
+        """Submit a request and return its output stream.
 
-        ``params`` are checked here (`RequestError`; not again if ``are_checked``) and given a seed. While a worker it needs is
-        missing, the request waits for the next topology. ``mailbox`` lets one reader wait for several streams; with
-        ``final_only`` it wakes only when the request has ended, else for the first token of a choice, every ``interval`` tokens
-        after it, and its end. What has not ended at ``deadline_ns`` (monotonic; 0 for never) fails then. ``limit_gives_way``:
-        see `Submit`. ``reading``: which parsers read the output. ``told``: outputs (int32) to be told. ``session``: `Submit`'s.
-        ``begun``: what was told of each choice elsewhere. ``handover``: what other servers have to do with it.
+        ``params`` are checked (`RequestError`) unless ``are_checked``, and get a random seed if they have none. While a
+        required worker is missing, the request is parked until the next topology.
+
+        - ``mailbox``: shared by several streams of one reader.
+        - ``final_only``: wake the reader only at the end. Else at each choice's first token, every ``interval`` tokens, and end.
+        - ``deadline_ns``: monotonic; the request fails at this time. 0 for none.
+        - ``limit_gives_way``, ``session``: see `Submit`.
+        - ``reading``: parsers of the output.
+        - ``told``: output ids (int32) generated earlier, to be delivered again.
+        - ``begun``: output of each choice that the client received from another server.
+        - ``handover``: KV transfer with other servers.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -157,21 +162,21 @@ class Sessions:
 
     def _enter(self, stream: Stream, begun: Sequence[Told]) -> Stream:
         go_on_behind(stream, begun)
-        if stream.num_open:  # else everything was told elsewhere
+        if stream.num_open:  # else another server delivered all of it
             self._begin(stream)
             self.metrics.submitted(stream.submit.spec.params)
         return stream
 
     def take_ids(self, count: int) -> int:
-        """Reserve consecutive ids for requests that will be adopted; return the first."""
+        """Reserve consecutive ids for requests to resume; return the first."""
         return self._ids.take(count)
 
     def adopt(
         self, reclaimed: Reclaimed, first_id: int, seen: Sequence[Seen], mailbox: Mailbox, interval: int
     ) -> Stream:
-        """Go on with a request that was kept for its client, and return the stream of what the client has not seen.
+        """Resume a request that the core retained, and return a stream of the output the client has not received.
 
-        ``first_id`` was taken with `take_ids`, and the core keeps the request under it.
+        ``first_id`` comes from `take_ids`; the core holds the request under it.
         """
         assert reclaimed.admit is not None
         submit = submission(reclaimed.admit, first_id, seen)
@@ -211,11 +216,11 @@ class Sessions:
             self._abort_here(stream)
 
     def _expire(self, stream: Stream) -> None:
-        """End a request whose deadline has passed, without waiting for the engine's word."""
+        """End a request after its deadline, without waiting for the engine."""
         self._give_up(stream, expired(stream))
 
     def _abort_here(self, stream: Stream) -> None:
-        """End a request of which the engine never heard, or will tell nothing more."""
+        """End a request locally: the engine never received it or sends no more output."""
         for choice in stream.choices:
             if choice.finish is None:
                 finish = Finish(choice.request_id, FinishReason.ABORT, None, len(choice.output_ids))
@@ -225,7 +230,7 @@ class Sessions:
     # --- out --------------------------------------------------------------------------------------------------
 
     def handle(self, message: Text | Failed) -> None:
-        """Apply what the engine says of our requests, and wake the readers concerned."""
+        """Apply output or a failure from the engine and wake the readers."""
         if isinstance(message, Failed):
             self._apply_failed(message)
         else:
@@ -236,7 +241,7 @@ class Sessions:
         if choice is None:
             self.metrics.duplicate_endings.inc()
             return
-        if choice.stream.is_cancelled:  # whoever asked for its end gets that, whatever else would have come
+        if choice.stream.is_cancelled:  # a cancelled request ends as aborted, even if it fails first
             self._abort_here(choice.stream)
         else:
             self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
@@ -337,7 +342,7 @@ class Sessions:
             self._release(stream)
 
     def _fail(self, stream: Stream, error: RequestError) -> None:
-        """End every open choice of a request with an error."""
+        """End every running choice of a request with an error."""
         if stream.ended:
             return
         for choice in stream.choices:
@@ -349,7 +354,7 @@ class Sessions:
         self._post(stream)
 
     def _release(self, stream: Stream) -> None:
-        """The one door through which a request leaves."""
+        """Remove a request; every end passes here."""
         del self._streams[stream.request_id]
         self.num_ended += 1
         self._placement.release(stream)
@@ -366,11 +371,11 @@ class Sessions:
             stream.mailbox.post(stream)
 
     def accounts(self) -> Iterable[Account]:
-        """Return what this slot waits for, for others to compare."""
+        """Return reports of the live requests, for reconciliation in other processes."""
         return accounts_of(self.me, self.slots.cores(), self._live.values())
 
     def send_again(self, request_ids: Sequence[int]) -> None:
-        """Begin a new attempt at choices of which the engine knows nothing; those that were cancelled have ended."""
+        """Start a new attempt of choices that the engine does not know; cancelled ones end."""
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
             stream.num_lost += 1
@@ -383,14 +388,14 @@ class Sessions:
         self._place_parked()
 
     def give_up(self, request_ids: Sequence[int], error: RequestError) -> None:
-        """End requests of which something was lost that nobody will tell again, here and in the engine."""
+        """Fail requests that lost output, here and in the engine."""
         for request_id in request_ids:
             choice = self._live.get(request_id)
             if choice is not None:
                 self._give_up(choice.stream, error)
 
     def _give_up(self, stream: Stream, error: RequestError) -> None:
-        """End what is open of a request; whoever asked for its end gets that."""
+        """Fail a request, or abort it if it was cancelled."""
         if stream.is_cancelled:
             self._abort_here(stream)
         else:
@@ -400,7 +405,7 @@ class Sessions:
     # --- supervision ------------------------------------------------------------------------------------------
 
     def follow(self, topology: Topology) -> None:
-        """Adapt to who is there: what a lost worker held is placed anew and goes on where it was."""
+        """Apply a topology: re-dispatch the requests of lost workers with the output received so far."""
         for stream in self._placement.follow(topology, self._streams.values()):
             self._abort_here(stream)
         self._place_parked()
@@ -413,7 +418,7 @@ class Sessions:
                 self._fail(stream, _cannot_travel(error))
 
     def fail_all(self, error: RequestError) -> None:
-        """End every live request with this error: the process is about to go."""
+        """Fail every live request: the process is about to exit."""
         for stream in list(self._streams.values()):
             self._fail(stream, error)
 
@@ -439,6 +444,6 @@ def _cannot_travel(error: Exception) -> RequestError:
         return too_large(error)
     return RequestError(
         ErrorCode.INVALID,
-        "The request holds a number of more than 64 bits, or text with a lone surrogate (half of a character), which "
-        f"cannot be sent on: {shown(str(error))}.",
+        "The request holds an integer of more than 64 bits, or text with a lone surrogate, and cannot be encoded: "
+        f"{shown(str(error))}. Correct the field.",
     )

@@ -1,4 +1,4 @@
-"""Answers in channels, as chat completions spell them: reasoning, content and calls of tools."""
+"""Output channels in chat completions: reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ DIGITS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 class Channels(msgspec.Struct, array_like=True, frozen=True):
-    """How an answer tells its channels."""
+    """Format of the channels of a response."""
 
     response_id: str
-    """Ids of calls derive from it: they are the same, whoever goes on with the answer."""
+    """Call ids derive from it, so that they are the same after a resume."""
     call_ids: CallIds = "random"
     num_calls_before: int = 0
-    """Calls in the conversation so far."""
+    """Tool calls in the conversation so far."""
     include_reasoning: bool = True
     parallel_calls: bool = True
-    """Whether calls after the first are told."""
+    """True if calls after the first are sent."""
 
     def call_id(self, choice: int, call: int, name: str) -> str:
-        """Return the id of a call, as the model's template wants it."""
+        """Return the id of a call, in the format of the model's template."""
         if self.call_ids == "numbered":
             return f"functions.{name}:{self.num_calls_before + call}"
         digest = hashlib.blake2b(f"{self.response_id}:{choice}:{call}".encode(), digest_size=12)
@@ -37,7 +37,7 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
         return f"call_{digest.hexdigest()}"
 
     def told(self, choice: int, text: str, spans: Sequence[Span]) -> TextByChannel:
-        """Sort a text, or a part of it, by what is told how."""
+        """Split a text, or a part of one, by channel."""
         content: list[str] = []
         reasoning: list[str] = []
         calls: dict[int, dict[str, object]] = {}
@@ -63,14 +63,14 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
 
 
 class TextByChannel(msgspec.Struct):
-    """A text by channels."""
+    """A text, split by channel."""
 
     content: str
     reasoning: str
     calls: list[dict[str, object]]
 
     def delta(self) -> dict[str, object]:
-        """Return a streamed chunk's delta; empty when there is nothing to tell."""
+        """Return the delta of a streamed chunk; empty if there is nothing to send."""
         delta: dict[str, object] = {}
         if self.reasoning:
             delta |= {"reasoning": self.reasoning, "reasoning_content": self.reasoning}
@@ -81,7 +81,7 @@ class TextByChannel(msgspec.Struct):
         return delta
 
     def message(self, role: str, prefix: str) -> dict[str, object]:
-        """Return a whole answer's message; ``prefix`` is echoed before its content."""
+        """Return the message of an unstreamed response; ``prefix`` is echoed before its content."""
         content = prefix + self.content
         is_empty = not content and bool(self.calls or self.reasoning)
         message: dict[str, object] = {"role": role, "content": None if is_empty else content, "refusal": None}

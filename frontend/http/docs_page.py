@@ -1,4 +1,4 @@
-"""GET /docs: the page that shows the API and lets one try it. Everything it loads is here, and needs no key."""
+"""GET /docs: interactive API documentation (Swagger UI). All its files are served here, without a key."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _file(name: str) -> bytes:
 
 
 async def docs(_service: Service, exchange: HttpRequest) -> None:
-    """Answer with the page."""
+    """Serve the page."""
     headers = [(b"content-security-policy", POLICY)]
     await exchange.respond(200, _file("index.html"), b"text/html; charset=utf-8", headers)
 
 
 async def docs_part(_service: Service, exchange: HttpRequest) -> None:
-    """Answer with one of the files that the page loads."""
+    """Serve a file of the page."""
     name = exchange.path_params["name"]
     if name not in PARTS:
-        raise RequestError(ErrorCode.NOT_FOUND, f"The page of /docs has no part {shown(name)}.")
+        raise RequestError(ErrorCode.NOT_FOUND, f"/docs has no file {shown(name)}; open /docs.")
     await exchange.respond(200, _file(name), PARTS[name], [(b"cache-control", KEEP)])

@@ -1,4 +1,4 @@
-"""A request that was kept for its client, and goes on here: what is known of it, as the submission and stream it becomes."""
+"""Reattach a client to a request that the core retained: build its submission and stream."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from quintet.wire.codec import unpack_i32
 from quintet.wire.messages import Admit, Reclaimed, Started, Submit, TokenPrompt
 
 Seen = tuple[int | None, bool]
-"""Of a choice: how many of its tokens the client has (None: not even its beginning), and whether it has its end."""
+"""Number of a choice's tokens that the client has (None: not even the start), and whether it has the end."""
 
 
 def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
-    """Return the submission that goes on with a request under new ids, from ``first_id`` on."""
+    """Return the submission that resumes a request under ids from ``first_id``."""
     changes: dict[str, object] = {"n": len(seen)}
     if _was_begun(seen):
-        changes["prompt_logprobs"] = None  # came with the beginning
+        changes["prompt_logprobs"] = None  # sent with the start
     return Submit(
         request_id=first_id,
         prompt=TokenPrompt(admit.prompt_ids) if admit.embeds is None else admit.embeds,
@@ -33,12 +33,12 @@ def submission(admit: Admit, first_id: int, seen: Sequence[Seen]) -> Submit:
         ),
         sent_ns=0,
         core=0,
-        limit_gives_way=True,  # whatever it is, it was accepted when the request came
+        limit_gives_way=True,  # the limit was accepted when the request arrived
     )
 
 
 def go_on(stream: Stream, reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
-    """Bring a new stream to where its client left off."""
+    """Advance a new stream to its client's cursor."""
     submit, outputs = stream.submit, dict(reclaimed.choices)
     for choice, (count, has_ended) in zip(stream.choices, seen, strict=True):
         choice.go_on(unpack_i32(outputs.get(choice.index, b"")), count, has_ended)

@@ -1,4 +1,4 @@
-"""The dialects whose streamed answers can be gone on with: what a claim says of each, and who writes its events."""
+"""Registry of resumable APIs: answer type in the resume token, and its event writer."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ from quintet.wire.request import ResumeToken
 
 
 class Writer(AnswerWriter, RelayedWriter, Protocol):
-    """Writes the events of a stream that can be gone on with, here or elsewhere."""
+    """Writer of the events of a resumable stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One of them."""
+    """One API with resumable streams."""
 
     errors: ErrorShape
     writer: Callable[[Any, StreamId | None, StreamCursor | None], Writer]
-    """Makes the writer of an answer that has ids (or None), and goes on behind a position (None: from its beginning)."""
+    """Makes the writer of a response that has ids (or None), starting after a cursor (None: at the start)."""
     is_retold: bool = False
-    """Whether the writer must be told an answer from its beginning, wherever its reader is."""
+    """True if the writer needs the output from its start, wherever the cursor is."""
     before_end: BeforeEnd | None = None
 
 
@@ -53,17 +53,17 @@ DIALECTS: dict[type[Answer], Dialect] = {
     GenerateAnswer: Dialect(openai_errors.ERRORS, generate.writer),
     ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True, before_end=keep_end),
 }
-"""By what its claims hold."""
+"""By answer type of the resume token."""
 
 _KINDS: Any = functools.reduce(operator.or_, DIALECTS)
 _decode: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(_KINDS).decode
 
 
 def answer_of(claim: ResumeToken) -> Answer:
-    """Return what `claims.claim_for` was given."""
+    """Decode the answer given to `resume_token.claim_for`."""
     return _decode(claim.answer)
 
 
 def dialect_of(answer: Answer) -> Dialect:
-    """Return the dialect of an answer."""
+    """Return the API of an answer."""
     return DIALECTS[type(answer)]

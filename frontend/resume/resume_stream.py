@@ -1,8 +1,8 @@
-"""Go on reading a streamed answer: after a lost connection, or after the frontend that wrote it was lost.
+"""Resume a streamed response after a lost connection or a lost frontend.
 
-Every event names where its reader is (`quintet.frontend.resume.stream_cursor`). A client gets what comes after that, from any
-frontend, by ``GET /v1/streams/<stream>?from=<position>``, or by sending the ``Last-Event-ID`` header along with the
-request again. The core gives the frontend everything it needs.
+Every event id holds the stream cursor (`quintet.frontend.resume.stream_cursor`). The client gets the later events from any
+frontend: by ``GET /v1/streams/<stream>?from=<position>``, or by repeating the request with the ``Last-Event-ID``
+header. The core retains the request.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from quintet.wire.messages import Admit, Reclaimed
 
 LAST_EVENT = "last-event-id"
 NOTHING = (None, False)
-"""What a client has seen of a choice that is told from its beginning."""
+"""Cursor of a choice that is sent from its start."""
 
 
 async def streams(service: Service, exchange: HttpRequest) -> None:
-    """GET /v1/streams/{id}: the events after a position, given as ``from`` or in ``Last-Event-ID``."""
+    """GET /v1/streams/{id}: events after a cursor, from the query ``from`` or ``Last-Event-ID``."""
     query = parse_qs(exchange.query)
-    given = query.get("from", [""])[0].replace(" ", "+")  # as forms spell a plus; no position has a space
+    given = query.get("from", [""])[0].replace(" ", "+")  # a form-encoded plus; cursors have no space
     given = given or (exchange.header(LAST_EVENT) or "").partition(":")[2]
     await resume(service, exchange, StreamId.parse(exchange.path_params["id"]), given)
 
 
 def resumable(handler: Handler) -> Handler:
-    """Return an endpoint that goes on with the stream of ``Last-Event-ID`` if there is one, else does what it did."""
+    """Wrap an endpoint: with ``Last-Event-ID`` it resumes that stream, else it handles the request."""
 
     async def endpoint(service: Service, exchange: HttpRequest) -> None:
         event_id = exchange.header(LAST_EVENT)
@@ -52,7 +52,7 @@ def resumable(handler: Handler) -> Handler:
 
 
 async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, given: str) -> None:
-    """Write what comes after a position of a stream. Raises `RequestError` when nobody knows the stream (any more)."""
+    """Write the events after a cursor. Raises `RequestError` if no core knows the stream."""
     admit = _known(await service.queries.reclaim(stream_id.request_id, stream_id.key))
     assert admit.spec.claim is not None
     answer = answer_of(admit.spec.claim)
@@ -91,7 +91,7 @@ async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, g
 def _told(
     reclaimed: Sequence[Reclaimed], position: StreamCursor, n: int
 ) -> Iterator[tuple[int, Sequence[int]]]:
-    """Yield each choice of which something was told, of ``n`` of each prompt, and those of its tokens."""
+    """Yield (index, received token ids) for each choice with output before the cursor, ``n`` choices per prompt."""
     outputs = [dict(each.choices) for each in reclaimed]
     for index, count in enumerate(position.counts):
         prompt, choice = divmod(index, n)
@@ -103,8 +103,8 @@ def _known(reclaimed: Reclaimed) -> Admit:
     if reclaimed.admit is None:
         raise RequestError(
             ErrorCode.NOT_FOUND,
-            "This server does not know the stream, or not any more: it was read to its end, cancelled, or not asked for "
-            "within the time of grace (--stream-grace). Send the request again.",
+            "Unknown stream: it was read to its end, cancelled, or not resumed within --stream-grace seconds. "
+            "Send the request again.",
             "stream",
         )
     return reclaimed.admit
@@ -118,7 +118,7 @@ def _check(reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
         if count is not None and count > known:
             raise RequestError(
                 ErrorCode.INVALID,
-                f"The position says {count} tokens of choice {index}; the server made {known}. Send the id of the last "
+                f"The position counts {count} tokens of choice {index}, but {known} were generated. Send the id of the last "
                 "event that was received.",
                 "from",
             )

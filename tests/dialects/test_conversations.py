@@ -122,7 +122,7 @@ def test_a_turn_without_a_place_is_not_gone_on_with(client: OpenAI) -> None:
     client.conversations.delete(conversation)
     (own,) = client.responses.input_items.list(response.id).data
     assert own.content[0].text == "and"  # type: ignore[union-attr]
-    with pytest.raises(openai.BadRequestError, match="does not hold the turn"):
+    with pytest.raises(openai.BadRequestError, match="no longer in it"):
         client.responses.create(**ASK, previous_response_id=response.id, input="x")
 
 
@@ -161,6 +161,6 @@ def test_one_too_large_to_be_asked_with_is_refused(serve: Callable[..., Any]) ->
     server = serve(max_body_bytes=4096)
     with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         conversation = client.conversations.create(items=[{**HELLO, "content": "x" * 3000}]).id
-        with pytest.raises(openai.APIStatusError, match="Begin a new one"):
+        with pytest.raises(openai.APIStatusError, match="Start a new one"):
             client.conversations.items.create(conversation, items=[{**HELLO, "content": "y" * 3000}])
         assert len(texts(client, conversation)) == 1

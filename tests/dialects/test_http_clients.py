@@ -155,9 +155,9 @@ def test_a_compressed_body_may_come_in_pieces(shared: Any) -> None:
     ("coding", "body", "words"),
     [
         ("gzip", BODY, "incorrect header check"),
-        ("gzip", gzipped(BODY)[:-9], "ends too early"),
+        ("gzip", gzipped(BODY)[:-9], "its end is missing"),
         ("gzip", gzipped(BODY) + b"rest", "incorrect header check"),
-        ("deflate", zlib.compress(BODY) + b"rest", "bytes follow its end"),
+        ("deflate", zlib.compress(BODY) + b"rest", "bytes after its end"),
     ],
     ids=["not compressed", "cut off", "more behind gzip", "more behind deflate"],
 )

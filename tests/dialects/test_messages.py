@@ -263,7 +263,7 @@ def test_errors_have_its_types_before_the_endpoint_too(serve: Callable[..., Any]
     assert server.ask("POST", M, body(), key).status == 200
     with (
         anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0) as client,
-        pytest.raises(anthropic.AuthenticationError, match="not one this server accepts"),
+        pytest.raises(anthropic.AuthenticationError, match="The API key is invalid"),
     ):
         client.messages.create(**body())
 

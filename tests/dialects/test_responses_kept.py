@@ -81,7 +81,7 @@ def test_a_conversation_goes_on_at_any_frontend(serve: Callable[..., Any], clien
         ]
         elsewhere.responses.delete(first.id)
     assert client.responses.retrieve(second.id).previous_response_id == first.id
-    with pytest.raises(openai.BadRequestError, match="is not kept any"):
+    with pytest.raises(openai.BadRequestError, match="is not stored"):
         client.responses.create(model="toy", input="four", previous_response_id=second.id)
     with pytest.raises(openai.NotFoundError, match="not kept here"):
         client.responses.retrieve(first.id)
@@ -249,7 +249,7 @@ def test_another_server_goes_on(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [("num_owners = 6", "6 processes"), ("request = x''", "before it began")]
+    ("change", "words"), [("num_owners = 6", "6 processes"), ("request = x''", "before it started")]
 )
 def test_one_that_nobody_can_answer_has_failed(
     serve: Callable[..., Any], topology: Callable[..., Any], tmp_path: Any, change: str, words: str

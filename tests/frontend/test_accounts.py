@@ -33,7 +33,7 @@ def test_a_request_that_is_lost_again_and_again_ends_with_an_error() -> None:
             world.sessions.send_again([stream.request_id])
         assert len(world.of(Submit)) == 1 + MAX_LOST
         world.sessions.send_again([stream.request_id])
-        with pytest.raises(RequestError, match="went missing inside the server 4 times") as caught:
+        with pytest.raises(RequestError, match="was lost inside the server 4 times") as caught:
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INTERNAL
         assert len(world.of(Submit)) == 1 + MAX_LOST and len(world.of(Cancel)) == 1
@@ -51,7 +51,7 @@ def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -
         for _ in range(MAX_LOST + 1):
             world.sessions.send_again([second])
         assert stream.ended and world.sessions.num_live == 0
-        with pytest.raises(RequestError, match="went missing inside the server"):
+        with pytest.raises(RequestError, match="was lost inside the server"):
             [batch async for batch in stream]
 
     run(story())

@@ -116,7 +116,7 @@ def test_a_conversation_is_in_order_and_ends_where_it_is_broken(tmp_path: Path) 
     assert file.delete("a") and not file.delete("a")
     assert [(each.id, each.previous) for each in file.conversation("c")] == [("b", "a"), ("c", "b")]
     assert file.conversation("nobody") == []
-    with pytest.raises(RequestError, match="5 bytes; this server takes at most 4"):
+    with pytest.raises(RequestError, match="5 bytes; the limit is 4"):
         opened(tmp_path, max_body_bytes=4).conversation("c")
 
 

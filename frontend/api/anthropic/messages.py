@@ -1,4 +1,4 @@
-"""POST /v1/messages, and what is asked of such a request: /v1/messages/render and /v1/messages/count_tokens."""
+"""POST /v1/messages, /v1/messages/render and /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _count_decoder = msgspec.json.Decoder(CountTokensBody)
 
 
 async def messages(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/messages."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     chat, conversation, params, reading = _checked(body, config)
@@ -50,7 +50,7 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
         params,
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
-        limit_gives_way=True,  # required by the dialect, so it says little: the context is a limit too
+        limit_gives_way=True,  # max_tokens is required by the API; the context length limits too
         claim=claim,
         reading=reading,
         session=session_of(exchange),
@@ -66,7 +66,7 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
 
 
 async def render_messages(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the conversation's request in ids."""
+    """Handle POST /v1/messages/render: return the request in token ids."""
     body = await parse.read_body(service, exchange, _decoder)
     chat, conversation, params, _ = _checked(body, service.config)
     await respond_rendered(service, exchange, chat, conversation.prompt, params, "messages")
@@ -75,7 +75,7 @@ async def render_messages(service: Service, exchange: HttpRequest) -> None:
 def _checked(
     body: MessagesBody, config: EngineConfig
 ) -> tuple[ChatBody, Conversation, SamplingParams, OutputParsing | None]:
-    """Return the request as the chat dialect spells it, and what that comes to."""
+    """Return the request as a chat body, and its conversation, parameters and output parsing."""
     chat, translation = chat_body(body)
     if body.thinking is not None and config.model.parsers.thinks is not None:
         chat.thinking_token_budget = body.thinking.budget_tokens
@@ -86,7 +86,7 @@ def _checked(
 
 
 async def count_tokens(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the tokens of the prompt that a request would have."""
+    """Handle POST /v1/messages/count_tokens."""
     config = service.config
     body = await parse.read_body(service, exchange, _count_decoder)
     chat, translation = chat_body(body)

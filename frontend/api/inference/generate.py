@@ -1,4 +1,4 @@
-"""POST /inference/v1/generate: token ids in, token ids out, for those who bring a tokenizer of their own."""
+"""POST /inference/v1/generate: token ids in, token ids out, for clients with their own tokenizer."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _fields_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 class GenerateAnswer(Answer, tag="generate"):
-    """How the events of an answer in ids are written."""
+    """Event format of a response in token ids."""
 
     options: AnswerOptions
 
 
 async def generate(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /inference/v1/generate."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     fields = sampling_fields(body)
@@ -80,14 +80,16 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
 
 
 def sampling_fields(body: GenerateBody) -> CompletionBody:
-    """Return the body's sampling parameters, and what of it concerns them, as another endpoint takes them."""
+    """Return the body's sampling parameters as fields of a completion request."""
     fields = CompletionBody()
     given = parse.json_of(body.sampling_params)
     if given:
         if not given.startswith(b"{"):
-            raise parse.invalid("sampling_params is no object; send one, or leave it out.", "sampling_params")
+            raise parse.invalid(
+                "sampling_params must be an object; send one, or leave it out.", "sampling_params"
+            )
         fields = parse.decode(given, _fields_decoder)
-    fields.echo = fields.detokenize = None  # ids are all there is
+    fields.echo = fields.detokenize = None  # the response has no text
     for name in GenerateBody.__struct_fields__:
         if name in CompletionBody.__struct_fields__:
             setattr(fields, name, getattr(body, name))
@@ -95,7 +97,7 @@ def sampling_fields(body: GenerateBody) -> CompletionBody:
 
 
 def _params(fields: CompletionBody, config: EngineConfig) -> SamplingParams:
-    """Return the checked parameters. Text is made only where stop strings are looked for in it."""
+    """Return the checked parameters. Output is detokenized only for stop strings."""
     model = config.model
     params = parse.sampling_params(fields, model, max_tokens=fields.max_tokens, logprobs=fields.logprobs)
     params.detokenize = bool(params.stop)
@@ -125,7 +127,7 @@ SHAPE = Shape(
 def writer(
     answer: GenerateAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
-    """Return who writes the events of an answer."""
+    """Return the event writer of a response."""
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
 
 

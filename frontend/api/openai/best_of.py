@@ -1,7 +1,7 @@
-"""Answers that are the best of more than are shown: beam search, and ``best_of``.
+"""Beam search and ``best_of``: the best of more choices than are returned.
 
-Beam search takes rounds of one-token requests (`quintet.frontend.beam_rounds`); what it found is then told by the engine like
-outputs that were just drawn, so that text, parsers and usage are those of any other answer.
+Beam search runs rounds of single-token requests (`quintet.frontend.beam_rounds`). The engine then replays the found beams as
+ordinary output, so that text, parsers and usage are the same as for sampled output.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ NO_BEAMS: Mapping[str, object] = {
     "truncate_prompt_tokens": None,
     "thinking_token_budget": -1,
 }
-"""Fields that beam search does not heed, and the values that say nothing."""
+"""Fields without effect in beam search, and their neutral values."""
 
 _early_stopping: msgspec.json.Decoder[EarlyStopping] = msgspec.json.Decoder(bool | Literal["never"])
 
 
 @dataclass(frozen=True, slots=True)
 class BeamRequest:
-    """A request for beam search whose body and parameters were checked."""
+    """A checked request for beam search."""
 
     prompts: Sequence[Prompt]
     body: GenerationBody
     params: SamplingParams
     field: str
-    """What the prompt is called."""
+    """Name of the prompt field."""
     limit_gives_way: bool
-    """Whether ``max_tokens`` is a default."""
+    """True if ``max_tokens`` is a default."""
     answer: AnswerOptions
     deadline_ns: int
     session: str
@@ -66,17 +66,17 @@ class BeamRequest:
 
     @property
     def num_shown(self) -> int:
-        """Alternatives of each position that are shown; none where no log-probabilities are."""
+        """Alternatives returned per position; 0 without log-probabilities."""
         return 0 if self.answer.logprobs is None else self.answer.max_alternatives
 
 
 def ranked(params: SamplingParams, body: GenerationBody) -> SamplingParams:
-    """Return parameters with which `best` can tell choices apart, where more are drawn than shown. Raises `RequestError`."""
+    """Return parameters with log-probabilities if `best` needs them. Raises `RequestError`."""
     if not _hides_choices(body):
         return params
     if body.stream:
         raise parse.invalid(
-            f"best_of is {body.best_of} and stream is true; which choices are the best is known at their end: set stream to "
+            f"best_of is {body.best_of} and stream is true; the best choices are known only at the end. Set stream to "
             "false, or best_of to n.",
             "best_of",
         )
@@ -84,7 +84,7 @@ def ranked(params: SamplingParams, body: GenerationBody) -> SamplingParams:
 
 
 def best(outputs: Sequence[Output], body: GenerationBody) -> list[Output]:
-    """Return the ``n`` likeliest of each prompt's ``best_of`` choices, by all their tokens together, the likeliest first."""
+    """Return the ``n`` of each prompt's ``best_of`` choices with the highest total log-probability, best first."""
     if not _hides_choices(body):
         return list(outputs)
     n, best_of = body.n or 1, body.best_of or 1
@@ -104,7 +104,7 @@ def _hides_choices(body: GenerationBody) -> bool:
 async def beam_answer(
     service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[list[Output], Submissions]:
-    """Search, and return the choices of each prompt, the best first, with the submissions that told them."""
+    """Search, and return the choices of each prompt, best first, with their submissions."""
     submissions, beams = await _found(service, exchange, request)
     outputs = await whole_answer(exchange, submissions)
     for output, beam in zip(outputs, beams, strict=True):
@@ -118,9 +118,9 @@ async def stream_beams(
     request: BeamRequest,
     writer: Callable[[AnswerOptions, int], ChunkWriter],
 ) -> None:
-    """Search, then write what was found as events: which beam wins is known at the end.
+    """Search, then stream the found beams; the winners are known only at the end.
 
-    writer: makes who writes them, given how answers look and how many there are, each as if it were a prompt's only one.
+    ``writer``: makes the event writer from options and number of choices; each choice is formatted as the only one of a prompt.
     """
     submissions, beams = await _found(service, exchange, request)
     chunks = writer(msgspec.structs.replace(request.answer, num_choices=1), len(beams))
@@ -129,7 +129,7 @@ async def stream_beams(
 
 
 class BeamsWriter:
-    """Writes beams as the answers they were told as, with the log-probabilities that the search has of them."""
+    """Writer of found beams, with the log-probabilities of the search."""
 
     def __init__(self, chunks: ChunkWriter, beams: Sequence[Beam]) -> None:
         self._chunks = chunks
@@ -138,7 +138,7 @@ class BeamsWriter:
         self.silence, self.headers = chunks.silence, chunks.headers
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """See `AnswerWriter`. A beam comes whole."""
+        """See `AnswerWriter`. A beam arrives in one batch."""
         for delta in batch.deltas:
             if self._chunks.options.logprobs is not None:
                 delta.logprobs = self._beams[position].positions
@@ -148,7 +148,7 @@ class BeamsWriter:
 async def _found(
     service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[Submissions, list[Beam]]:
-    """Search, and return the beams of each prompt, the best first, with the submissions that are about to tell them."""
+    """Search, and return the submissions that replay the found beams, and the beams of each prompt, best first."""
     body, params = request.body, request.params
     _check_beams(body)
     n = _num_shown(body)
@@ -218,7 +218,7 @@ def _submit(
 
 
 async def _ids_of(service: Service, prompt: Prompt, field: str) -> list[int]:
-    assert not isinstance(prompt, EmbedsPrompt), "refused when it was read"
+    assert not isinstance(prompt, EmbedsPrompt), "embeds_prompts rejects use_beam_search"
     if isinstance(prompt, TokenPrompt):
         return list(unpack_i32(prompt.token_ids))
     ids = list(unpack_i32((await service.queries.tokenize(prompt)).token_ids))
@@ -230,9 +230,7 @@ async def _ids_of(service: Service, prompt: Prompt, field: str) -> list[int]:
 def _num_shown(body: GenerationBody) -> int:
     n = 1 if body.n is None else body.n
     if body.best_of is not None and body.best_of < n:
-        raise parse.invalid(
-            f"best_of is {shown(body.best_of)}; it must be at least n, which is {n}.", "best_of"
-        )
+        raise parse.invalid(f"best_of is {shown(body.best_of)}; it must be at least n ({n}).", "best_of")
     return n
 
 
@@ -249,7 +247,7 @@ def _early_stopping_of(body: GenerationBody) -> EarlyStopping:
 
 
 def _check_beams(body: GenerationBody) -> None:
-    """Refuse, by name, what goes with draws and not with beams."""
+    """Reject fields that have no effect in beam search."""
     for name, nothing in NO_BEAMS.items():
         value = getattr(body, name)
         if value is not None and value != nothing:
@@ -261,6 +259,4 @@ def _check_beams(body: GenerationBody) -> None:
 
 
 def _not_with_beams(name: str) -> Exception:
-    return parse.invalid(
-        f"{name} was sent with use_beam_search, which does not heed it: leave one of them out.", name
-    )
+    return parse.invalid(f"{name} has no effect with use_beam_search; leave one of them out.", name)

@@ -60,34 +60,34 @@ REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 
 
 class ChatAnswer(Answer, tag="chat"):
-    """How the events of a chat answer are written."""
+    """Event format of a chat response."""
 
     options: AnswerOptions
     role: str
-    """Who speaks."""
+    """Role of the response's message."""
     prefix: str
-    """What is echoed before the answer."""
+    """Text echoed before the output."""
     channels: Channels | None = None
-    """Set where the output is read by parsers."""
+    """Set if parsers read the output."""
 
 
 @dataclass(slots=True)
 class Conversation:
-    """A checked prompt, and what its messages say of the answer."""
+    """A checked prompt, and properties of its messages that the response needs."""
 
     prompt: ChatPrompt
     role: str
-    """Who speaks in the answer."""
+    """Role of the response's message."""
     last_text: str
-    """Text of the last message, when the answer's role wrote it."""
+    """Text of the last message, if it has the response's role."""
     num_calls: int
-    """Calls of tools in its messages."""
+    """Tool calls in the messages."""
     tools: bytes
-    """All tools that the model may call, as JSON; the prompt has those that the template shows."""
+    """JSON of all tools that the model may call; the prompt has those that the template shows."""
 
 
 async def chat_completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/chat/completions."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     conversation, params, reading = checked_chat(body, config)
@@ -154,7 +154,7 @@ def checked_chat(
 
 
 def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) -> ChatPrompt | TokenPrompt:
-    """Return what is sent to the tokenizer: the conversation, or the ids that the client made of it. Raises `RequestError`."""
+    """Return the tokenizer's input: the conversation, or the client's ids for it. Raises `RequestError`."""
     ids = body.prompt_token_ids
     if ids is None:
         return conversation.prompt
@@ -164,7 +164,7 @@ def prompt_of(body: ChatBody, conversation: Conversation, config: EngineConfig) 
 def parse_conversation(
     body: ChatBody | TokenizeBody, config: EngineConfig, translation: Translation = AS_SENT
 ) -> Conversation:
-    """Check messages, tools and template arguments, and return the prompt they make."""
+    """Check messages, tools and template arguments; return the prompt."""
     _check_template(body.chat_template, config)
     messages = decode_part(body.messages, _messages_decoder, "messages")
     if not messages:
@@ -199,7 +199,7 @@ def parse_conversation(
 def channels_of(
     body: ChatBody, conversation: Conversation, response_id: str, config: EngineConfig
 ) -> Channels:
-    """Return how an answer tells what was read."""
+    """Return the output channels of a response."""
     return Channels(
         response_id,
         config.model.parsers.call_ids,
@@ -210,22 +210,22 @@ def channels_of(
 
 
 def _check_template(asked: str | None, config: EngineConfig) -> None:
-    """Refuse a template that is not the model's, unless those of requests are trusted."""
+    """Reject a template that is not the model's, unless requests' templates are trusted."""
     names = config.model.chat_templates
     if asked is None or asked in names or config.frontend.trust_request_chat_template:
         return
     what = f"one of the model's templates ({', '.join(names)})" if names else "left out: the model has none"
     raise parse.invalid(
-        f"chat_template is {shown(asked)}; it must be {what}. This server does not run templates of a request's own "
-        "(the operator can allow it with --trust-request-chat-template).",
+        f"chat_template is {shown(asked)}; it must be {what}. Templates from requests are disabled "
+        "(--trust-request-chat-template enables them).",
         "chat_template",
     )
 
 
 def decode_part(raw: RawField, decoder: msgspec.json.Decoder[parse.PartT], name: str) -> parse.PartT:
-    """Decode a field that was kept as it came. Raises `RequestError` naming the field.
+    """Decode a raw field. Raises `RequestError` with the field's name.
 
-    All of it is decoded, also what the struct skips: the chat template will see it.
+    Also decodes members that the struct skips: the chat template reads them.
     """
     encoded = parse.json_of(raw)
     if not encoded:
@@ -248,7 +248,7 @@ def _text_of(message: ChatMessage) -> str:
 
 
 def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, object]) -> bytes:
-    """Return the arguments of the chat template as a JSON object; empty when there are none. defaults: where none are given."""
+    """Return the chat template arguments as JSON object; empty if there are none. ``defaults`` fill absent ones."""
     kwargs: dict[str, msgspec.Raw] = {}
     if parse.json_of(body.chat_template_kwargs):
         kwargs = decode_part(body.chat_template_kwargs, _mapping_decoder, "chat_template_kwargs")
@@ -264,7 +264,7 @@ def _template_kwargs(body: ChatBody | TokenizeBody, defaults: Mapping[str, objec
 
 
 def check_chat(body: ChatBody, config: EngineConfig) -> None:
-    """Refuse what makes no sense, together or with this server."""
+    """Reject fields that contradict each other or the server's configuration."""
     parse.check_combinations(body, config)
     if body.reasoning_effort is not None and body.reasoning_effort not in REASONING_EFFORTS:
         allowed = ", ".join(REASONING_EFFORTS)
@@ -282,12 +282,12 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
 
 
 def refuse_missing(body: ChatBody) -> None:
-    """Refuse what this server does not have."""
+    """Reject unsupported fields."""
     for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
         if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
             raise parse.not_implemented(
                 name,
-                "this older form of tools",
+                "the older form of tools",
                 "Send `tools`, which the model's template shows to the model.",
             )
     for name, raw in (
@@ -301,7 +301,7 @@ def refuse_missing(body: ChatBody) -> None:
 
 
 def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
-    """Return the checked sampling parameters of a request, whose tools were checked."""
+    """Return the checked sampling parameters of a request. Its tools were checked before."""
     model = config.model
     max_tokens = parse.chat_max_tokens(body)
     if max_tokens is None and "max_tokens" in model.generation_defaults:
@@ -312,7 +312,7 @@ def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
     is_format = body.response_format is not None and body.response_format.type != "text"
     if form is not None and params.structured_outputs is not None and not is_format:
         raise parse.invalid(
-            "tool_choice insists on calls, and the request asks for an answer of another form; send one of them.",
+            "tool_choice requires calls, but the request also asks for another output format; send one of them.",
             "tool_choice",
         )
     params.structured_outputs = form or form_or_calls(params.structured_outputs, body, model.parsers)
@@ -323,7 +323,7 @@ def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
 
 
 def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shape:
-    """Return how chunks of this answer are spelled; its first events name the role and repeat the echoed text."""
+    """Return the chunk format; the first events have the role and the echoed text."""
 
     def by_channel(told: Channels, index: int, delta: Delta) -> bytes:
         found = told.told(index, delta.text, delta.spans).delta()
@@ -332,7 +332,7 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
         first += (
-            b',"content":""},"logprobs":null,"finish_reason":null}'  # no ids: clients extend a list by them
+            b',"content":""},"logprobs":null,"finish_reason":null}'  # no ids: clients concatenate id lists
         )
         asked = writer.options.return_token_ids
         ids = encode_json(list(unpack_i32(started.prompt_ids)) if asked else None)
@@ -348,7 +348,7 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
         logprobs=chat_logprobs,
         ids=lambda token_ids, _: token_ids_json(
             token_ids
-        ),  # the first event has the prompt's, beside its choice
+        ),  # the first event has the prompt's ids, outside its choice
         on_start=on_start,
         channels=None if channels is None else functools.partial(by_channel, channels),
     )
@@ -357,7 +357,7 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
 def writer(
     answer: ChatAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
-    """Return who writes the events of a chat answer."""
+    """Return the event writer of a chat response."""
     shape = chat_shape(answer.role, answer.prefix, answer.channels)
     return ChunkWriter(shape, answer.options, answer.num_prompts, stream_id, position)
 
@@ -382,14 +382,14 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
 
 
 def message_of(index: int, text: str, spans: Sequence[Span], how: ChatAnswer) -> dict[str, object]:
-    """Return the message of a whole answer's choice."""
+    """Return the message of an unstreamed choice."""
     if how.channels is None:
         return {"role": how.role, "content": how.prefix + text, "refusal": None}
     return how.channels.told(index, text, spans).message(how.role, how.prefix)
 
 
 def choice_of(output: Output, how: ChatAnswer) -> dict[str, object]:
-    """Return one choice of a whole answer."""
+    """Return one unstreamed choice."""
     options = how.options
     choice: dict[str, object] = {
         "index": output.index,

@@ -48,13 +48,13 @@ _decoder = msgspec.json.Decoder(CompletionBody)
 
 
 class CompletionAnswer(Answer, tag="completion"):
-    """How the events of a completion are written."""
+    """Event format of a completion."""
 
     options: AnswerOptions
 
 
 async def completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/completions."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     parse.check_combinations(body, config)
@@ -111,7 +111,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
 
 
 async def _prompts(body: CompletionBody, config: EngineConfig) -> list[Prompt]:
-    """Return those that are vectors, then the others: clients that send vectors may leave ``prompt`` empty."""
+    """Return the prompts: embeddings first. With embeddings, ``prompt`` may be empty."""
     prompts: list[Prompt] = [*await embeds_prompts(body, config)]
     if not prompts or body.prompt:
         others = parse_prompts(body, config.model)
@@ -125,19 +125,17 @@ def _check_suffix(body: CompletionBody, prompts: Sequence[TextPrompt | TokenProm
         return
     if not all(isinstance(prompt, TextPrompt) for prompt in prompts):
         raise parse.invalid(
-            "suffix was sent with a prompt of token ids; send the prompt as text, so that it can be put between the model's "
-            "marks, or put the ids of the marks between the ids yourself and leave suffix out.",
+            "suffix was sent with a prompt of token ids; send the prompt as text, or put the model's infill tokens between "
+            "the ids yourself and leave suffix out.",
             "suffix",
         )
     for name in ("echo", "truncate_prompt_tokens", "use_beam_search"):
         if getattr(body, name) not in (None, False):
-            raise parse.invalid(
-                f"suffix was sent with {name}, which it does not go with: leave one of them out.", name
-            )
+            raise parse.invalid(f"suffix cannot be combined with {name}; leave one of them out.", name)
 
 
 def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt | TokenPrompt]:
-    """Return the prompts of a body: one, or one per element of a list of texts or of lists of ids."""
+    """Return the prompts of a body: one, or one per element of a list of texts or id lists."""
     given = body.prompt
     if given is None:
         raise parse.invalid("prompt is missing; send text, token ids, or a list of either.", "prompt")
@@ -167,7 +165,7 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
 def token_prompt(
     ids: Sequence[int], truncate_prompt_tokens: int | None, model: ModelConfig, field: str = "prompt"
 ) -> TokenPrompt:
-    """Return checked ids as a prompt. Raises `RequestError` naming the ``field``."""
+    """Return checked ids as a prompt. Raises `RequestError` for ``field``."""
     if len(ids) > model.max_model_len and truncate_prompt_tokens is None:
         raise RequestError(
             ErrorCode.TOO_LONG,
@@ -195,7 +193,7 @@ def completion_params(body: CompletionBody, config: EngineConfig) -> SamplingPar
 
 
 def _on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
-    """Return the events of an echoed prompt."""
+    """Return the event of an echoed prompt."""
     options = writer.options
     if not options.echo:
         return []
@@ -231,7 +229,7 @@ SHAPE = Shape(
 def writer(
     answer: CompletionAnswer, stream_id: StreamId | None, position: StreamCursor | None = None
 ) -> ChunkWriter:
-    """Return who writes the events of a completion."""
+    """Return the event writer of a completion."""
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
 
 

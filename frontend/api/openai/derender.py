@@ -1,4 +1,4 @@
-"""POST …/derender: an answer of `/inference/v1/generate` as the one that the rendered request would have got."""
+"""POST …/derender: translate a response of `/inference/v1/generate` to that of the rendered request."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from quintet.wire.params import SamplingParams, check_token_ids, shown
 from quintet.wire.request import OutputParsing
 
 MAX_CHOICES = 256
-"""Of one request: they are read one after the other."""
+"""Maximum choices per request: they are detokenized sequentially."""
 
 _chat_decoder = msgspec.json.Decoder(DerenderChatBody)
 _completion_decoder = msgspec.json.Decoder(DerenderCompletionBody)
@@ -42,7 +42,7 @@ _completion_request_decoder = msgspec.json.Decoder(CompletionBody)
 
 
 async def derender_chat(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the conversation's next message."""
+    """Handle POST /v1/chat/completions/derender."""
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
     generated = body.generate_response
@@ -79,14 +79,14 @@ async def derender_chat(service: Service, exchange: HttpRequest) -> None:
 
 
 async def derender_completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the texts behind the prompts."""
+    """Handle POST /v1/completions/derender."""
     config = service.config
     body = await parse.read_body(service, exchange, _completion_decoder)
     answers = body.generate_responses
     if not answers or len(body.prompt_tokens or answers) != len(answers):
         raise parse.invalid(
-            f"generate_responses has {len(answers)} answers and prompt_tokens {len(body.prompt_tokens or ())} numbers; send "
-            "one answer or more, and as many numbers, or none.",
+            f"generate_responses has {len(answers)} responses and prompt_tokens {len(body.prompt_tokens or ())} numbers; send "
+            "at least one response, and one number for each or none.",
             "prompt_tokens",
         )
     _check(answers, body.stream, config)
@@ -95,7 +95,7 @@ async def derender_completions(service: Service, exchange: HttpRequest) -> None:
         request = parse.decode(given, _completion_request_decoder)
         params = completion_params(request, config)
         if request.echo:
-            raise parse.not_implemented("echo", "prompts in answers that are derendered", "Leave it out.")
+            raise parse.not_implemented("echo", "echo in derendered responses", "Leave it out.")
     options = _options("cmpl", answers[0], exchange, config)
     choices: list[dict[str, object]] = []
     for generated in answers:
@@ -111,23 +111,23 @@ async def derender_completions(service: Service, exchange: HttpRequest) -> None:
 
 def _check(answers: Sequence[Generated], stream: bool | None, config: EngineConfig) -> None:
     if stream:
-        raise parse.invalid("stream is true; what is derendered is whole: set stream to false.", "stream")
+        raise parse.invalid(
+            "stream is true, but derendered responses are not streamed; set stream to false.", "stream"
+        )
     choices = [choice for generated in answers for choice in generated.choices]
     if len(choices) > MAX_CHOICES:
-        raise parse.invalid(
-            f"There are {len(choices)} choices; send {MAX_CHOICES} at most at a time.", "choices"
-        )
+        raise parse.invalid(f"{len(choices)} choices were sent; send at most {MAX_CHOICES}.", "choices")
     for choice in choices:
         ids = choice.token_ids or ()
         if len(ids) > config.model.max_model_len:
             raise parse.invalid(
-                f"token_ids holds {len(ids)} ids; no answer of this model has more than {config.model.max_model_len}.",
+                f"token_ids has {len(ids)} ids; the maximum for this model is {config.model.max_model_len}.",
                 "token_ids",
             )
         check_token_ids(ids, config.model.vocab_size, "token_ids")
         if choice.finish_reason is not None and reason_named(choice.finish_reason) is None:
             raise parse.invalid(
-                f"finish_reason is {shown(choice.finish_reason)}; it must be as /inference/v1/generate said it.",
+                f"finish_reason is {shown(choice.finish_reason)}; it must be a value of /inference/v1/generate.",
                 "finish_reason",
             )
 
@@ -146,7 +146,7 @@ async def _read(
     prompt_ids: bytes,
     reading: OutputParsing | None,
 ) -> Detokenized:
-    """Return a choice's text."""
+    """Detokenize a choice."""
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
     is_cut = choice.finish_reason is not None and not ends_with_stop
     ids = choice.token_ids or ()
@@ -179,7 +179,7 @@ def _head(options: AnswerOptions, object_name: str) -> dict[str, object]:
 
 
 def _usage(answers: Sequence[Generated], prompt_tokens: Sequence[int] | None) -> dict[str, object]:
-    """Count; of the prompts the answers tell it where nobody else does."""
+    """Return the usage; prompt tokens come from the responses unless given."""
     num_prompt = sum(
         [generated.usage.prompt_tokens for generated in answers if generated.usage]
         if prompt_tokens is None

@@ -1,4 +1,4 @@
-"""The three shapes log-probabilities take: completions, chat, and of the prompt."""
+"""Formats of log-probabilities: completions, chat, and prompt."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ FLOOR = -9999.0
 
 
 def spell(alternative: Alternative, options: AnswerOptions) -> str:
-    """Return a token's text, or its id when the client asked for ids."""
+    """Return a token's text, or ``token_id:<id>`` if requested."""
     return f"token_id:{alternative.token_id}" if options.tokens_as_ids else alternative.token
 
 
 def _distinct(position: PositionLogprobs, limit: int) -> Iterator[Alternative]:
-    """Yield the chosen token, then the most likely others, ``limit`` of them at most."""
+    """Yield the chosen token, then at most ``limit`` of the most likely others."""
     yield position.chosen
     others = (a for a in position.top if a.token_id != position.chosen.token_id)
     for _, alternative in zip(range(limit), others, strict=False):
@@ -27,7 +27,7 @@ def _distinct(position: PositionLogprobs, limit: int) -> Iterator[Alternative]:
 def completion_logprobs(
     positions: Sequence[PositionLogprobs], options: AnswerOptions
 ) -> dict[str, list[object]]:
-    """Return the parallel lists of the completions shape."""
+    """Return the parallel lists of the completions format."""
     shape: dict[str, list[object]] = {
         "text_offset": [],
         "token_logprobs": [],
@@ -45,7 +45,7 @@ def completion_logprobs(
 
 
 def echoed_logprobs(started: Started, options: AnswerOptions) -> dict[str, list[object]]:
-    """Return the completions shape for the prompt's own tokens; what begins the prompt has no probability."""
+    """Return the completions format for the prompt's tokens; the first token has no log-probability."""
     positions = started.prompt_logprobs or []
     known = [position for position in positions if position is not None]
     shape = completion_logprobs(known, options)
@@ -58,12 +58,12 @@ def echoed_logprobs(started: Started, options: AnswerOptions) -> dict[str, list[
 
 
 def joined(first: dict[str, list[object]], second: dict[str, list[object]]) -> dict[str, list[object]]:
-    """Return one completions shape that continues with another."""
+    """Append one completions format to another."""
     return {name: first[name] + second[name] for name in first}
 
 
 def chat_logprobs(positions: Sequence[PositionLogprobs], options: AnswerOptions) -> dict[str, object]:
-    """Return the chat shape."""
+    """Return the chat format."""
     limit = options.max_alternatives
     return {
         "content": [

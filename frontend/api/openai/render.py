@@ -1,4 +1,4 @@
-"""POST …/render: what a request is to the engine, which `/inference/v1/generate` takes: its prompt as ids, its parameters."""
+"""POST …/render: translate a request to the body of `/inference/v1/generate`, with token ids and parameters."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
 NOT_TOLD = frozenset({"output_kind", "detokenize", "structured_outputs", "truncate_prompt_tokens"})
-"""Parameters that say nothing to the endpoint that generates, or are told in a form of their own."""
+"""Parameters that `/inference/v1/generate` does not take, or that are sent in another form."""
 
 
 async def render_chat(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the conversation's request in ids."""
+    """Handle POST /v1/chat/completions/render."""
     config = service.config
     body = await parse.read_body(service, exchange, _chat_decoder)
     check_chat(body, config)
@@ -50,9 +50,9 @@ async def respond_rendered(
     params: SamplingParams,
     field: str,
 ) -> None:
-    """Answer with the request of a dialect whose limit on the output gives way to the context.
+    """Answer with the rendered request, for an API whose output limit is only an upper bound.
 
-    ``field``: where its conversation stands. ``params.max_tokens`` becomes no more than there is room for.
+    ``field``: the body's conversation field. ``params.max_tokens`` is reduced to the rest of the context.
     """
     ids = await _ids_of(prompt, None, service, field)
     if params.max_tokens is not None:
@@ -61,13 +61,13 @@ async def respond_rendered(
 
 
 async def render_completions(service: Service, exchange: HttpRequest) -> None:
-    """Answer with a list of requests in ids, one per prompt."""
+    """Handle POST /v1/completions/render: one rendered request per prompt."""
     config = service.config
     body = await parse.read_body(service, exchange, _completion_decoder)
     parse.check_combinations(body, config)
     parse.check_logprob_token_ids(body, has_logprobs=body.logprobs is not None)
     if body.prompt_embeds:
-        raise parse.invalid("prompt_embeds was sent, and vectors have no ids; leave it out.", "prompt_embeds")
+        raise parse.invalid("prompt_embeds cannot be rendered to token ids; leave it out.", "prompt_embeds")
     prompts = parse_prompts(body, config.model)
     params = completion_params(body, config)
     parse.refuse_missing(body)
@@ -82,7 +82,7 @@ async def render_completions(service: Service, exchange: HttpRequest) -> None:
 async def _ids_of(
     prompt: TextPrompt | TokenPrompt | ChatPrompt, max_tokens: int | None, service: Service, field: str
 ) -> Sequence[int]:
-    """Return a prompt's ids. Raises `RequestError` where they leave no room for the output."""
+    """Return a prompt's ids. Raises `RequestError` if prompt and output exceed the context length."""
     if isinstance(prompt, TokenPrompt):
         ids: Sequence[int] = unpack_i32(prompt.token_ids)
     else:
@@ -110,7 +110,7 @@ def _rendered(
     if params.truncate_prompt_tokens is not None:
         raise parse.not_implemented(
             "truncate_prompt_tokens",
-            "prompts that are truncated before they are rendered",
+            "truncation of rendered prompts",
             "Truncate the ids.",
         )
     return {
@@ -126,7 +126,7 @@ def _rendered(
 
 
 def _told(params: SamplingParams) -> dict[str, object]:
-    """Return what is not a parameter's default, by name."""
+    """Return the parameters that differ from their defaults, by name."""
     told = {name: value for name, value in _changed(params, SamplingParams()).items() if name not in NOT_TOLD}
     told["max_tokens"] = params.max_tokens
     form = params.structured_outputs
@@ -140,6 +140,6 @@ def _told(params: SamplingParams) -> dict[str, object]:
 
 
 def _changed(given: msgspec.Struct, default: msgspec.Struct) -> dict[str, Any]:
-    """Return the fields of one struct that are not as in another of its kind."""
+    """Return the fields of a struct that differ from a default."""
     as_default = msgspec.structs.asdict(default)
     return {name: value for name, value in msgspec.structs.asdict(given).items() if value != as_default[name]}

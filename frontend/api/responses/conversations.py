@@ -1,7 +1,7 @@
-"""/v1/conversations: items that are kept under a name, which responses read and add their turns to.
+"""/v1/conversations: stored items under an id, to which responses append their turns.
 
-A conversation lies where responses lie, and makes room as they do. A turn is added in the write that notes how its response
-ended, so there is never one without the other.
+Conversations are stored and evicted together with responses. A turn is appended in the transaction that stores the
+response's end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ async def conversations(service: Service, exchange: HttpRequest) -> None:
     check_metadata(body.metadata or {})
     items = encode_json(_named(body.items or []))
     if not service.responses.keeps:
-        raise parse.invalid("This server keeps no conversations (--response-store-entries 0).")
+        raise parse.invalid("This server stores no conversations (--response-store-entries 0).")
     head = {
         "id": f"conv_{secrets.token_hex(ID_BYTES)}",
         "object": "conversation",
@@ -57,7 +57,7 @@ async def conversations(service: Service, exchange: HttpRequest) -> None:
 
 
 async def conversation(service: Service, exchange: HttpRequest) -> None:
-    """GET, POST (other metadata) or DELETE /v1/conversations/{id}."""
+    """GET, POST (new metadata) or DELETE /v1/conversations/{id}."""
     record = await _find(service.responses, exchange.path_params["id"])
     if exchange.method == "DELETE":
         await service.responses.do(lambda file: file.delete(record.id))
@@ -76,7 +76,7 @@ async def conversation(service: Service, exchange: HttpRequest) -> None:
 
 
 async def items(service: Service, exchange: HttpRequest) -> None:
-    """GET or POST /v1/conversations/{id}/items: a page of them, or more of them."""
+    """GET (one page) or POST (append) /v1/conversations/{id}/items."""
     record = await _find(service.responses, exchange.path_params["id"])
     if exchange.method != "POST":
         await exchange.respond_json(page_of(exchange, msgspec.json.decode(record.items)))
@@ -118,7 +118,7 @@ async def item(service: Service, exchange: HttpRequest) -> None:
 
 
 async def items_so_far(store: ResponseStore, conversation_id: str) -> list[InputItem]:
-    """Return the items of a conversation, which counts as used. Raises `RequestError` where there is none of this id."""
+    """Return the items of a conversation and mark it as used. Raises `RequestError` if it does not exist."""
     if not store.keeps:
         return asked_of(_there(None, conversation_id))
     try:
@@ -129,7 +129,7 @@ async def items_so_far(store: ResponseStore, conversation_id: str) -> list[Input
 
 
 def _named(given: Sequence[InputItem]) -> list[dict[str, Any]]:
-    """Return items as they are kept, each with an id. Raises `RequestError` for what no response could be asked with."""
+    """Return items in stored form, with ids. Raises `RequestError` for items that no request may have."""
     try:
         messages_of(None, given)
     except RequestError as error:
@@ -147,7 +147,7 @@ def _there(record: Record | None, conversation_id: str) -> Record:
     if record is None or record.status != CONVERSATION:
         raise RequestError(
             ErrorCode.NOT_FOUND,
-            f"The conversation {shown(conversation_id)} is not kept here: it was deleted, or made room for others "
+            f"The conversation {shown(conversation_id)} is not stored: it was deleted or evicted "
             "(--response-store-entries, --response-store-size, --response-store-hours).",
             "conversation",
         )

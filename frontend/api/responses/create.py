@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what such a request is to the engine: /v1/responses/render."""
+"""POST /v1/responses and /v1/responses/render."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class CheckedRequest:
 
     body: ResponsesBody
     items: list[InputItem]
-    """Its own."""
+    """Input items of the request itself."""
     prompt: ChatPrompt
     params: SamplingParams
     reading: OutputParsing | None
@@ -73,18 +73,18 @@ class CheckedRequest:
 
     @property
     def response_id(self) -> str:
-        """The id of the response."""
+        """Id of the response."""
         return self.answer.options.response_id
 
 
 async def responses(service: Service, exchange: HttpRequest) -> None:
-    """Answer one request."""
+    """Handle POST /v1/responses."""
     body = await parse.read_body(service, exchange, _decoder)
     asked = await _read(service, exchange, body)
     if not asked.answer.is_kept:
         await _answer(service, exchange, asked)
         return
-    service.admission.enter([asked.prompt], asked.params)  # before anything is written for it
+    service.admission.enter([asked.prompt], asked.params)  # before the first write to the store
     record = record_of(
         asked.answer,
         service.responses.owner(service.me),
@@ -111,7 +111,7 @@ async def responses(service: Service, exchange: HttpRequest) -> None:
 
 
 def _keep(record: Record, begun: PartialResponse | None, file: ResponseFile) -> bool:
-    """Keep a response; return whether it was not kept yet: this server may be the one that was lost with it, and has its file."""
+    """Store a response; return False if it exists: this server may be the one that failed, with its store intact."""
     if begun is not None and file.find(record.id) is not None:
         return False
     file.begin(record)
@@ -119,23 +119,23 @@ def _keep(record: Record, begun: PartialResponse | None, file: ResponseFile) -> 
 
 
 async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) -> CheckedRequest:
-    """Check a request, with the conversation that it goes on with."""
+    """Check a request, and read the conversation before it."""
     config, store = service.config, service.responses
     if exchange.begun is not None:
         _check_begun(exchange.begun, body)
     is_kept = store.keeps and body.store is not False
     if body.background and not is_kept:
-        why = "store is false" if store.keeps else "this server keeps none (--response-store-entries 0)"
+        why = "store is false" if store.keeps else "this server stores none (--response-store-entries 0)"
         raise parse.invalid(
-            f"background is true, but nobody could read the response: {why}. Leave one of them out.",
+            f"background is true, but the response would not be stored: {why}. Leave background out.",
             "background",
         )
     try:
         named = conversation_of(body)
         if named and not is_kept:
             raise parse.invalid(
-                "conversation was sent, and nothing is kept of this response: leave out store: false, or send the items "
-                "themselves.",
+                "conversation was sent, but the response is not stored; leave out store: false, or send the items "
+                "as input.",
                 "conversation",
             )
         items, former = await _items_of(store, body, named)
@@ -170,20 +170,20 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
 
 
 def _check_begun(begun: PartialResponse, body: ResponsesBody) -> None:
-    """Refuse to go on with what cannot be. Raises `RequestError`."""
+    """Reject a response that cannot be continued. Raises `RequestError`."""
     if RESPONSE_ID.fullmatch(begun.name) is None:
         raise parse.invalid(
-            f"name is {shown(begun.name)}; it must be the response's id, as the header X-Quintet-Relay had it.",
+            f"name is {shown(begun.name)}; it must be the response id of the header X-Quintet-Relay.",
             "name",
         )
     if body.background:
         raise parse.invalid(
-            "request is answered in the background, where that is: read its events by the response's id.",
+            "request is a background response; read its events by the response id.",
             "background",
         )
     if LOGPROBS in (body.include or ()) or body.top_logprobs:
         raise parse.invalid(
-            "request asks for log-probabilities, which nobody has of tokens that were told: send it again to its path.",
+            "request asks for log-probabilities, which cannot be continued; send it again to its path.",
             "top_logprobs",
         )
 
@@ -191,13 +191,13 @@ def _check_begun(begun: PartialResponse, body: ResponsesBody) -> None:
 async def _items_of(
     store: ResponseStore, body: ResponsesBody, named: str | None
 ) -> tuple[list[InputItem], list[InputItem]]:
-    """Return a request's own items, and those of the conversation that it goes on with."""
+    """Return a request's own items, and those of the conversation before it."""
     former = await (items_so_far(store, named) if named else conversation(store, body.previous_response_id))
     return await resolved(store, items_of(body), former), former
 
 
 def _own_places(translation: Translation, num_former: int) -> Translation:
-    """Return a translation whose places count the request's own items; former ones stand in no body."""
+    """Renumber the item locations in error messages to the request's own items."""
 
     def own(place: str) -> str:
         match = PLACE.fullmatch(place)
@@ -210,7 +210,7 @@ def _own_places(translation: Translation, num_former: int) -> Translation:
 
 
 async def render_responses(service: Service, exchange: HttpRequest) -> None:
-    """Answer with the request in ids; nothing is kept of it."""
+    """Handle POST /v1/responses/render: return the request in token ids; stores nothing."""
     config = service.config
     body = await parse.read_body(service, exchange, _decoder)
     try:
@@ -239,7 +239,7 @@ def _submit(
         asked.params,
         arrival_ns=exchange.arrival_ns,
         deadline_ns=asked.deadline_ns,
-        limit_gives_way=True,  # what is asked for is an upper bound
+        limit_gives_way=True,  # max_output_tokens is an upper bound
         claim=claim,
         reading=asked.reading,
         session=session_of(exchange, body.prompt_cache_key, body.user),
@@ -249,7 +249,7 @@ def _submit(
 
 
 async def _answer(service: Service, exchange: HttpRequest, asked: CheckedRequest) -> bool:
-    """Answer a client that waits; return True: its answer has ended."""
+    """Answer a waiting client; return True after the end."""
     answer = asked.answer
     claim = claim_for(answer, service.config) if asked.body.stream else None
     seeds, position, begun = behind(exchange.begun, 1, 1)
@@ -273,7 +273,7 @@ async def _answer(service: Service, exchange: HttpRequest, asked: CheckedRequest
 async def _answer_later(
     service: Service, exchange: HttpRequest, asked: CheckedRequest, record: Record
 ) -> bool:
-    """Have a response answered in the background; return True: it will be."""
+    """Start a background response; return True."""
     claim = claim_for(asked.answer, service.config)
     submissions = tell_start(_submit(service, asked, exchange, claim))
     try:
@@ -286,7 +286,7 @@ async def _answer_later(
 
 
 async def _forget(service: Service, exchange: HttpRequest, asked: CheckedRequest, is_new: bool) -> None:
-    """Keep nothing of a response that nobody heard of; one whose client hung up is cancelled, unless it comes back."""
+    """Delete a response that no client received; cancel one whose client disconnected, unless it resumes."""
     response_id = asked.response_id
     if not exchange.started and is_new:
         await service.responses.do(lambda file: file.delete(response_id))

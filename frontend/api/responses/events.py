@@ -1,9 +1,9 @@
-"""The events of a streamed answer in the Responses dialect, in order and numbered.
+"""Events of a streamed Responses API response, ordered and numbered.
 
     response.created  response.in_progress  { the events of an item }…  response.completed | incomplete | failed
 
-Later events repeat what was told before, so a stream that goes on is told from its beginning, and what its reader has is
-left out. An event's id says what that is: the number of the next event, characters told, and events behind them.
+Later events repeat earlier content. So a resumed stream is rebuilt from its start, without the part that the client has. The
+cursor in an event id has: number of the next event, characters sent, and events after them.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _EndedItem(msgspec.Struct):
     operation: dict[str, Any] | None = None
 
     def call(self, forms: Mapping[str, CallForm]) -> tuple[str, str] | None:
-        """Return a call's name and arguments as the model wrote them; None for an item that is none."""
+        """Return a call's name and arguments as the model wrote them; None if the item is no call."""
         kind = CALL_KINDS.get(self.type)
         if kind is None:
             return None
@@ -88,14 +88,14 @@ class _EndedItem(msgspec.Struct):
 
 
 class _Ended(msgspec.Struct):
-    """What is read of a response that has ended."""
+    """Fields read of an ended response."""
 
     status: str
     output: list[_EndedItem]
 
 
 def response_of_output(answer: ResponsesAnswer, output: Output) -> tuple[str, bytes]:
-    """Return status and JSON of a whole answer. Raises `RequestError` for one that was cut off."""
+    """Return status and JSON of an unstreamed response. Raises `RequestError` for an aborted one."""
     status, num_tokens = status_of(output.finish), len(output.token_ids)
     items = Items(answer, lambda _name, _fields: None)
     logprobs = _logprobs(answer, output.logprobs)
@@ -117,7 +117,7 @@ def _completed_at(status: str) -> int | None:
 
 
 def _logprobs(answer: ResponsesAnswer, positions: Sequence[PositionLogprobs]) -> list[object]:
-    """Return log-probabilities as parts of messages tell them."""
+    """Return log-probabilities in the format of message parts."""
     if answer.options.logprobs is None or not positions:
         return []
     content: Any = chat_logprobs(positions, answer.options)["content"]
@@ -125,62 +125,62 @@ def _logprobs(answer: ResponsesAnswer, positions: Sequence[PositionLogprobs]) ->
 
 
 class ResponsesWriter:
-    """Writes the events of one streamed answer (an `AnswerWriter`)."""
+    """Writer of the events of one response (an `AnswerWriter`)."""
 
     def __init__(
         self, answer: ResponsesAnswer, stream_id: StreamId | None = None, position: StreamCursor | None = None
     ) -> None:
-        """``stream_id``: events carry ids. What a reader has who is at ``position`` is left out; the writer must be told
-        the answer from its beginning all the same. Raises `RequestError` for a position of another dialect."""
+        """``stream_id``: events have ids. Events up to ``position`` are skipped, but the writer needs the output from its
+        start. Raises `RequestError` for a cursor of another API."""
         self.stream_id = stream_id
         self.tells_ids = False
-        """Whether comments before the events tell their tokens: see `quintet.frontend.resume.token_relay`."""
+        """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
         self.foretold: list[bytes] = []
-        """Such comments, of tokens that were told before this writer's first event."""
+        """Such comments for tokens sent before this writer's first event."""
         self.created: int | None = answer.options.created
         self.name = answer.options.response_id
         self.can_go_on = answer.options.logprobs is None
-        """The last event has the log-probabilities of all tokens, and nobody keeps them."""
+        """False with log-probabilities: the last event repeats those of all tokens, and the relay does not store them."""
         self._answer = answer
         self._position = position or StreamCursor(1)
         self._num_known = self._position.counts[0] or 0
-        """Tokens whose comments the reader needs no more."""
+        """Tokens for which the client needs no comment."""
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self._number, *seen = _state_of(self._position.note)
         self._seen = (seen[0], seen[1])
         self._num_chars = self._num_behind = 0
-        """Characters of the answer so far, and events behind the last of them."""
+        """Characters so far, and events after the last of them."""
         self._items = Items(answer, self._tell)
         self._frames: list[bytes] = []
         self._more = b""
-        """How an event begins that has more of the message that is open; empty where none is, or more is to be told."""
+        """Head of a delta event for the open message; empty without one, or if the event needs other fields."""
         self._logprobs: list[object] = []
-        """Of tokens whose text has not been told."""
+        """Of tokens whose text was not sent yet."""
         self._started: Started | None = None
         self.status = IN_PROGRESS
         self.response = b""
-        """The whole response as JSON, once the answer has ended."""
+        """The whole response as JSON, after its end."""
 
     @property
     def answer(self) -> ResponsesAnswer:
-        """How its events are written."""
+        """Event format of the response."""
         return self._answer
 
     @property
     def last_number(self) -> int:
-        """The number of the last event."""
+        """Number of the last event."""
         return self._number - 1
 
     @property
     def position(self) -> str:
-        """Where a reader of all events is."""
+        """Cursor after the last event."""
         self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
         return str(self._position)
 
-    # --- what an answer is made of ----------------------------------------------------------------------------
+    # --- output -----------------------------------------------------------------------------------------------
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
-        """See `AnswerWriter.write`. There is one prompt, with one choice."""
+        """See `AnswerWriter.write`. There is one prompt with one choice."""
         self._frames = frames
         if self.foretold:
             frames += self.foretold
@@ -202,7 +202,7 @@ class ResponsesWriter:
                 self._finish(delta.finish, stream.num_output_tokens)
 
     def _tell_ids(self, token_ids: Sequence[int], num_taken: int) -> None:
-        """Tell tokens, the last of which are ``num_taken``, but for those that the reader knows."""
+        """Send the ids of new tokens, the last of which has number ``num_taken``, except those that the client has."""
         num_new = min(len(token_ids), num_taken - self._num_known)
         if num_new > 0:
             self._frames.append(ids_comment(0, token_ids[-num_new:]))
@@ -213,7 +213,7 @@ class ResponsesWriter:
         self._tell("response.in_progress", {"response": begun})
 
     def retell(self, response: bytes) -> Iterator[bytes]:
-        """Yield the events of a response that has ended, each text of it at once."""
+        """Yield the events of an ended response, with each text in a single delta."""
         frames = self._frames
         self._begin()
         ended = msgspec.json.decode(response, type=_Ended)
@@ -239,9 +239,9 @@ class ResponsesWriter:
         yield from frames
 
     def _write_more(self, text: str, num_taken: int) -> None:
-        """Write more of the message that is open: the hot path."""
+        """Write a delta of the open message. Hot path."""
         item = self._items.open
-        assert item is not None, "more of nothing"
+        assert item is not None, "delta without an open item"
         item.texts.append(text)
         self._num_chars += len(text)
         self._num_behind = 0
@@ -270,7 +270,7 @@ class ResponsesWriter:
         item_open = self._items.open
         if item_open is None or item_open.kind != MESSAGE:
             if delta.text:
-                self._logprobs = []  # they were of another channel
+                self._logprobs = []  # they belong to another channel
         elif self._num_chars >= self._seen[0] and self._answer.options.logprobs is None:
             self._more = _beginning(item_open)
 
@@ -278,7 +278,7 @@ class ResponsesWriter:
         return ((c, n, text) for c, n, text in pieces(delta.text, delta.spans) if text or c == Channel.NAME)
 
     def _tell_text(self, item: Item, text: str) -> None:
-        """Tell more of an item's text, but for characters that the reader has."""
+        """Send a piece of an item's text, without the characters that the client has."""
         fields: dict[str, Any] = item.place()
         if item.kind == MESSAGE:
             fields["logprobs"], self._logprobs = self._logprobs, []
@@ -290,7 +290,7 @@ class ResponsesWriter:
             self._event(f"{TEXTS[item.kind]}.delta", {**fields, "delta": text[num_seen:]})
 
     def _finish(self, finish: Finish, num_tokens: int) -> None:
-        """Tell how the answer ended."""
+        """Send the final events."""
         try:
             status = status_of(finish)
         except RequestError as error:
@@ -311,14 +311,14 @@ class ResponsesWriter:
         )
         self._tell(f"response.{status}", {"response": msgspec.Raw(self.response)})
 
-    # --- how it begins and ends -------------------------------------------------------------------------------
+    # --- start and end ----------------------------------------------------------------------------------------
 
     def tail(self, _streams: Sequence[Stream]) -> bytes:
-        """See `AnswerWriter.tail`. The last event was told with the last text."""
+        """See `AnswerWriter.tail`. The final event was sent with the last text."""
         return b""
 
     def failed(self, error: RequestError) -> bytes:
-        """See `AnswerWriter.failed`. The event has no id: behind it there is nothing to go on with."""
+        """See `AnswerWriter.failed`. The event has no id: the stream cannot be resumed after it."""
         self._more = b""
         self.status = FAILED
         self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
@@ -340,13 +340,13 @@ class ResponsesWriter:
     # --- bytes ------------------------------------------------------------------------------------------------
 
     def _tell(self, name: str, fields: dict[str, Any]) -> None:
-        """Write an event that is no more of a text, unless the reader has it."""
+        """Write an event that is no text delta, unless the client has it."""
         self._num_behind += 1
         if (self._num_chars, self._num_behind) > self._seen:
             self._event(name, fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
-        """Write an event with the id of where its reader is after it."""
+        """Write an event with its cursor as id."""
         frame = _frame(name, {"sequence_number": self._number, **fields})
         self._number += 1
         self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
@@ -355,7 +355,7 @@ class ResponsesWriter:
 
 
 def _is_more(delta: Delta) -> bool:
-    """Whether a delta is nothing but more of a message: most are."""
+    """True if a delta only continues the message: the common case."""
     if delta.finish is not None:
         return False
     spans = delta.spans
@@ -369,14 +369,14 @@ def _frame(name: str, fields: dict[str, Any]) -> bytes:
 
 
 def _beginning(item: Item) -> bytes:
-    """Return how an event begins that has more of a message's text; its number follows."""
+    """Return the head of a message's delta event, up to its number."""
     name = f"{TEXTS[MESSAGE]}.delta"
     fields = encode_json({"type": name, **item.place(), "logprobs": []})
     return b'event: %b\ndata: %b,"sequence_number":' % (name.encode(), fields[:-1])
 
 
 def _state_of(note: str) -> tuple[int, int, int]:
-    """Return what a position's note says: number of the next event, characters told, events behind them."""
+    """Parse a cursor's note: number of the next event, characters sent, events after them."""
     if not note:
         return 0, 0, 0
     match = _NOTE.fullmatch(note)
