@@ -59,7 +59,7 @@ def test_what_is_kept_under_a_name(client: OpenAI) -> None:
         client.conversations.items.retrieve(more.first_id, conversation_id=made.id)
 
     assert client.conversations.delete(made.id).deleted
-    with pytest.raises(openai.NotFoundError, match="not kept here"):
+    with pytest.raises(openai.NotFoundError, match="not stored"):
         client.conversations.retrieve(made.id)
 
 
@@ -141,9 +141,9 @@ def test_what_is_not_there(client: OpenAI, serve: Callable[..., Any]) -> None:
         lambda: client.conversations.items.list("conv_1"),
         lambda: client.responses.retrieve(conversation),
     ):
-        with pytest.raises(openai.NotFoundError, match="not kept"):
+        with pytest.raises(openai.NotFoundError, match="not stored"):
             call()
-    with pytest.raises(openai.BadRequestError, match="not keep"):
+    with pytest.raises(openai.BadRequestError, match="not stored"):
         client.responses.create(**ASK, previous_response_id=conversation, input="x")
     image: Any = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
     with pytest.raises(openai.BadRequestError, match=r"items\[0\]"):

@@ -160,7 +160,7 @@ CASES: list[tuple[str, Any, int, str | None, list[str]]] = [
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "nobody"}}}, 400,
      "tool_choice", ["'nobody'", "one of the tools"]),
     (H, {"messages": USER, "tools": TOOLS, "tool_choice": "required", "structured_outputs": {"regex": "a"}}, 400,
-     "tool_choice", ["another form"]),
+     "tool_choice", ["another output format"]),
     (H, {"messages": USER, "tools": [{"type": "function", "function": {"name": "a b"}}], "tool_choice": "required"}, 400,
      "tools", ["'a b'"]),
     (H, {"messages": USER, "continue_final_message": True, "add_generation_prompt": True}, 400, "continue_final_message", []),
@@ -411,7 +411,7 @@ def test_one_door_for_both_kinds_of_requests(shared: Any) -> None:
         (
             "/v1/chat/completions/derender",
             {"generate_response": {"choices": [{}] * 257}},
-            "send 256 at most",
+            "send at most 256",
         ),
         (
             "/v1/completions/derender",

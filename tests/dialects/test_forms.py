@@ -89,7 +89,7 @@ def test_the_format_of_a_response_may_be_an_object_with_a_schema(shared: Any) ->
 @pytest.mark.parametrize(
     ("path", "asked", "words"),
     [
-        (H, {"response_format": {"type": "text", "schema": SCHEMA}}, "takes nothing besides it"),
+        (H, {"response_format": {"type": "text", "schema": SCHEMA}}, "allowed with it: nothing"),
         (H, {"response_format": {"type": "json_object", "grammar": "a"}}, "response_format has grammar"),
         (H, {"response_format": {"type": "json_schema", "schema": SCHEMA, "value": SCHEMA}}, "schema and value"),
         (H, {"response_format": {"type": "regex"}}, "response_format.regex is missing"),
@@ -100,7 +100,7 @@ def test_the_format_of_a_response_may_be_an_object_with_a_schema(shared: Any) ->
         (H, {"grammar": "a", "json_schema": SCHEMA}, "json_schema and grammar were sent"),
         (H, {"grammar": 'root ::= "a"', "grammar_lazy": True}, "grammar_lazy is true"),
         (C, {"json_schema": [1]}, "json_schema is invalid"),
-        (H, {"regex": "a", "use_beam_search": True}, "regex was sent with use_beam_search"),
+        (H, {"regex": "a", "use_beam_search": True}, "regex has no effect with use_beam_search"),
         (R, {"response_format": {"type": "json_object"}}, "send text.format"),
         (M, {"response_format": {"type": "json_object"}}, "send output_config.format"),
     ],

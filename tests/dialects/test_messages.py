@@ -224,7 +224,7 @@ def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
         ({"tools": [WEATHER], "tool_choice": {"type": "maybe"}}, "tool_choice.type is 'maybe'"),
         ({"tools": [WEATHER], "tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers was sent"),
-        ({"thread": {"type": "create"}}, "thread was sent"),
+        ({"thread": {"type": "create"}}, "thread is not supported"),
         ({"output_format": {"type": "xml"}}, "output_format.type is 'xml'"),
         ({"output_config": {"effort": "huge"}}, "output_config.effort is 'huge'"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type is 'xml'"),

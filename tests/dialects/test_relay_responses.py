@@ -141,7 +141,7 @@ def test_who_comes_back_is_told_the_tokens_of_what_it_has_once(server: Callable[
     [
         ({"name": "resp_1"}, "name is 'resp_1'; it must be the response id"),
         ({"name": ""}, "X-Quintet-Relay"),
-        ({"request": {**REQUEST, "background": True}}, "in the background"),
+        ({"request": {**REQUEST, "background": True}}, "a background response"),
         ({"request": {**REQUEST, "top_logprobs": 1}}, "log-probabilities"),
         ({"request": {**REQUEST, "previous_response_id": "resp_1"}}, "not stored"),
     ],

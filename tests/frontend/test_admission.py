@@ -85,7 +85,7 @@ def test_the_bound_is_exact() -> None:
     enter(admission)
     refused = refusal(admission, 2)
     assert refused.code is ErrorCode.OVERLOADED
-    assert "at most 3" in refused.message
+    assert "the limit is 3" in refused.message
     load.num_open_choices = 3
     assert refusal(admission).code is ErrorCode.OVERLOADED
 
@@ -151,9 +151,9 @@ def test_the_bound_of_tokens_counts_prompts_and_outputs() -> None:
     refused = refusal(admission, num_tokens=8, max_tokens=3)
     assert refused.code is ErrorCode.OVERLOADED
     assert (
-        "owe 90 tokens" in refused.message
+        "90 prompt and output tokens are pending" in refused.message
         and "add about 11" in refused.message
-        and "at most 100" in refused.message
+        and "the limit is 100" in refused.message
     )
 
 

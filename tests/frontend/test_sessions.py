@@ -210,7 +210,7 @@ def test_missing_output_is_an_error_not_a_gap(row: tuple[str, int, int]) -> None
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
         world.text([(stream.request_id, *row, [1])])
-        with pytest.raises(RequestError, match="went missing"):
+        with pytest.raises(RequestError, match="was lost"):
             await stream.next_batch()
         assert world.sessions.num_live == 0
 

@@ -146,7 +146,7 @@ def _of_format(given: ResponseFormat, name: str = "response_format") -> Structur
     if strange or (kind != "structural_tag" and len(sent) > 1):
         allowed = " or ".join(FORMATS[kind]) or "nothing"
         raise _bad(
-            f"{name} has {' and '.join(sent)} with the type {given.type}, which allows only {allowed}.",
+            f"{name} has {' and '.join(sent)} with the type {given.type}; allowed with it: {allowed}.",
             name,
         )
     if kind == "text":
