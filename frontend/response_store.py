@@ -129,9 +129,8 @@ class ResponseFile:
         self._limits = limits
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level="IMMEDIATE")
-        pace = (
-            "NORMAL" if limits.response_store else "OFF"
-        )  # a store in the run folder need not survive a power loss
+        # A store in the run folder need not survive a power loss.
+        pace = "NORMAL" if limits.response_store else "OFF"
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
             raise sqlite3.DatabaseError(f"{path} was made by another version; set another --response-store")
@@ -143,7 +142,7 @@ class ResponseFile:
                 return
             except (
                 sqlite3.OperationalError
-            ):  # another frontend creates the file now; SQLite does not wait for that
+            ):  # another frontend creates the file; SQLite does not wait for that
                 if is_last:
                     raise
                 time.sleep(OPEN_PAUSE_S)
@@ -263,9 +262,8 @@ class ResponseFile:
                 return None
             former = len(record.items)
             change(record)
-            if len(record.items) > max(
-                former, self._limits.max_body_bytes
-            ):  # a change that shrinks an oversized record is allowed
+            # A change that shrinks an oversized record is allowed.
+            if len(record.items) > max(former, self._limits.max_body_bytes):
                 raise self._too_large(conversation_id, len(record.items), "items")
             self._write(record)
             self._drop_excess()

@@ -117,19 +117,13 @@ class Sessions:
         begun: Sequence[Told] = (),
         handover: KvTransfer | None = None,
     ) -> Stream:
-        """Submit a request and return its output stream.
+        """Submit a request and return its output stream; park it while a required worker is missing.
 
-        ``params`` are checked (`RequestError`) unless ``are_checked``, and get a random seed if they have none. While a
-        required worker is missing, the request is parked until the next topology.
-
-        - ``mailbox``: shared by several streams of one reader.
-        - ``final_only``: wake the reader only at the end. Else at each choice's first token, every ``interval`` tokens, and end.
-        - ``deadline_ns``: monotonic; the request fails at this time. 0 for none.
-        - ``limit_gives_way``, ``session``: see `Submit`.
-        - ``reading``: parsers of the output.
-        - ``told``: output ids (int32) generated earlier, to be delivered again.
-        - ``begun``: output of each choice that the client received from another server.
-        - ``handover``: KV transfer with other servers.
+        ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
+        of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
+        tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``limit_gives_way``,
+        ``session``: see `Submit`. ``reading``: output parsers. ``told``: output ids (int32) generated earlier, to deliver
+        again. ``begun``: output of each choice received from another server. ``handover``: KV transfer with other servers.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)

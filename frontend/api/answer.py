@@ -173,8 +173,7 @@ async def stream_answer(
 ) -> None:
     """Write the response as events, one write per wake-up, until all streams ended or the client disconnected.
 
-    The status line is sent with the first output, so that an error before it gets its own status. ``before_end`` runs before the
-    last write.
+    The status is sent with the first output, so an error before it has its own. ``before_end`` runs before the last write.
     """
     patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}

@@ -152,7 +152,7 @@ def test_what_is_not_there(client: OpenAI, serve: Callable[..., Any]) -> None:
         OpenAI(
             base_url=f"{serve(response_store_entries=0).url}/v1", api_key="none", max_retries=0
         ) as nothing_kept,
-        pytest.raises(openai.BadRequestError, match="keeps no"),
+        pytest.raises(openai.BadRequestError, match="stores no"),
     ):
         nothing_kept.conversations.create()
 

@@ -331,9 +331,8 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
 
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
-        first += (
-            b',"content":""},"logprobs":null,"finish_reason":null}'  # no ids: clients concatenate id lists
-        )
+        # No token_ids here: clients concatenate id lists.
+        first += b',"content":""},"logprobs":null,"finish_reason":null}'
         asked = writer.options.return_token_ids
         ids = encode_json(list(unpack_i32(started.prompt_ids)) if asked else None)
         usage = writer.usage_at_start(started)
@@ -346,9 +345,7 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
         close=b"}",
         plain_end=b',"logprobs":null,"finish_reason":null,"token_ids":null',
         logprobs=chat_logprobs,
-        ids=lambda token_ids, _: token_ids_json(
-            token_ids
-        ),  # the first event has the prompt's ids, outside its choice
+        ids=lambda token_ids, _: token_ids_json(token_ids),  # the first event has the prompt's ids
         on_start=on_start,
         channels=None if channels is None else functools.partial(by_channel, channels),
     )
