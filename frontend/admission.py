@@ -30,7 +30,7 @@ MAX_EMBEDS_BYTES = 512 << 20
 """Maximum bytes of prompt embeddings held by the live requests of one frontend: here, in transit and in the core."""
 
 
-class Occupancy(Protocol):
+class AdmissionLoad(Protocol):
     """Load that admission reads; implemented by `quintet.frontend.sessions.Sessions`."""
 
     @property
@@ -50,7 +50,7 @@ class Occupancy(Protocol):
         """Output tokens received since start."""
 
     @property
-    def backlog(self) -> QueuedTokens:
+    def queued_tokens(self) -> QueuedTokens:
         """Pending tokens of the live requests."""
 
 
@@ -82,7 +82,7 @@ class Admission:
 
     def __init__(
         self,
-        load: Occupancy,
+        load: AdmissionLoad,
         config: FrontendConfig,
         metrics: Metrics,
         clock: Callable[[], float] = time.monotonic,
@@ -90,17 +90,17 @@ class Admission:
         self._load = load
         self._max_requests = config.max_queued_requests
         self._max_tokens = config.max_queued_tokens
-        self._endings = RateMeter(lambda: load.num_ended, clock)
-        self._leaving = RateMeter(lambda: load.backlog.num_ever - self._num_owed(), clock)
+        self._end_rate = RateMeter(lambda: load.num_ended, clock)
+        self._token_rate = RateMeter(lambda: load.queued_tokens.num_added - self._num_pending(), clock)
         self.draining = False
-        self._refused_full = _refused(metrics, "max_num_queued_reqs")
-        self._refused_tokens = _refused(metrics, "max_num_queued_tokens")
-        self._refused_unready = _refused(metrics, "not_ready")
+        self._rejected_full = _rejections(metrics, "max_num_queued_reqs")
+        self._rejected_tokens = _rejections(metrics, "max_num_queued_tokens")
+        self._rejected_unready = _rejections(metrics, "not_ready")
 
     def enter(self, prompts: Sequence[Prompt], params: SamplingParams) -> None:
         """Raise `RequestError` with a retry time if these prompts exceed the limits."""
         self.reenter(len(prompts) * params.n)
-        self._check_tokens(sum(self._load.backlog.cost(prompt, params) for prompt in prompts))
+        self._check_tokens(sum(self._load.queued_tokens.cost(prompt, params) for prompt in prompts))
         num_bytes = sum(map(embeds_bytes, prompts))
         if num_bytes:
             self._check_embeds(num_bytes)
@@ -119,15 +119,15 @@ class Admission:
 
     def _check_open(self) -> None:
         if self.draining:
-            self._refused_unready.inc()
+            self._rejected_unready.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
                 "The server is shutting down and accepts no new requests.",
                 retry_s=SHORT_RETRY_S,
             )
-        booting = [role for role in BOOTED_ROLES if role not in self._load.slots.ever_ready]
+        booting = [role for role in BOOTED_ROLES if role not in self._load.slots.roles_seen_ready]
         if booting:
-            self._refused_unready.inc()
+            self._rejected_unready.inc()
             raise RequestError(
                 ErrorCode.UNAVAILABLE,
                 f"The server is still starting: {' and '.join(booting)} not ready yet. Try again shortly.",
@@ -138,43 +138,43 @@ class Admission:
         held = self._load.num_open_choices
         excess = held + num_requests - self._max_requests
         if excess > 0:
-            self._refused_full.inc()
+            self._rejected_full.inc()
             raise RequestError(
                 ErrorCode.OVERLOADED,
                 f"The server has {held} live requests and was sent {num_requests} more; the limit is "
                 f"{self._max_requests}. Retry later, or raise --max-queued-requests.",
-                retry_s=self._endings.seconds_for(excess),
+                retry_s=self._end_rate.seconds_for(excess),
             )
 
     def _check_tokens(self, num_tokens: int) -> None:
         """Enforce the limit of pending tokens. Never reject when no other request is active."""
-        owed = self._num_owed()
-        excess = owed + num_tokens - self._max_tokens
-        if excess > 0 and owed > 0:
-            self._refused_tokens.inc()
+        pending = self._num_pending()
+        excess = pending + num_tokens - self._max_tokens
+        if excess > 0 and pending > 0:
+            self._rejected_tokens.inc()
             raise RequestError(
                 ErrorCode.OVERLOADED,
-                f"{owed} prompt and output tokens are pending, and this request would add "
+                f"{pending} prompt and output tokens are pending, and this request would add "
                 f"about {num_tokens}; the limit is {self._max_tokens}. Retry later, lower max_tokens, "
                 "or raise --max-queued-tokens.",
-                retry_s=self._leaving.seconds_for(min(excess, owed)),
+                retry_s=self._token_rate.seconds_for(min(excess, pending)),
             )
 
     def _check_embeds(self, num_bytes: int) -> None:
-        held = self._load.backlog.embeds_bytes
+        held = self._load.queued_tokens.embeds_bytes
         if held and held + num_bytes > MAX_EMBEDS_BYTES:
-            self._refused_full.inc()
+            self._rejected_full.inc()
             raise RequestError(
                 ErrorCode.OVERLOADED,
                 f"Live prompt embeddings hold {held} bytes, and this request would add {num_bytes}; the limit is "
                 f"{MAX_EMBEDS_BYTES}. Retry later.",
                 "prompt_embeds",
-                retry_s=self._endings.seconds_for(1),
+                retry_s=self._end_rate.seconds_for(1),
             )
 
-    def _num_owed(self) -> int:
-        return self._load.backlog.num_owed(self._load.num_tokens)
+    def _num_pending(self) -> int:
+        return self._load.queued_tokens.num_pending(self._load.num_tokens)
 
 
-def _refused(metrics: Metrics, reason: str) -> CounterSeries:
+def _rejections(metrics: Metrics, reason: str) -> CounterSeries:
     return metrics.counter("admission_rejections", "Requests rejected by admission control.", reason=reason)

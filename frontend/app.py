@@ -27,7 +27,7 @@ from quintet.frontend.api.openai.derender import derender_chat, derender_complet
 from quintet.frontend.api.openai.invocations import invocations
 from quintet.frontend.api.openai.render import render_chat, render_completions
 from quintet.frontend.api.openai.tokenize import detokenize, tokenize, tokenizer_info
-from quintet.frontend.api.responses.background import look_for_lost
+from quintet.frontend.api.responses.background import take_over_lost
 from quintet.frontend.api.responses.conversations import conversation, conversations
 from quintet.frontend.api.responses.conversations import item as conversation_item
 from quintet.frontend.api.responses.conversations import items as conversation_items
@@ -39,9 +39,9 @@ from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest, tidy_path
 from quintet.frontend.http.openapi import openapi
 from quintet.frontend.load_balancing.load_report import FORMAT_HEADER, LoadReport
-from quintet.frontend.malloc_trim import leave_behind
+from quintet.frontend.malloc_trim import schedule_trim
 from quintet.frontend.metrics import metrics
-from quintet.frontend.resume.continue_stream import go_on
+from quintet.frontend.resume.continue_stream import continue_stream
 from quintet.frontend.resume.resume_stream import resumable, streams
 from quintet.frontend.service import Handler, Service
 from quintet.wire.errors import ErrorCode, RequestError
@@ -82,7 +82,7 @@ ROUTES = (
     Row("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
     Row("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
     Row("/inference/v1/generate", ("POST",), resumable(generate)),
-    Row("/v1/streams", ("POST",), go_on),
+    Row("/v1/streams", ("POST",), continue_stream),
     Row("/v1/streams/{id}", ("GET",), streams),
     Row("/v1/models", ("GET",), health.models),
     Row("/v1/models/{id:path}", ("GET",), health.model),
@@ -146,7 +146,7 @@ class App:
         self._root_path = service.config.frontend.root_path.rstrip("/")
         self._log = logging.getLogger("quintet")
         self._load = LoadReport(service)
-        service.when_topology(lambda: look_for_lost(service))
+        service.when_topology(lambda: take_over_lost(service))
         self._log_requests = service.config.frontend.log_requests
         self._router = Router(
             routes=[Route(row.path, Endpoint(row, service)) for row in ROUTES],
@@ -162,12 +162,12 @@ class App:
         service = self._service
         path: str = scope["path"]
         if path not in self._errors:
-            scope["path"] = self._own_path(path)
+            scope["path"] = self._normalized(path)
         exchange = HttpRequest(scope, receive, send, openai_errors.ERRORS)
         exchange.errors = self._errors_of(exchange.path)
         scope["exchange"] = exchange
-        if (asked := exchange.header(FORMAT_HEADER)) is not None and exchange.method == "POST":
-            exchange.before_start = partial(self._load.headers, asked)
+        if (format_name := exchange.header(FORMAT_HEADER)) is not None and exchange.method == "POST":
+            exchange.before_start = partial(self._load.headers, format_name)
         service.num_exchanges += 1
         try:
             await self._answer(exchange, scope, receive, send)
@@ -178,8 +178,8 @@ class App:
             await asyncio.sleep(0)
         finally:
             service.num_exchanges -= 1
-            exchange.forget_body()
-            leave_behind(exchange.num_bytes)
+            exchange.release_body()
+            schedule_trim(exchange.num_bytes)
             service.http.answered(exchange.route, exchange.method, exchange.status or 499)
             if self._log_requests:
                 self._log.info(
@@ -197,7 +197,7 @@ class App:
             return self._errors[path]
         return self._errors.get("/".join(path.split("/", 3)[:3]), openai_errors.ERRORS)
 
-    def _own_path(self, path: str) -> str:
+    def _normalized(self, path: str) -> str:
         """Normalize a path: merge slashes, strip --root-path unless a route begins with it, strip Azure's prefix."""
         path = tidy_path(path)
         if path in self._errors:

@@ -20,16 +20,16 @@ Ask = Callable[[Sequence[TokenPrompt], SamplingParams], Awaitable[Sequence[Posit
 
 def fitting(num_prompt: int, max_tokens: int | None, max_model_len: int, field: str) -> int:
     """Return the output limit: ``max_tokens``, or the rest of the context. Raises `RequestError` if it does not fit."""
-    room = max_model_len - num_prompt
-    if room < (1 if max_tokens is None else max_tokens):
+    num_left = max_model_len - num_prompt
+    if num_left < (1 if max_tokens is None else max_tokens):
         raise RequestError(
             ErrorCode.TOO_LONG,
             f"This model's maximum context length is {max_model_len} tokens. However, you requested "
             f"{num_prompt + (max_tokens or 1)} tokens ({num_prompt} in the {field}, {max_tokens or 1} in the completion). "
             f"Please reduce the length of the {field} or completion.",
-            field if room < 1 else "max_tokens",
+            field if num_left < 1 else "max_tokens",
         )
-    return room if max_tokens is None else max_tokens
+    return num_left if max_tokens is None else max_tokens
 
 
 async def search(
@@ -47,18 +47,18 @@ async def search(
     while running := [
         (prompt, each) for prompt, each in zip(prompts, searches, strict=True) if not each.is_over
     ]:
-        behind = [
+        extended = [
             TokenPrompt(pack_i32([*prompt, *beam.token_ids]))
             for prompt, each in running
             for beam in each.running
         ]
-        found = iter(await ask(behind, params))
+        found = iter(await ask(extended, params))
         for _, each in running:
             each.advance([next(found) for _ in each.running])
     return [each.finished for each in searches]
 
 
-def telling(beam: Beam, params: SamplingParams) -> SamplingParams:
+def replay_params(beam: Beam, params: SamplingParams) -> SamplingParams:
     """Return parameters that generate a found beam's tokens and end where it ends."""
     return SamplingParams(
         max_tokens=len(beam.token_ids),

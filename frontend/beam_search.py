@@ -119,8 +119,8 @@ class BeamSearch:
                 self.finished.append(beam)
         self.finished.sort(key=lambda beam: -beam.score)
         del self.finished[options.width :]
-        going_on = [each for each, has_ended in zip(found, ending, strict=True) if not has_ended]
-        self.running = [each.as_beam(options.num_shown) for each in going_on[: options.width]]
+        continuing = [each for each, has_ended in zip(found, ending, strict=True) if not has_ended]
+        self.running = [each.as_beam(options.num_shown) for each in continuing[: options.width]]
         self.is_over = not self.running or self._is_decided(length)
 
     def _is_decided(self, length: int) -> bool:
@@ -132,8 +132,8 @@ class BeamSearch:
             return True
         if options.early_stopping == "never" and options.length_penalty > 0:
             length = options.max_tokens
-        hoped = self.running[0].logprob / float(length) ** options.length_penalty
-        return bool(hoped <= self.finished[-1].score)
+        best_possible = self.running[0].logprob / float(length) ** options.length_penalty
+        return bool(best_possible <= self.finished[-1].score)
 
 
 def _bad(field: str, value: object, allowed: str) -> RequestError:

@@ -58,10 +58,10 @@ class DeadlineTimer:
                 self._on_expired(stream)
 
 
-def was_too_late(stream: Stream, finish: Finish, now_ns: int) -> bool:
+def is_expired_by_core(stream: Stream, finish: Finish, now_ns: int) -> bool:
     """Test whether the core aborted the request for its deadline, before the timer here fired."""
-    is_unasked = finish.reason is FinishReason.ABORT and not stream.is_cancelled
-    return is_unasked and 0 < stream.submit.spec.deadline_ns <= now_ns
+    is_unrequested = finish.reason is FinishReason.ABORT and not stream.is_cancelled
+    return is_unrequested and 0 < stream.submit.spec.deadline_ns <= now_ns
 
 
 def expired(stream: Stream) -> RequestError:

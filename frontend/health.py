@@ -54,16 +54,16 @@ async def health(service: Service, exchange: HttpRequest) -> None:
         silence = error.message
     slots = service.sessions.slots  # read after the wait, at the same moment as `missing`
     missing = [str(role) for role in slots.missing()]
-    troubled: list[dict[str, object]] = [
+    unhealthy: list[dict[str, object]] = [
         {"process": str(slot.worker), "state": slot.state.name.lower(), "note": slot.note}
-        for slot in slots.troubled()
+        for slot in slots.unhealthy()
     ]
     if report is None:
-        troubled.append({"process": "supervisor", "state": "stalled", "note": silence})
-    healthy = not troubled and not missing
+        unhealthy.append({"process": "supervisor", "state": "stalled", "note": silence})
+    healthy = not unhealthy and not missing
     answer: dict[str, object] = {
         "status": "ok" if healthy else "unhealthy",
-        "processes": troubled,
+        "processes": unhealthy,
         "missing": missing,
     }
     if exchange.asks("verbose"):

@@ -46,7 +46,7 @@ class InboxHandlers:
                 self.sessions.follow(message)
                 self.queries.follow()
             case Unknown():
-                self.sessions.send_again(unpack_i64(message.request_ids))
+                self.sessions.resend(unpack_i64(message.request_ids))
             case Dropped():
                 error = message.error(Role.FRONTEND)
                 self.sessions.give_up(message.request_ids, error)
@@ -57,5 +57,5 @@ class InboxHandlers:
 
     def give_account(self) -> None:
         """Send the reconciliation reports. Call every `ACCOUNT_S`."""
-        for role, index, account in self.sessions.accounts():
-            self._send(role, index, account)
+        for role, index, report in self.sessions.in_flight_reports():
+            self._send(role, index, report)

@@ -55,15 +55,15 @@ _import_decoder = msgspec.json.Decoder(ImportBody)
 
 async def listing(service: Service, exchange: HttpRequest) -> None:
     """List every engine's prefixes, most recently used first."""
-    limit, tells_text = _limit(exchange), exchange.asks("text")
-    reports = await service.queries.of_kv("list", limit=limit, with_tokens=tells_text)
+    limit, with_text = _limit(exchange), exchange.asks("text")
+    reports = await service.queries.kv_query("list", limit=limit, with_tokens=with_text)
     _raise_if_all_failed(reports)
     found = [(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
     found.sort(key=lambda each: math.inf if each[1].idle_ns is None else each[1].idle_ns)
     shown = []
-    for core, prefix, room in found[:limit]:
-        shown.append(row := _prefix(core, prefix, room))
-        if tells_text:
+    for core, prefix, usage in found[:limit]:
+        shown.append(row := _prefix(core, prefix, usage))
+        if with_text:
             ids = list(unpack_i32(prefix.token_ids))
             row["text"] = await service.queries.detokenize(ids) if ids else None
             row["token_ids"] = ids or None
@@ -72,7 +72,9 @@ async def listing(service: Service, exchange: HttpRequest) -> None:
             "object": "list",
             "data": shown,
             "has_more": sum(report.num_prefixes for report in reports) > len(shown),
-            "engines": [_room(report, report.room) for report in reports if report.room is not None],
+            "engines": [
+                _usage_of_engine(report, report.room) for report in reports if report.room is not None
+            ],
             "errors": _errors(reports),
         }
     )
@@ -97,14 +99,14 @@ async def export_prefix(service: Service, exchange: HttpRequest) -> None:
     """Write a prefix's disk blocks into a file in the export folder."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _export_decoder)
     path = _path_of(service, body.file)
-    name, token_ids = await _meant(service, body)
-    asked = {"name": name, "token_ids": token_ids, "salt": body.cache_salt, "file": body.file}
-    reports = await service.queries.of_kv("export", **asked)
+    name, token_ids = await _prefix_of(service, body)
+    fields = {"name": name, "token_ids": token_ids, "salt": body.cache_salt, "file": body.file}
+    reports = await service.queries.kv_query("export", **fields)
     _raise_if_all_failed(reports)
     (report,) = reports
-    told = [_prefix(report.core, prefix, report.room) for prefix in report.prefixes]
+    data = [_prefix(report.core, prefix, report.room) for prefix in report.prefixes]
     await exchange.respond_json(
-        {"object": "kv.export", "data": told, "file": path, "bytes": report.num_bytes, "errors": []}
+        {"object": "kv.export", "data": data, "file": path, "bytes": report.num_bytes, "errors": []}
     )
 
 
@@ -112,9 +114,9 @@ async def import_prefix(service: Service, exchange: HttpRequest) -> None:
     """Load a file's blocks to the disk of every engine."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _import_decoder)
     path = _path_of(service, body.file)
-    reports = await service.queries.of_kv("import", file=body.file)
+    reports = await service.queries.kv_query("import", file=body.file)
     _raise_if_all_failed(reports)
-    told = [
+    data = [
         {
             "engine": report.core,
             "imported": report.num_imported,
@@ -125,7 +127,7 @@ async def import_prefix(service: Service, exchange: HttpRequest) -> None:
         if report.error is None
     ]
     await exchange.respond_json(
-        {"object": "kv.import", "data": told, "file": path, "errors": _errors(reports)}
+        {"object": "kv.import", "data": data, "file": path, "errors": _errors(reports)}
     )
 
 
@@ -147,14 +149,14 @@ def _path_of(service: Service, file: str) -> str:
 
 async def _change(service: Service, exchange: HttpRequest, verb: Verb) -> None:
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
-    name, token_ids = await _meant(service, body)
-    reports = await service.queries.of_kv(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
+    name, token_ids = await _prefix_of(service, body)
+    reports = await service.queries.kv_query(verb, name=name, token_ids=token_ids, salt=body.cache_salt)
     _raise_if_all_failed(reports)
-    told = [_prefix(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
-    await exchange.respond_json({"object": f"kv.{verb}", "data": told, "errors": _errors(reports)})
+    data = [_prefix(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
+    await exchange.respond_json({"object": f"kv.{verb}", "data": data, "errors": _errors(reports)})
 
 
-async def _meant(service: Service, body: PrefixBody) -> tuple[str, bytes]:
+async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
     """Return the prefix's id, or its token ids. Raises `RequestError`."""
     given = [name for name in ("id", "prompt", "token_ids") if getattr(body, name) is not None]
     if len(given) != 1:
@@ -199,7 +201,7 @@ def _errors(reports: list[KvReport]) -> list[dict[str, object]]:
     ]
 
 
-def _prefix(core: int, prefix: KvPrefix, room: KvUsage | None) -> dict[str, object]:
+def _prefix(core: int, prefix: KvPrefix, usage: KvUsage | None) -> dict[str, object]:
     blocks = {"memory": prefix.device, "host": prefix.host, "disk": prefix.disk}
     return {
         "id": prefix.digest.hex(),
@@ -207,22 +209,22 @@ def _prefix(core: int, prefix: KvPrefix, room: KvUsage | None) -> dict[str, obje
         "engine": core,
         "tokens": prefix.num_tokens,
         "blocks": blocks,
-        "bytes": sum(blocks.values()) * (0 if room is None else room.block_bytes),
+        "bytes": sum(blocks.values()) * (0 if usage is None else usage.block_bytes),
         "pinned": prefix.is_pinned,
         "last_used_s": None if prefix.idle_ns is None else round(prefix.idle_ns * 1e-9, 1),
     }
 
 
-def _room(report: KvReport, room: KvUsage) -> dict[str, object]:
+def _usage_of_engine(report: KvReport, usage: KvUsage) -> dict[str, object]:
     return {
         "engine": report.core,
-        "block_tokens": room.block_size,
-        "block_bytes": room.block_bytes,
-        "blocks": room.num_blocks,
-        "blocks_cached": room.num_known,
-        "blocks_pinned": room.num_pinned,
-        "blocks_pinned_at_most": room.most_pinned,
-        "disk_blocks": room.num_places,
-        "disk_blocks_held": room.num_on_disk,
+        "block_tokens": usage.block_size,
+        "block_bytes": usage.block_bytes,
+        "blocks": usage.num_blocks,
+        "blocks_cached": usage.num_known,
+        "blocks_pinned": usage.num_pinned,
+        "blocks_pinned_at_most": usage.most_pinned,
+        "disk_blocks": usage.num_places,
+        "disk_blocks_held": usage.num_on_disk,
         "prefixes": report.num_prefixes,
     }

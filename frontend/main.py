@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 
 from quintet.frontend.api.openai.errors import ERRORS
 from quintet.frontend.app import App
-from quintet.frontend.http.auth import open_to
+from quintet.frontend.http.auth import with_cors
 from quintet.frontend.http.connection import IDLE_S, Protocol, bound_send_buffer
 from quintet.frontend.inbox_handlers import ACCOUNT_S, ForRequests, Inbound
 from quintet.frontend.service import Service
@@ -40,13 +40,13 @@ LISTEN_FD = "QUINTET_LISTEN_FD"
 
 GRACE_S = 2.0
 """Seconds between closing the listener and closing idle connections: a request may already be on its way on one."""
-LOOK_S = 0.1
-LAG_EVERY_S = 1.0
+POLL_S = 0.1
+LAG_INTERVAL_S = 1.0
 TOPOLOGY_TIMEOUT_S = 1.0
 """Maximum wait for the supervisor's acknowledgement before the first accept; connections queue in the socket until then."""
 
 
-def within_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
+def wrap_middleware(app: ASGIApp, names: Sequence[str]) -> ASGIApp:
     """Wrap the application in ASGI middleware given by dotted name; the last name is the outermost, as in vLLM.
 
     A class takes the application. A coroutine function takes the request and `call_next`. Raises `ConfigError`.
@@ -85,7 +85,7 @@ def make_server(app: ASGIApp, config: FrontendConfig) -> HttpServer:
     )
     return HttpServer(
         uvicorn.Config(
-            within_middleware(open_to(app, config), config.middleware),
+            wrap_middleware(with_cors(app, config), config.middleware),
             loop="none",
             http=cast(type[asyncio.Protocol], protocol),
             ws="none",
@@ -121,14 +121,14 @@ class Frontend:
         self._me = me
         self._is_acknowledged = asyncio.Event()
         self._crash: BaseException | None = None
-        self._leaving: asyncio.Task[None] | None = None
+        self._retirement: asyncio.Task[None] | None = None
 
     def _handle(self, message: Inbound | Drain) -> None:
         self._service.handle(message)
         if isinstance(message, Topology) and _shows_ready(message, self._me):
             self._is_acknowledged.set()
-        if self._service.is_retiring and self._leaving is None:
-            self._leaving = asyncio.get_running_loop().create_task(self._leave())
+        if self._service.is_retiring and self._retirement is None:
+            self._retirement = asyncio.get_running_loop().create_task(self._retire())
         self._process.progress = self._service.sessions.num_tokens
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
@@ -136,7 +136,7 @@ class Frontend:
         error = context.get("exception")
         if isinstance(error, Stopping):
             self._stop()
-        elif isinstance(error, BaseException) and _came_with_a_message(error):
+        elif isinstance(error, BaseException) and _raised_by_handler(error):
             self._crash = error
             self._stop()
         else:
@@ -146,15 +146,15 @@ class Frontend:
         self._is_acknowledged.set()
         self._service.admission.draining = True
         self._service.sessions.fail_all(RequestError(ErrorCode.UNAVAILABLE, "The server is shutting down."))
-        self._service.patience.end_all()
+        self._service.write_timeout.end_all()
         self._server.should_exit = True
         self._server.force_exit = True
 
-    async def _leave(self) -> None:
+    async def _retire(self) -> None:
         """Retire: close the listener, answer requests on open connections, then close each connection."""
         self._is_acknowledged.set()
         while not self._server.started:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         for accepting in self._server.servers:
             accepting.close()
         await asyncio.sleep(GRACE_S)
@@ -162,18 +162,18 @@ class Frontend:
         while connections:
             for connection in list(connections):
                 connection.shutdown()  # closes at once if idle, else after the response
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         self._service.is_cut_off = True
         self._service.check_drained()
 
     def _measure_lag(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
         now_s = loop.time()
         self._lag.observe(max(0.0, now_s - due_s))
-        loop.call_at(now_s + LAG_EVERY_S, self._measure_lag, loop, now_s + LAG_EVERY_S)
+        loop.call_at(now_s + LAG_INTERVAL_S, self._measure_lag, loop, now_s + LAG_INTERVAL_S)
 
-    def _give_accounts(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._service.dispatch.give_account()
-        loop.call_later(ACCOUNT_S, self._give_accounts, loop)
+    def _report_in_flight(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._service.inbox.give_account()
+        loop.call_later(ACCOUNT_S, self._report_in_flight, loop)
 
     async def serve(self, listener: socket.socket) -> None:
         """Serve until the supervisor stops the process.
@@ -185,7 +185,7 @@ class Frontend:
         loop.set_exception_handler(self._on_loop_error)
         self._process.attach(loop, self._handle)
         self._measure_lag(loop, loop.time())
-        loop.call_later(ACCOUNT_S, self._give_accounts, loop)
+        loop.call_later(ACCOUNT_S, self._report_in_flight, loop)
         bound = listener.getsockname()
         listening = bound if isinstance(bound, str) else f"{bound[0]} port {bound[1]}"
         self._process.ready(listening=listening)
@@ -204,7 +204,7 @@ def _shows_ready(topology: Topology, worker: WorkerId) -> bool:
     return any(slot.worker == worker and slot.state is SlotState.READY for slot in topology.slots)
 
 
-def _came_with_a_message(error: BaseException) -> bool:
+def _raised_by_handler(error: BaseException) -> bool:
     """Test whether a message handler raised the error. Errors of a connection or timer do not end the process."""
     return any(
         frame.f_globals.get("__name__") == Process.__module__

@@ -10,7 +10,7 @@ AFTER_S = 1.0
 """Delay after a large request: the connection may still hold its response."""
 
 
-def leave_behind(num_bytes: int) -> None:
+def schedule_trim(num_bytes: int) -> None:
     """Schedule a heap trim if a request that ended was large."""
     if num_bytes >= LEFTOVER_BYTES:
         loop = asyncio.get_running_loop()

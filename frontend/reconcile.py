@@ -11,11 +11,11 @@ from quintet.wire.codec import pack_i32, pack_i64
 from quintet.wire.ids import Role, WorkerId
 from quintet.wire.messages import InFlightReport, Live
 
-Account = tuple[Role, int, msgspec.Struct]
+Report = tuple[Role, int, msgspec.Struct]
 """Destination role, index, and message."""
 
 
-def accounts_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoice]) -> Iterator[Account]:
+def reports_of(me: WorkerId, cores: Sequence[int], choices: Iterable[StreamChoice]) -> Iterator[Report]:
     """Return the reports for choices that have not ended.
 
     Each core gets the choices that it has, and the parked ones. Each path (tokenizer, core) gets those sent over it.

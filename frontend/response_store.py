@@ -130,14 +130,14 @@ class ResponseFile:
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         self._db = sqlite3.connect(path, timeout=WAIT_S, isolation_level="IMMEDIATE")
         # A store in the run folder need not survive a power loss.
-        pace = "NORMAL" if limits.response_store else "OFF"
+        synchronous = "NORMAL" if limits.response_store else "OFF"
         (version,) = self._db.execute("PRAGMA user_version").fetchone()
         if version not in (0, VERSION):
             raise sqlite3.DatabaseError(f"{path} was made by another version; set another --response-store")
         for is_last in (*[False] * OPEN_TRIES, True):
             try:
                 self._db.executescript(
-                    f"PRAGMA journal_mode = WAL; PRAGMA synchronous = {pace}; PRAGMA foreign_keys = ON; {_TABLES}"
+                    f"PRAGMA journal_mode = WAL; PRAGMA synchronous = {synchronous}; PRAGMA foreign_keys = ON; {_TABLES}"
                 )
                 return
             except (
@@ -147,7 +147,7 @@ class ResponseFile:
                     raise
                 time.sleep(OPEN_PAUSE_S)
 
-    def begin(self, record: Record) -> None:
+    def insert(self, record: Record) -> None:
         """Insert a new response, and delete the least recently used above the limits."""
         num_bytes = len(record.items) + len(record.answer)
         values = [getattr(record, name) for name in _COLUMNS.split(", ")]
@@ -186,7 +186,7 @@ class ResponseFile:
                 (stream, request, len(request), response_id),
             )
 
-    def tell(
+    def write_progress(
         self,
         response_id: str,
         owner: str,
@@ -201,19 +201,19 @@ class ResponseFile:
         """
         size = len(response) + (0 if events is None else len(events.frames))
         with self._db:
-            told = self._db.execute(
+            updated = self._db.execute(
                 "UPDATE responses SET status = ?, response = ?, num_bytes = num_bytes + ? "
                 f"WHERE id = ? AND owner = ? AND {_OPEN}",
                 (status, response, size, response_id, owner),
             )
-            if told.rowcount and events is not None:
+            if updated.rowcount and events is not None:
                 self._db.execute(
                     "INSERT INTO events VALUES (?, ?, ?, ?)",
                     (response_id, events.number, events.position, events.frames),
                 )
-            if told.rowcount and status not in (QUEUED, IN_PROGRESS):
+            if updated.rowcount and status not in (QUEUED, IN_PROGRESS):
                 self._end(response_id, turn)
-        return told.rowcount > 0
+        return updated.rowcount > 0
 
     def finish(
         self,
@@ -246,10 +246,10 @@ class ResponseFile:
         )
         if turn is None:
             return
-        asked, record = self.find(response_id), self.find(turn.conversation_id)
-        if asked is None or record is None or len(record.items) > self._limits.max_body_bytes:
+        response_record, record = self.find(response_id), self.find(turn.conversation_id)
+        if response_record is None or record is None or len(record.items) > self._limits.max_body_bytes:
             return
-        turn.join(record, asked)
+        turn.join(record, response_record)
         self._write(record)
         self._drop_excess()
 
@@ -318,7 +318,7 @@ class ResponseFile:
         with self._db:
             return self._db.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
 
-    def news(self, response_id: str, first: int) -> tuple[str, list[Events]]:
+    def read_events(self, response_id: str, first: int) -> tuple[str, list[Events]]:
         """Return a response's status ("" if deleted) and its next events, from number ``first``.
 
         The batch that holds ``first`` is returned whole, so it may begin earlier.
@@ -366,7 +366,7 @@ class ResponseStore:
         self._file: ResponseFile | None = None
 
     @property
-    def keeps(self) -> bool:
+    def is_enabled(self) -> bool:
         """True if responses are stored."""
         return self._limits.response_store_entries > 0
 
@@ -374,7 +374,7 @@ class ResponseStore:
         """Return a frontend's owner name, unique over restarts and servers."""
         return f"{self._server}/{worker.index}.{worker.epoch}"
 
-    def is_gone(self, owner: str, topology: Topology) -> bool:
+    def is_lost(self, owner: str, topology: Topology) -> bool:
         """True if an owner is lost: of another server, or its slot is down or has a newer process."""
         server, _, slot = owner.rpartition("/")
         index, epoch = map(int, slot.split("."))

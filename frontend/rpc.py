@@ -42,7 +42,7 @@ AnswerT = TypeVar("AnswerT", Tokenized, Detokenized, MetricsReport, Reclaimed, K
 
 
 @dataclass(slots=True, eq=False)
-class _Question:
+class _PendingQuery:
     """Pending query."""
 
     role: Role
@@ -64,29 +64,29 @@ class Rpc:
         self._slots = slots
         self._timeout_s = timeout_s
         self._last_id = 0
-        self._waiting: dict[int, _Question] = {}
+        self._waiting: dict[int, _PendingQuery] = {}
 
     def handle(self, answer: Answer) -> None:
         """Resolve the query that an answer belongs to; drop a late answer."""
-        question = self._waiting.get(answer.query_id)
-        if question is not None and not question.answer.done():
-            question.answer.set_result(answer)
+        pending = self._waiting.get(answer.query_id)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_result(answer)
 
     def fail(self, query_id: int, error: RequestError) -> None:
         """Fail a query with ``error``."""
-        question = self._waiting.get(query_id)
-        if question is not None and not question.answer.done():
-            question.answer.set_exception(error)
+        pending = self._waiting.get(query_id)
+        if pending is not None and not pending.answer.done():
+            pending.answer.set_exception(error)
 
     def follow(self) -> None:
         """Send queries again that have no worker, or whose worker is lost. Call after `Workers.follow`."""
-        for question in list(self._waiting.values()):
-            if question.role is Role.SUPERVISOR or question.answer.done():
+        for pending in list(self._waiting.values()):
+            if pending.role is Role.SUPERVISOR or pending.answer.done():
                 continue
-            index = question.index
-            if index is None or self._slots.epoch(question.role, index) != question.epoch:
-                self._take_back(question)
-                self._hand_over(question)
+            index = pending.index
+            if index is None or self._slots.epoch(pending.role, index) != pending.epoch:
+                self._withdraw(pending)
+                self._send_query(pending)
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
         """Encode a prompt. Raises `RequestError`."""
@@ -131,10 +131,10 @@ class Rpc:
             return await self._ask(Role.CORE, query, query.query_id, Reclaimed, self._timeout_s, core)
 
         cores: list[int | None] = [*self._slots.cores()]
-        asked = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
+        tasks = [asyncio.ensure_future(ask(core)) for core in cores or [None]]
         answer, failure = None, None
         try:
-            for each in asyncio.as_completed(asked):
+            for each in asyncio.as_completed(tasks):
                 try:
                     answer = await each
                 except RequestError as error:
@@ -143,7 +143,7 @@ class Rpc:
                 if answer.admit is not None:
                     return answer
         finally:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
         if answer is None or failure is not None:
             raise failure or RequestError(ErrorCode.UNAVAILABLE, "No core answered; try again shortly.")
@@ -157,15 +157,15 @@ class Rpc:
         query = MetricsQuery(self._take_id(), self._me, own)
         return await self._ask(Role.SUPERVISOR, query, query.query_id, MetricsReport, timeout_s)
 
-    async def of_kv(self, verb: Verb, **asked: Any) -> list[KvReport]:
-        """Send a KV cache query to every core; ``asked``: fields of `KvQuery`. Raises `RequestError` unless all answer.
+    async def kv_query(self, verb: Verb, **fields: Any) -> list[KvReport]:
+        """Send a KV cache query to every core; ``fields``: fields of `KvQuery`. Raises `RequestError` unless all answer.
 
         An export stops at the first core that succeeds.
         """
         timeout_s = FILE_TIMEOUT_S if verb in ("export", "import") else self._timeout_s
 
         async def ask(core: int | None) -> KvReport:
-            query = KvQuery(self._take_id(), self._me.index, verb, **asked)
+            query = KvQuery(self._take_id(), self._me.index, verb, **fields)
             return await self._ask(Role.CORE, query, query.query_id, KvReport, timeout_s, core)
 
         cores: list[int | None] = [*self._slots.cores()] or [None]
@@ -191,40 +191,40 @@ class Rpc:
         timeout_s: float,
         slot: int | None = None,
     ) -> AnswerT:
-        question = _Question(role, query, asyncio.get_running_loop().create_future(), slot=slot)
+        pending = _PendingQuery(role, query, asyncio.get_running_loop().create_future(), slot=slot)
         if role is Role.SUPERVISOR:
             self._send(role, 0, query)
-        elif role in self._slots.ever_ready:
-            self._hand_over(question)
+        elif role in self._slots.roles_seen_ready:
+            self._send_query(pending)
         else:
             raise RequestError(ErrorCode.UNAVAILABLE, f"No {role} process is running yet; try again shortly.")
-        self._waiting[query_id] = question
+        self._waiting[query_id] = pending
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await question.answer
+                answer = await pending.answer
         except TimeoutError:
             raise RequestError(
                 ErrorCode.TIMEOUT, f"The {role} process did not answer within {timeout_s:g} s; try again."
             ) from None
         finally:
             del self._waiting[query_id]
-            self._take_back(question)
+            self._withdraw(pending)
         assert isinstance(answer, kind), f"query {query_id} to {role} was answered by {type(answer).__name__}"
         return answer
 
-    def _hand_over(self, question: _Question) -> None:
+    def _send_query(self, pending: _PendingQuery) -> None:
         """Send a query to a worker, if there is one. A query above the size limit fails."""
-        index = self._slots.pick(question.role) if question.slot is None else question.slot
+        index = self._slots.pick(pending.role) if pending.slot is None else pending.slot
         try:
-            was_sent = index is not None and self._send(question.role, index, question.message)
+            was_sent = index is not None and self._send(pending.role, index, pending.message)
         except FrameTooLarge as error:
-            question.answer.set_exception(too_large(error))
+            pending.answer.set_exception(too_large(error))
             return
         if index is not None and was_sent:
-            question.index, question.epoch = index, self._slots.epoch(question.role, index)
-            self._slots.add_load(question.role, index, 1)
+            pending.index, pending.epoch = index, self._slots.epoch(pending.role, index)
+            self._slots.add_load(pending.role, index, 1)
 
-    def _take_back(self, question: _Question) -> None:
-        if question.index is not None:
-            self._slots.add_load(question.role, question.index, -1)
-            question.index = None
+    def _withdraw(self, pending: _PendingQuery) -> None:
+        if pending.index is not None:
+            self._slots.add_load(pending.role, pending.index, -1)
+            pending.index = None

@@ -59,10 +59,10 @@ class Service:
         self.config = config
         self.metrics = metrics
         self.span = span
-        self.dispatch = InboxHandlers(me, send, config, metrics)
-        self.sessions, self.queries = self.dispatch.sessions, self.dispatch.queries
+        self.inbox = InboxHandlers(me, send, config, metrics)
+        self.sessions, self.queries = self.inbox.sessions, self.inbox.queries
         self.admission = Admission(self.sessions, config.frontend, metrics)
-        self.patience = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
+        self.write_timeout = WriteTimeout(config.frontend.write_timeout_s, lambda: self.draining)
         max_bytes = config.frontend.max_body_bytes
         self.bodies = BodyBuffers(max_bytes, max_open_bytes=max(max_bytes, MAX_OPEN_BYTES))
         self.http = HttpMetrics.declare(metrics)
@@ -78,7 +78,7 @@ class Service:
         self.is_cut_off = False
         """True if no client can reach this frontend any more."""
         self._send = send
-        self._told_drained = False
+        self._reported_drained = False
 
     @property
     def draining(self) -> bool:
@@ -94,24 +94,24 @@ class Service:
         match message:
             case Text():
                 began_ns = time.monotonic_ns()
-                self.dispatch.handle(message)
+                self.inbox.handle(message)
                 self.span("text", message.step, began_ns)
             case Drain() if self.sessions.slots.topology.draining:
                 self.admission.draining = True
             case Drain():
                 self.is_retiring = True
             case _:
-                self.dispatch.handle(message)
+                self.inbox.handle(message)
                 if isinstance(message, Topology) and self._on_topology is not None:
                     self._on_topology()
         self.check_drained()
 
     def check_drained(self) -> None:
         """Report `Drained` to the supervisor, once, after the last request when no other can arrive."""
-        if self._told_drained or not (self.draining or self.is_cut_off):
+        if self._reported_drained or not (self.draining or self.is_cut_off):
             return
         if self.num_exchanges == 0 and self.sessions.num_live == 0:
-            self._told_drained = True
+            self._reported_drained = True
             self._send(Role.SUPERVISOR, 0, Drained(self.me))
 
 

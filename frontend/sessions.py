@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from quintet.frontend.deadlines import DeadlineTimer, expired, was_too_late
+from quintet.frontend.deadlines import DeadlineTimer, expired, is_expired_by_core
 from quintet.frontend.load_balancing.dispatcher import Dispatcher, Send, too_large
 from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
-from quintet.frontend.reconcile import Account, accounts_of
-from quintet.frontend.resume.partial_response import Told, go_on_behind
-from quintet.frontend.resume.reattach import Seen, go_on, submission
-from quintet.frontend.resume.resend_errors import MAX_LOST, lost_output, lost_request
+from quintet.frontend.reconcile import Report, reports_of
+from quintet.frontend.resume.partial_response import ReceivedOutput, apply_received
+from quintet.frontend.resume.reattach import ReceivedCount, skip_received, submission
+from quintet.frontend.resume.resend_errors import MAX_LOST, missing_output_error, unknown_request_error
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
 from quintet.wire.codec import unpack_i32
@@ -67,9 +67,9 @@ class Sessions:
         """Tokens received since start: the progress counter that the supervisor watches."""
         self.num_ended = 0
         """Requests ended since start."""
-        self._placement = Dispatcher(me, send, config, metrics)
-        self.slots = self._placement.slots
-        self.backlog = QueuedTokens(config.model.max_model_len)
+        self._dispatcher = Dispatcher(me, send, config, metrics)
+        self.slots = self._dispatcher.slots
+        self.queued_tokens = QueuedTokens(config.model.max_model_len)
         self._deadlines = DeadlineTimer(self._expire)
         self._max_logprobs = config.frontend.max_logprobs
         self._vocab_size = config.model.vocab_size
@@ -112,18 +112,18 @@ class Sessions:
         deadline_ns: int = 0,
         limit_gives_way: bool = False,
         reading: OutputParsing | None = None,
-        told: bytes = b"",
+        replayed_ids: bytes = b"",
         session: str = "",
-        begun: Sequence[Told] = (),
-        handover: KvTransfer | None = None,
+        received: Sequence[ReceivedOutput] = (),
+        kv_transfer: KvTransfer | None = None,
     ) -> Stream:
         """Submit a request and return its output stream; park it while a required worker is missing.
 
         ``params`` are checked (`RequestError`) unless ``are_checked``; a missing seed is drawn. ``mailbox``: shared by streams
         of one reader. ``final_only``: wake the reader only at the end; else at each choice's first token, every ``interval``
         tokens, and end. ``deadline_ns``: monotonic time at which the request fails; 0 for none. ``limit_gives_way``,
-        ``session``: see `Submit`. ``reading``: output parsers. ``told``: output ids (int32) generated earlier, to deliver
-        again. ``begun``: output of each choice received from another server. ``handover``: KV transfer with other servers.
+        ``session``: see `Submit`. ``reading``: output parsers. ``replayed_ids``: output ids (int32) generated earlier, to deliver
+        again. ``received``: output of each choice received from another server. ``kv_transfer``: KV transfer with other servers.
         """
         if not are_checked:
             params = params.checked(self._max_logprobs, self._vocab_size)
@@ -142,9 +142,9 @@ class Sessions:
                 deadline_ns=deadline_ns,
                 claim=claim,
                 reading=reading,
-                output_ids=told,
-                tells=bool(told),
-                handover=handover,
+                output_ids=replayed_ids,
+                tells=bool(replayed_ids),
+                handover=kv_transfer,
             ),
             sent_ns=0,
             core=0,
@@ -152,10 +152,10 @@ class Sessions:
             session=session,
         )
         stream = Stream(submit, mailbox or Mailbox(), self.cancel, final_only=final_only, interval=interval)
-        return self._enter(stream, begun)
+        return self._enter(stream, received)
 
-    def _enter(self, stream: Stream, begun: Sequence[Told]) -> Stream:
-        go_on_behind(stream, begun)
+    def _enter(self, stream: Stream, received: Sequence[ReceivedOutput]) -> Stream:
+        apply_received(stream, received)
         if stream.num_open:  # else another server delivered all of it
             self._begin(stream)
             self.metrics.submitted(stream.submit.spec.params)
@@ -165,8 +165,13 @@ class Sessions:
         """Reserve consecutive ids for requests to resume; return the first."""
         return self._ids.take(count)
 
-    def adopt(
-        self, reclaimed: Reclaimed, first_id: int, seen: Sequence[Seen], mailbox: Mailbox, interval: int
+    def reattach(
+        self,
+        reclaimed: Reclaimed,
+        first_id: int,
+        seen: Sequence[ReceivedCount],
+        mailbox: Mailbox,
+        interval: int,
     ) -> Stream:
         """Resume a request that the core retained, and return a stream of the output the client has not received.
 
@@ -175,11 +180,11 @@ class Sessions:
         assert reclaimed.admit is not None
         submit = submission(reclaimed.admit, first_id, seen)
         stream = Stream(submit, mailbox, self.cancel, interval=interval)
-        stream.bound_to = reclaimed.core
-        go_on(stream, reclaimed, seen)
+        stream.pinned_core = reclaimed.core
+        skip_received(stream, reclaimed, seen)
         if stream.num_open:
             self._begin(stream)
-            self.metrics.adopted.inc()
+            self.metrics.resumed.inc()
         return stream
 
     def _begin(self, stream: Stream) -> None:
@@ -188,15 +193,15 @@ class Sessions:
         for choice in open_choices:
             self._live[choice.request_id] = choice
         try:
-            self._placement.place(stream)
+            self._dispatcher.place(stream)
         except BaseException as error:
             del self._streams[stream.request_id]
             for choice in open_choices:
                 del self._live[choice.request_id]
             if isinstance(error, UNENCODABLE):
-                raise _cannot_travel(error) from None
+                raise _not_encodable(error) from None
             raise
-        self.backlog.add(stream)
+        self.queued_tokens.add(stream)
         self.metrics.live.set(len(self._streams))
         if stream.submit.spec.deadline_ns:
             self._deadlines.watch(stream)
@@ -206,14 +211,14 @@ class Sessions:
         if stream.ended or stream.is_cancelled:
             return
         stream.is_cancelled = True
-        if not self._placement.send_cancel(stream):
-            self._abort_here(stream)
+        if not self._dispatcher.send_cancel(stream):
+            self._abort_locally(stream)
 
     def _expire(self, stream: Stream) -> None:
         """End a request after its deadline, without waiting for the engine."""
         self._give_up(stream, expired(stream))
 
-    def _abort_here(self, stream: Stream) -> None:
+    def _abort_locally(self, stream: Stream) -> None:
         """End a request locally: the engine never received it or sends no more output."""
         for choice in stream.choices:
             if choice.finish is None:
@@ -236,12 +241,12 @@ class Sessions:
             self.metrics.duplicate_endings.inc()
             return
         if choice.stream.is_cancelled:  # a cancelled request ends as aborted, even if it fails first
-            self._abort_here(choice.stream)
+            self._abort_locally(choice.stream)
         else:
             self._fail(choice.stream, RequestError(failed.code, failed.message, failed.param, failed.retry_s))
 
     def _apply_text(self, text: Text) -> None:
-        if self._placement.is_stale(text.sender):
+        if self._dispatcher.is_stale(text.sender):
             self.metrics.late_rows.inc(len(text.request_ids))
             return
         now = time.monotonic_ns()
@@ -254,15 +259,15 @@ class Sessions:
             if choice.stream.started is None:
                 self._start(choice.stream, started)
                 touched.append(choice.stream)
-            elif choice.stream.begun_attempt != choice.stream.attempt:
-                self._placement.note_start(choice.stream, started)
+            elif choice.stream.started_attempt != choice.stream.attempt:
+                self._dispatcher.note_start(choice.stream, started)
         self._apply_rows(text, now, touched)
         for finish in text.finishes:
             choice = self._live.get(finish.request_id)
             if choice is None:
                 self.metrics.duplicate_endings.inc()
                 continue
-            if was_too_late(choice.stream, finish, now):
+            if is_expired_by_core(choice.stream, finish, now):
                 self._fail(choice.stream, expired(choice.stream))
                 continue
             self._end_choice(choice, finish, now)
@@ -289,7 +294,7 @@ class Sessions:
             num_chars = offset if choice.num_chars is None else choice.num_chars
             seen_tokens, seen_chars = len(output_ids) - first_index, num_chars - offset
             if seen_tokens < 0 or seen_chars < 0:
-                self.give_up([request_id], lost_output(choice, first_index, offset))
+                self.give_up([request_id], missing_output_error(choice, first_index, offset))
                 continue
             if num_tokens > seen_tokens:
                 begin += seen_tokens
@@ -321,8 +326,8 @@ class Sessions:
 
     def _start(self, stream: Stream, started: Started) -> None:
         stream.note_start(started)
-        self._placement.note_start(stream, started)
-        self.backlog.begin(stream)
+        self._dispatcher.note_start(stream, started)
+        self.queued_tokens.begin(stream)
         self.metrics.started(started)
 
     def _end_choice(self, choice: StreamChoice, finish: Finish, now: int) -> None:
@@ -351,8 +356,8 @@ class Sessions:
         """Remove a request; every end passes here."""
         del self._streams[stream.request_id]
         self.num_ended += 1
-        self._placement.release(stream)
-        self.backlog.release(stream)
+        self._dispatcher.release(stream)
+        self.queued_tokens.release(stream)
         self.metrics.live.set(len(self._streams))
         if not self._streams and self._on_idle is not None:
             self._on_idle()
@@ -364,21 +369,21 @@ class Sessions:
             stream.is_posted = True
             stream.mailbox.post(stream)
 
-    def accounts(self) -> Iterable[Account]:
+    def in_flight_reports(self) -> Iterable[Report]:
         """Return reports of the live requests, for reconciliation in other processes."""
-        return accounts_of(self.me, self.slots.cores(), self._live.values())
+        return reports_of(self.me, self.slots.cores(), self._live.values())
 
-    def send_again(self, request_ids: Sequence[int]) -> None:
+    def resend(self, request_ids: Sequence[int]) -> None:
         """Start a new attempt of choices that the engine does not know; cancelled ones end."""
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
             stream.num_lost += 1
             if stream.is_cancelled:
-                self._abort_here(stream)
+                self._abort_locally(stream)
             elif stream.num_lost > MAX_LOST:
-                self._give_up(stream, lost_request())
+                self._give_up(stream, unknown_request_error())
             else:
-                self._placement.start_over(stream, Role.CORE)
+                self._dispatcher.restart(stream, Role.CORE)
         self._place_parked()
 
     def give_up(self, request_ids: Sequence[int], error: RequestError) -> None:
@@ -391,25 +396,25 @@ class Sessions:
     def _give_up(self, stream: Stream, error: RequestError) -> None:
         """Fail a request, or abort it if it was cancelled."""
         if stream.is_cancelled:
-            self._abort_here(stream)
+            self._abort_locally(stream)
         else:
-            self._placement.send_cancel(stream)
+            self._dispatcher.send_cancel(stream)
             self._fail(stream, error)
 
     # --- supervision ------------------------------------------------------------------------------------------
 
     def follow(self, topology: Topology) -> None:
         """Apply a topology: re-dispatch the requests of lost workers with the output received so far."""
-        for stream in self._placement.follow(topology, self._streams.values()):
-            self._abort_here(stream)
+        for stream in self._dispatcher.follow(topology, self._streams.values()):
+            self._abort_locally(stream)
         self._place_parked()
 
     def _place_parked(self) -> None:
-        for stream in self._placement.take_parked():
+        for stream in self._dispatcher.take_parked():
             try:
-                self._placement.place(stream)
+                self._dispatcher.place(stream)
             except UNENCODABLE as error:
-                self._fail(stream, _cannot_travel(error))
+                self._fail(stream, _not_encodable(error))
 
     def fail_all(self, error: RequestError) -> None:
         """Fail every live request: the process is about to exit."""
@@ -418,8 +423,8 @@ class Sessions:
 
 
 def _echo_of(prompt: Prompt) -> Echo:
-    are_all_theirs = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
-    return Echo.WHOLE if are_all_theirs else Echo.PLAIN
+    is_client_ids = isinstance(prompt, TokenPrompt | EmbedsPrompt) or not prompt.add_special_tokens
+    return Echo.WHOLE if is_client_ids else Echo.PLAIN
 
 
 def _seeded(params: SamplingParams) -> SamplingParams:
@@ -433,7 +438,7 @@ def _check_priority(priority: int) -> None:
         )
 
 
-def _cannot_travel(error: Exception) -> RequestError:
+def _not_encodable(error: Exception) -> RequestError:
     if isinstance(error, FrameTooLarge):
         return too_large(error)
     return RequestError(

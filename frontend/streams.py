@@ -88,7 +88,7 @@ class StreamChoice:
     adopts: bool = False
     """True if the choice resumes from output that the core retained."""
 
-    def go_on(self, outputs: Sequence[int], num_seen: int | None, has_ended: bool) -> None:
+    def skip_received(self, outputs: Sequence[int], num_seen: int | None, has_ended: bool) -> None:
         """Resume after the ``num_seen`` outputs that the client received (None: none, not even the start)."""
         self.adopts = True
         self.output_ids = array("i", outputs[: num_seen or 0])
@@ -193,7 +193,7 @@ class Stream:
         self.submit = submit
         self.mailbox = mailbox
         self._final_only = final_only
-        self.tells_start = False
+        self.wakes_on_start = False
         """True if a ``final_only`` reader is also woken at the start."""
         self._interval = interval
         self.choices = [StreamChoice(self, i, submit.request_id + i) for i in range(submit.spec.params.n)]
@@ -210,19 +210,19 @@ class Stream:
         """Choices counted in the load of its core and detokenizer."""
         self.choice: EngineChoice | None = None
         """Last dispatch decision and its reason."""
-        self.bound_to: int | None = None
+        self.pinned_core: int | None = None
         """Core that has, or retains, the request. Later attempts go there while it lives."""
-        self.beginnings: list[int] = []
+        self.prefix_hashes: list[int] = []
         """Prefix hashes of the prompt, if there are several engines."""
         self.num_prompt = num_prompt_tokens(submit.prompt)
         """Prompt tokens; estimated for text."""
         self.num_queued = 0
         """Prompt tokens counted in its engine's queue."""
-        self.num_before = 0
+        self.num_tokens_ahead = 0
         """Tokens queued at its engine at dispatch."""
         self.num_kept = 0
         """KV cache tokens counted for it at its engine."""
-        self.begun_attempt: int | None = None
+        self.started_attempt: int | None = None
         """Last attempt that finished prefill."""
         self._num_unproven: list[int] = []
         """Output lengths up to which a choice may still have caused an executor crash: tokens at its last loss of an executor,
@@ -236,15 +236,15 @@ class Stream:
         self.is_closed = False
         self.first_token_ns = 0
         self._dirty: list[StreamChoice] = []
-        self._untold_start = False
-        self._untold_error = False
+        self._new_start = False
+        self._new_error = False
 
     def is_due(self) -> bool:
         """True if the new output is worth waking the reader."""
         if self.num_open == 0:
             return True
         if self._final_only:
-            return self.tells_start and self._untold_start
+            return self.wakes_on_start and self._new_start
         return self._interval == 1 or any(choice.is_due(self._interval) for choice in self._dirty)
 
     @property
@@ -310,7 +310,7 @@ class Stream:
         if batch.error is not None and batch.started is None and not batch.deltas:
             raise batch.error
         if batch.error is not None:
-            self._untold_error = True
+            self._new_error = True
             self.is_posted = True
             batch.error = None
         return batch
@@ -322,9 +322,9 @@ class Stream:
     def take(self) -> Batch:
         """Return all unread output without waiting."""
         self.is_posted = False
-        started = self.started if self._untold_start else None
-        error = self.error if self._untold_error else None
-        self._untold_start = self._untold_error = False
+        started = self.started if self._new_start else None
+        error = self.error if self._new_error else None
+        self._new_start = self._new_error = False
         dirty, self._dirty = self._dirty, []
         return Batch(started, [choice.take() for choice in dirty], error)
 
@@ -333,7 +333,7 @@ class Stream:
         """Output tokens of running choices."""
         return sum(len(choice.output_ids) for choice in self.choices if choice.finish is None)
 
-    def suspect(self) -> None:
+    def mark_suspect(self) -> None:
         """Note that its executor died: the request is suspected until a choice generates more."""
         self._num_unproven = [len(choice.output_ids) + UNPROVEN_TOKENS for choice in self.choices]
 
@@ -373,9 +373,9 @@ class Stream:
     def note_start(self, started: Started) -> None:
         """Note the end of prefill. Called by `Sessions`."""
         self.started = started
-        self._untold_start = True
+        self._new_start = True
 
     def note_error(self, error: RequestError) -> None:
         """Note that the request failed. Called by `Sessions`."""
         self.error = error
-        self._untold_error = True
+        self._new_error = True

@@ -16,7 +16,7 @@ from quintet.frontend.api import sse
 from quintet.frontend.api.routing import explain
 from quintet.frontend.http.http_request import ClientDisconnected, Header, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
-from quintet.frontend.resume.partial_response import Told
+from quintet.frontend.resume.partial_response import ReceivedOutput
 from quintet.frontend.resume.stream_cursor import StreamId
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Batch, Mailbox, Stream
@@ -118,17 +118,17 @@ def submit_all(
     echo: bool = False,
     return_prompt_ids: bool = False,
     session: str = "",
-    begun: Sequence[Sequence[Told]] = (),
-    told: bytes = b"",
+    received: Sequence[Sequence[ReceivedOutput]] = (),
+    replayed_ids: bytes = b"",
     seeds: Sequence[int] = (),
-    handover: KvTransfer | None = None,
+    kv_transfer: KvTransfer | None = None,
 ) -> Submissions:
     """Pass admission and submit one request per prompt, with these checked parameters.
 
     Raises `RequestError`, and then cancels those already submitted. For the parameters see `Sessions.submit`.
 
-    - ``begun``: per prompt, output of its choices received from another server.
-    - ``told``: output (int32) of the only prompt, for APIs whose writers need it from the start.
+    - ``received``: per prompt, output of its choices received from another server.
+    - ``replayed_ids``: output (int32) of the only prompt, for APIs whose writers need it from the start.
     - ``seeds``: seed of each prompt at that server.
     """
     service.admission.enter(prompts, params)
@@ -153,9 +153,9 @@ def submit_all(
                     limit_gives_way=limit_gives_way,
                     reading=reading,
                     session=session,
-                    begun=begun[index] if begun else (),
-                    told=told,
-                    handover=handover,
+                    received=received[index] if received else (),
+                    replayed_ids=replayed_ids,
+                    kv_transfer=kv_transfer,
                 )
             )
     except BaseException:
@@ -175,13 +175,13 @@ async def stream_answer(
 
     The status is sent with the first output, so an error before it has its own. ``before_end`` runs before the last write.
     """
-    patience, write_seconds, span = service.patience, service.http.write_seconds, service.span
+    write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = exchange.watch_disconnect(submissions.leave)
     pulse = sse.Pulse(service.config.frontend.keep_alive_s, submissions.mailbox.nudge)
     reader = Reader(exchange.abort, submissions.unread_bytes)
-    patience.watch(reader)
-    exchange.lend_break_silence(submissions.mailbox.nudge)
+    write_timeout.watch(reader)
+    exchange.register_break_silence(submissions.mailbox.nudge)
     if submissions.num_unread == 0:
         submissions.mailbox.nudge()  # only the end is left to write
     try:
@@ -221,7 +221,7 @@ async def stream_answer(
                 return
     finally:
         pulse.stop()
-        patience.forget(reader)
+        write_timeout.forget(reader)
         watcher.cancel()
         submissions.close(keep=exchange.started)
 

@@ -36,7 +36,7 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
             return "".join(DIGITS[number // len(DIGITS) ** place % len(DIGITS)] for place in range(9))
         return f"call_{digest.hexdigest()}"
 
-    def told(self, choice: int, text: str, spans: Sequence[Span]) -> TextByChannel:
+    def split(self, choice: int, text: str, spans: Sequence[Span]) -> TextByChannel:
         """Split a text, or a part of one, by channel."""
         content: list[str] = []
         reasoning: list[str] = []
@@ -49,16 +49,16 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
                 if self.include_reasoning:
                     reasoning.append(part)
             elif call == 0 or self.parallel_calls:
-                told = calls.setdefault(call, {"index": call})
+                call_fields = calls.setdefault(call, {"index": call})
                 if channel == Channel.NAME:
-                    told |= {"id": self.call_id(choice, call, part), "type": "function", "name": part}
+                    call_fields |= {"id": self.call_id(choice, call, part), "type": "function", "name": part}
                     part = ""  # noqa: PLW2901
                 arguments[call] = arguments.get(call, "") + part
-        for call, told in calls.items():
+        for call, call_fields in calls.items():
             function = {"arguments": arguments[call]}
-            if "name" in told:
-                function = {"name": str(told.pop("name")), **function}
-            told["function"] = function
+            if "name" in call_fields:
+                function = {"name": str(call_fields.pop("name")), **function}
+            call_fields["function"] = function
         return TextByChannel("".join(content), "".join(reasoning), list(calls.values()))
 
 

@@ -28,8 +28,8 @@ def explain(exchange: HttpRequest, streams: Sequence[Stream]) -> None:
     """On request, add the first engine choice of each prompt to the response headers; for a beam search, of round one."""
     if exchange.header(EXPLAIN_HEADER) is None:
         return
-    is_told = any(name == ROUTING_HEADER for name, _ in exchange.headers_out)
-    if not is_told:
+    is_explained = any(name == ROUTING_HEADER for name, _ in exchange.headers_out)
+    if not is_explained:
         choices = [stream.choice for stream in streams if stream.choice is not None]
         words = [f"engine {choice.index}: {choice.reason}" for choice in choices[:MAX_EXPLAINED]]
         if len(choices) > MAX_EXPLAINED:

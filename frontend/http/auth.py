@@ -107,7 +107,7 @@ def _key_of(header: Callable[[str], str | None]) -> bytes | None:
     return None if key is None else key.encode("latin-1", "replace")
 
 
-def open_to(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
+def with_cors(app: ASGIApp, config: FrontendConfig) -> ASGIApp:
     """Add CORS for the configured origins (``*`` for all).
 
     All methods and headers are allowed unless configured otherwise: OpenAI clients send many headers of their own.

@@ -63,13 +63,13 @@ class BodyBuffers:
         del self._open[body]
         self._open[body] = None
 
-    def patience_s(self, body: OpenBody) -> tuple[float, bool]:
+    def next_chunk_timeout_s(self, body: OpenBody) -> tuple[float, bool]:
         """Return the timeout of the next chunk, and whether it comes from the minimum rate."""
         due_s = body.began_s + self.progress_s + body.num_bytes / self.bytes_per_s
         left_s = due_s - asyncio.get_running_loop().time()
         return (left_s, True) if left_s < self.progress_s and body.num_bytes else (self.progress_s, False)
 
-    def make_room(self) -> None:
+    def enforce_limit(self) -> None:
         """Give up the bodies that have been idle longest, until the rest is within the limit.
 
         The newest are not given up: a client that sends a byte now and then would keep out all others.

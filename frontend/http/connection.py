@@ -46,7 +46,7 @@ class Protocol(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._num_head_bytes = 0
         self._half_open: HalfOpen | None = None
-        self._lent: dict[str, Callable[[], None]] = {}
+        self._callbacks: dict[str, Callable[[], None]] = {}
         """Callbacks between the connection and the application for this request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,8 +88,8 @@ class Protocol(HttpToolsProtocol):
     def _probe(self) -> None:
         if not self.cycle.response_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        elif "break_silence" in self._lent:
-            self._lent["break_silence"]()
+        elif "break_silence" in self._callbacks:
+            self._callbacks["break_silence"]()
 
     # --- slow senders -----------------------------------------------------------------------------------------
 
@@ -99,12 +99,12 @@ class Protocol(HttpToolsProtocol):
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
-            self._refuse(_not_http(error, self.parser.get_method()))
+            self._reject(_not_http(error, self.parser.get_method()))
             return
         if self._head_timer is not None:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEADER_BYTES:
-                self._refuse(
+                self._reject(
                     RequestError(
                         ErrorCode.HEAD_TOO_LARGE,
                         f"The request's headers exceed {MAX_HEADER_BYTES} bytes; send fewer or shorter headers.",
@@ -146,8 +146,8 @@ class Protocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start the header timeout; add the connection's callbacks to the request's scope."""
         super().on_message_begin()
-        self._lent = {"abort": self.transport.abort}
-        self.scope["extensions"] = {CONNECTION: cast(dict[object, object], self._lent)}
+        self._callbacks = {"abort": self.transport.abort}
+        self.scope["extensions"] = {CONNECTION: cast(dict[object, object], self._callbacks)}
         self._num_head_bytes = 0
         self._head_timer = self.loop.call_later(self._header_timeout_s, self._give_up_on_head)
 
@@ -158,7 +158,7 @@ class Protocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
-            end_with_connection(self.cycle)
+            close_delimited(self.cycle)
 
     def on_message_complete(self) -> None:
         """Note the end of a body, unless the parser only stopped at an upgrade offer."""
@@ -166,7 +166,7 @@ class Protocol(HttpToolsProtocol):
             super().on_message_complete()
 
     def _give_up_on_head(self) -> None:
-        self._refuse(
+        self._reject(
             RequestError(
                 ErrorCode.TIMEOUT,
                 f"The request's headers were not complete {self._header_timeout_s:g} s after the first byte. Send the "
@@ -174,7 +174,7 @@ class Protocol(HttpToolsProtocol):
             )
         )
 
-    def _refuse(self, error: RequestError) -> None:
+    def _reject(self, error: RequestError) -> None:
         """Reject an incomplete request and close. If a response is in progress, only close."""
         cycle, is_body = self.cycle, self._head_timer is None
         self._end_head()
@@ -220,7 +220,7 @@ class Protocol(HttpToolsProtocol):
             self._unread_timer = None
 
 
-def end_with_connection(cycle: RequestResponseCycle) -> None:
+def close_delimited(cycle: RequestResponseCycle) -> None:
     """End a response of unknown length by closing the connection: HTTP/1.0 has no chunked encoding."""
     send = cycle.send
     cycle.waiting_for_100_continue = False  # HTTP/1.0 has no interim responses either

@@ -23,19 +23,19 @@ class HalfOpen:
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), 0)  # poll always reports errors
         self._pause_s = FIRST_PAUSE_S
-        self._ask()
+        self._probe_client()
 
     def stop(self) -> None:
         """Stop probing."""
         self._timer.cancel()
 
-    def _ask(self) -> None:
+    def _probe_client(self) -> None:
         self._probe()
-        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._look)
+        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._check)
         self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._poll.poll(0):
             self._transport.abort()
         else:
-            self._ask()
+            self._probe_client()

@@ -75,7 +75,7 @@ class HttpRequest:
         self.headers_out: list[Header] = []
         self.before_start: Callable[[], Awaitable[list[Header]]] | None = None
         """Returns headers that are known only when the response starts."""
-        self.begun: PartialResponse | None = None
+        self.partial_response: PartialResponse | None = None
         """Response received from another server, to continue."""
         self._connection: dict[str, Callable[[], None]] = scope.get("extensions", {}).get(CONNECTION, {})
         self._query: bytes = scope["query_string"]
@@ -121,13 +121,13 @@ class HttpRequest:
             self.num_bytes += len(self._body)
         return self._body
 
-    def forget_body(self) -> None:
+    def release_body(self) -> None:
         """Drop the body after the request. The request and its scope form a cycle that only the garbage collector would free."""
         self._body = None
 
-    def take_over(self, body: bytes, begun: PartialResponse) -> None:
-        """Replace the body by that of an original request, to continue its response after ``begun``."""
-        self._body, self.begun = body, begun
+    def replace_body(self, body: bytes, partial_response: PartialResponse) -> None:
+        """Replace the body by that of an original request, to continue its response after ``partial_response``."""
+        self._body, self.partial_response = body, partial_response
 
     async def _receive_json(self, bodies: BodyBuffers) -> bytes:
         content_type = self.header("content-type") or ""
@@ -171,7 +171,7 @@ class HttpRequest:
                         await asyncio.sleep(0)
                 if not message.get("more_body", False):
                     break
-                bodies.make_room()
+                bodies.enforce_limit()
         finally:
             bodies.close(body)
         if inflater is not None:
@@ -186,9 +186,9 @@ class HttpRequest:
             raise
 
     async def _next_piece(self, bodies: BodyBuffers, body: OpenBody) -> Message:
-        patience_s, is_slow = bodies.patience_s(body)
+        next_chunk_timeout_s, is_slow = bodies.next_chunk_timeout_s(body)
         try:
-            async with asyncio.timeout(0 if body.is_given_up else patience_s) as body.waiting:
+            async with asyncio.timeout(0 if body.is_given_up else next_chunk_timeout_s) as body.waiting:
                 return await self._receive()
         except TimeoutError:
             if body.is_given_up:
@@ -263,7 +263,7 @@ class HttpRequest:
         if (abort := self._connection.get("abort")) is not None:
             abort()
 
-    def lend_break_silence(self, break_silence: Callable[[], None]) -> None:
+    def register_break_silence(self, break_silence: Callable[[], None]) -> None:
         """Register a callback that writes a comment to an idle stream, to detect a lost client."""
         self._connection["break_silence"] = break_silence
 

@@ -69,21 +69,21 @@ _OTHER_KINDS = {
     "/v1/streams": EVENTS,
     "/v1/streams/{id}": EVENTS,
 }
-_TELL_IN_503 = frozenset({"/health", "/readyz", "/v2/health/ready", "/v2/models/{id}/ready"})
+_OWN_BODY_ON_503 = frozenset({"/health", "/readyz", "/v2/health/ready", "/v2/models/{id}/ready"})
 """Paths that answer 503 with their own body."""
 
 
 def responses(path: str, error: Schema) -> Schema:
     """Return the ``responses`` of an operation; ``error`` is its error schema."""
     answer = {"content": _content(path)}
-    told = {
+    responses_json = {
         "200": {"description": "Success", **answer},
         "4XX": {"description": "Rejected request", **error},
         "5XX": {"description": "Server error; retry later or report it", **error},
     }
-    if path in _TELL_IN_503:
-        told["503"] = {"description": "Not ready or unhealthy", **answer}
-    return told
+    if path in _OWN_BODY_ON_503:
+        responses_json["503"] = {"description": "Not ready or unhealthy", **answer}
+    return responses_json
 
 
 def _content(path: str) -> Schema:

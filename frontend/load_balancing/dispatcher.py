@@ -60,14 +60,14 @@ class Dispatcher:
         submit = stream.submit
         submit.core, submit.spec.detokenizer = choice.index, detokenizer
         submit.spec.topology = self.slots.topology.version
-        if not self._hand_over(stream):
+        if not self._send_to_tokenizer(stream):
             self._parked.append(stream)
             return
         stream.num_placed = stream.num_open
         self._engines.enter(stream, choice)
         self.slots.add_load(Role.DETOKENIZER, detokenizer, stream.num_placed)
 
-    def _hand_over(self, stream: Stream) -> bool:
+    def _send_to_tokenizer(self, stream: Stream) -> bool:
         """Send a request to a tokenizer; False without one."""
         tokenizer = self.slots.pick(Role.TOKENIZER)
         if tokenizer is None:
@@ -117,7 +117,7 @@ class Dispatcher:
 
     def follow(self, topology: Topology, streams: Iterable[Stream]) -> list[Stream]:
         """Re-dispatch requests of lost workers. Returns cancelled requests that no worker will end."""
-        untold: list[Stream] = []
+        unended: list[Stream] = []
         lost = self.slots.follow(topology)
         for worker in lost:
             if worker.role is Role.DETOKENIZER:
@@ -125,22 +125,22 @@ class Dispatcher:
             elif worker.role in (Role.CORE, Role.EXECUTOR):
                 self._engines.lose(worker)
                 if worker.role is Role.CORE:
-                    self._unbind(worker.index)
+                    self._unpin(worker.index)
         retiring = self._retiring(topology)
         if lost or retiring:
             for stream in list(streams):
-                if stream.tokenizer is not None and self._lose(stream, lost, retiring):
-                    untold.append(stream)
-        self._leave_engines_without_executor(streams)
-        return untold
+                if stream.tokenizer is not None and self._handle_loss(stream, lost, retiring):
+                    unended.append(stream)
+        self._move_off_unready_engines(streams)
+        return unended
 
-    def _leave_engines_without_executor(self, streams: Iterable[Stream]) -> None:
+    def _move_off_unready_engines(self, streams: Iterable[Stream]) -> None:
         """Move requests off engines whose executor is starting, once another engine is ready.
 
         They were sent there while no engine was ready, or their executor died at such a time.
         """
-        waiting = self.slots.engines_without_executor()
-        if not waiting or not self.slots.whole_engines():
+        waiting = self.slots.unready_engines()
+        if not waiting or not self.slots.ready_engines():
             return
         for stream in list(streams):
             if stream.tokenizer is not None and stream.submit.core in waiting:
@@ -161,23 +161,23 @@ class Dispatcher:
             if slot.worker.role is Role.DETOKENIZER and slot.state is SlotState.RETIRING
         )
 
-    def _lose(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
+    def _handle_loss(self, stream: Stream, lost: list[WorkerId], retiring: frozenset[int]) -> bool:
         """Handle the loss of a request's worker. Returns whether no worker will end the request."""
         submit = stream.submit
         for worker in lost:
             match worker.role:
                 case Role.CORE if worker.index == submit.core:
-                    stream.bound_to = None
+                    stream.pinned_core = None
                     return self._park(stream, Role.CORE)
                 case Role.EXECUTOR if worker.index == submit.core and self._move(stream):
                     return False
                 case Role.DETOKENIZER if worker.index == submit.spec.detokenizer:
-                    return self.start_over(stream, Role.DETOKENIZER)
+                    return self.restart(stream, Role.DETOKENIZER)
         for worker in lost:
             if worker.role is Role.TOKENIZER and worker.index == stream.tokenizer:
                 return self._lose_tokenizer(stream)
         if submit.spec.detokenizer in retiring and not stream.is_cancelled:
-            return self.start_over(stream, Role.DETOKENIZER)
+            return self.restart(stream, Role.DETOKENIZER)
         return False
 
     def _move(self, stream: Stream) -> bool:
@@ -185,22 +185,22 @@ class Dispatcher:
         if stream.is_cancelled or not self._engines.can_leave(stream):
             return False
         assert stream.tokenizer is not None
-        stream.suspect()
+        stream.mark_suspect()
         ids = [choice.request_id for choice in stream.choices if choice.finish is None]
         self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, moved=True))
-        stream.bound_to = None
+        stream.pinned_core = None
         self._park(stream, Role.EXECUTOR)
         return True
 
-    def _unbind(self, engine: int) -> None:
+    def _unpin(self, engine: int) -> None:
         """Unpin parked requests from a lost engine."""
         for stream in self._parked:
-            if stream.bound_to == engine:
-                stream.bound_to = None
+            if stream.pinned_core == engine:
+                stream.pinned_core = None
 
-    def start_over(self, stream: Stream, role: Role) -> bool:
+    def restart(self, stream: Stream, role: Role) -> bool:
         """Park a request for a new attempt at its engine; a cancelled one is dropped."""
-        stream.bound_to = stream.submit.core
+        stream.pinned_core = stream.submit.core
         return self._park(stream, role)
 
     def _park(self, stream: Stream, role: Role) -> bool:
@@ -218,7 +218,7 @@ class Dispatcher:
         was_passed_on = stream.attempt == 0 and stream.started is not None
         if not was_passed_on and not stream.is_cancelled:
             self._resumed[Role.TOKENIZER].inc()
-            stream.bound_to = stream.submit.core  # the core may have it already
+            stream.pinned_core = stream.submit.core  # the core may have it already
             self.release(stream)
             self._parked.append(stream)
             return False
@@ -226,5 +226,5 @@ class Dispatcher:
         if replacement is not None:
             self._leave_tokenizer(stream)
             stream.tokenizer = replacement
-        was_told = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
-        return stream.is_cancelled and not (was_passed_on and was_told)
+        was_cancelled = stream.is_cancelled and replacement is not None and self.send_cancel(stream)
+        return stream.is_cancelled and not (was_passed_on and was_cancelled)

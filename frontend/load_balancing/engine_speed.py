@@ -14,18 +14,18 @@ import math
 
 USUAL_OVER = 256
 """Requests in the mean of the fit, about; without a quarter of them there is no fit."""
-OVER = 24
+MEAN_OVER = 24
 """Requests in the mean of one engine, about."""
-DOUBT = 6
+PRIOR_REQUESTS = 6
 """Prior requests at mean speed for each engine: one slow request makes no slow engine."""
-STEPS = 2
+STEPS_PER_DOUBLING = 2
 """Steps per factor of two. Slowness is rounded to these steps, so that small differences count as none."""
-CERTAIN = 1.0
+HYSTERESIS = 1.0
 """Hysteresis, in steps."""
-SURPRISE = 3.0
+MAX_OUTLIER = 3.0
 """Bound on one request's time over the expected time: a single stall says little of later requests. So no engine counts as
 more than twice as slow from one request."""
-KNOWN_S = 60.0
+MEASUREMENT_TTL_S = 60.0
 """Lifetime of a measurement. After it, an engine that was avoided as slow is tried again."""
 
 
@@ -73,7 +73,7 @@ class EngineSpeeds:
         """Decayed sums over its requests."""
         self._noted_s = -math.inf
         self._step = 0
-        """Slowness as a power of two, times `STEPS`."""
+        """Slowness as a power of two, times `STEPS_PER_DOUBLING`."""
 
     def note(self, work: int, took_s: float, now_s: float) -> None:
         """Add a request: its time to first token, and the tokens before that, its own prompt included."""
@@ -84,27 +84,29 @@ class EngineSpeeds:
             usual.note(work, took_s)
             return
         expected_s = usual.expected_s(work)
-        took_s = min(took_s, SURPRISE * expected_s)
+        took_s = min(took_s, MAX_OUTLIER * expected_s)
         usual.note(work, took_s)
         if not self._is_known(now_s):
             self._num = self._took_s = self._expected_s = 0.0
             self._step = 0
         self._noted_s = now_s
-        self._num += 1 - self._num / OVER
-        self._took_s += took_s - self._took_s / OVER
-        self._expected_s += expected_s - self._expected_s / OVER
-        slowness = (self._num * self._took_s / self._expected_s + DOUBT) / (self._num + DOUBT)
-        at = STEPS * math.log2(slowness)
-        if abs(at - self._step) > CERTAIN:
+        self._num += 1 - self._num / MEAN_OVER
+        self._took_s += took_s - self._took_s / MEAN_OVER
+        self._expected_s += expected_s - self._expected_s / MEAN_OVER
+        slowness = (self._num * self._took_s / self._expected_s + PRIOR_REQUESTS) / (
+            self._num + PRIOR_REQUESTS
+        )
+        at = STEPS_PER_DOUBLING * math.log2(slowness)
+        if abs(at - self._step) > HYSTERESIS:
             self._step = round(at)
 
     def slowness(self, now_s: float) -> float:
         """Return the time per token relative to the mean of all engines; 1 if unknown."""
-        return 2.0 ** (self._step / STEPS) if self._step and self._is_known(now_s) else 1.0
+        return 2.0 ** (self._step / STEPS_PER_DOUBLING) if self._step and self._is_known(now_s) else 1.0
 
     def forget(self) -> None:
         """Forget the measurements: the engine restarted, perhaps on other hardware."""
         self._noted_s = -math.inf
 
     def _is_known(self, now_s: float) -> bool:
-        return now_s - self._noted_s < KNOWN_S
+        return now_s - self._noted_s < MEASUREMENT_TTL_S

@@ -92,24 +92,26 @@ def choose(
     start = turn % len(ordered)
     in_turn = ordered[start:] + ordered[:start]
     if policy == "round-robin":
-        best, reason = in_turn[0], "round-robin"
+        chosen, reason = in_turn[0], "round-robin"
     elif policy == "session" and session:
-        best, reason = (
+        chosen, reason = (
             max(ordered, key=lambda engine: _weight(session, engine.name or engine.index)),
             "session affinity",
         )
     else:
         saves = policy == "prefix"
-        roomy = [e for e in in_turn if has_room(e.kv_free, num_kept, e.num_cached if saves else 0)] or in_turn
+        with_memory = [
+            e for e in in_turn if has_room(e.kv_free, num_kept, e.num_cached if saves else 0)
+        ] or in_turn
         least = sorted(map(_load, in_turn))[:2] if usual and num_tokens >= LONG * usual else []
-        best = min(roomy, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
-        reason = f"{best.num_queued} queued tokens, {best.num_open} open"
-        reason += f", {best.num_cached} cached" if policy == "prefix" else ""
-        slowness = _slowness(best)
+        chosen = min(with_memory, key=lambda engine: _delay(engine, least, saves, num_tokens, usual))
+        reason = f"{chosen.num_queued} queued tokens, {chosen.num_open} open"
+        reason += f", {chosen.num_cached} cached" if policy == "prefix" else ""
+        slowness = _slowness(chosen)
         reason += f", {slowness:.2g} times the mean latency" if slowness != 1 else ""
-        num_full = len(in_turn) - len(roomy)
+        num_full = len(in_turn) - len(with_memory)
         reason += f", {num_full} of {len(in_turn)} lack KV memory" if num_full else ""
-    return EngineChoice(best.index, reason, best.num_cached, best.used)
+    return EngineChoice(chosen.index, reason, chosen.num_cached, chosen.used)
 
 
 def has_room(kv_free: int | None, num_kept: int, num_shared: int) -> bool:
@@ -146,8 +148,8 @@ def _delay(engine: Candidate, least: Sequence[float], saves: bool, num_tokens: i
         own += DISPLACED * num_new
     if len(least) < 2 or num_new < LONG * usual:
         return own
-    least_elsewhere = least[1] if load == least[0] else least[0]
-    all_busy = min(least_elsewhere, load + slowness * num_new)
+    least_other = least[1] if load == least[0] else least[0]
+    all_busy = min(least_other, load + slowness * num_new)
     return own + NEXT_WEIGHT * all_busy * all_busy / (2 * usual)
 
 
@@ -165,10 +167,10 @@ class Workers:
         self._load: dict[tuple[Role, int], int] = {}
         self.topology = Topology(0, [])
         self._engines: list[int] = []
-        self._able: dict[Role, list[int]] = {}
+        self._available: dict[Role, list[int]] = {}
         """Candidates of `pick`."""
         self.num_frontends = 1
-        self.ever_ready: set[Role] = set()
+        self.roles_seen_ready: set[Role] = set()
         """Roles with a worker that was ready at least once: a missing one is being replaced."""
 
     def follow(self, topology: Topology) -> list[WorkerId]:
@@ -176,7 +178,7 @@ class Workers:
         if topology.version <= self.topology.version:
             return []
         self.topology = topology
-        self.ever_ready |= {
+        self.roles_seen_ready |= {
             slot.worker.role for slot in topology.slots if slot.was_ready or slot.state is SlotState.READY
         }
         alive = {
@@ -190,7 +192,7 @@ class Workers:
         self.num_frontends = sum(
             slot.worker.role is Role.FRONTEND and slot.state is SlotState.READY for slot in topology.slots
         )
-        self._able = {role: self._able_of(role) for role in SERVING_ROLES}
+        self._available = {role: self._available_workers(role) for role in SERVING_ROLES}
         return lost
 
     def pick(self, role: Role) -> int | None:
@@ -199,14 +201,14 @@ class Workers:
         A stalled worker is chosen only if no other exists. Each frontend breaks ties differently, so that they do not all
         start with worker 0.
         """
-        indexes = self._able.get(role)
+        indexes = self._available.get(role)
         if not indexes:
             return None
         if len(indexes) == 1:
             return indexes[0]
         return min(indexes, key=lambda index: self._weight(role, index, len(indexes)))
 
-    def _able_of(self, role: Role) -> list[int]:
+    def _available_workers(self, role: Role) -> list[int]:
         """Return the ready workers of a role; without any, the stalled ones."""
         for state in (SlotState.READY, SlotState.STALLED):
             indexes = [
@@ -216,7 +218,7 @@ class Workers:
                 return indexes
         return []
 
-    def whole_engines(self) -> list[int]:
+    def ready_engines(self) -> list[int]:
         """Return the engines with a ready core and a ready executor."""
         well = {
             (slot.worker.role, slot.worker.index)
@@ -225,7 +227,7 @@ class Workers:
         }
         return [index for role, index in well if role is Role.CORE and (Role.EXECUTOR, index) in well]
 
-    def engines_without_executor(self) -> frozenset[int]:
+    def unready_engines(self) -> frozenset[int]:
         """Return the engines with an executor that is down or starting."""
         absent = (SlotState.STARTING, SlotState.DOWN)
         return frozenset(
@@ -239,7 +241,7 @@ class Workers:
         return self._engines
 
     def _usable_engines(self) -> list[int]:
-        return self.whole_engines() or self._able_of(Role.CORE)
+        return self.ready_engines() or self._available_workers(Role.CORE)
 
     def cores(self) -> list[int]:
         """Return the engines with a live core, whether it accepts requests or not."""
@@ -265,11 +267,11 @@ class Workers:
     def missing(self) -> list[Role]:
         """Return the serving roles without a ready worker."""
         ready = {slot.worker.role for slot in self.topology.slots if slot.state is SlotState.READY}
-        if Role.CORE in ready and not self.whole_engines():
+        if Role.CORE in ready and not self.ready_engines():
             ready.discard(Role.EXECUTOR)  # the ready executors belong to other cores
         return [role for role in SERVING_ROLES if role not in ready]
 
-    def troubled(self) -> list[ProcessSlot]:
+    def unhealthy(self) -> list[ProcessSlot]:
         """Return the slots that are stalled or down, except retired ones."""
         troubles = {SlotState.STALLED, SlotState.DOWN}
         return [s for s in self.topology.slots if s.state in troubles and not s.retired]

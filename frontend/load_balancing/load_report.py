@@ -33,9 +33,9 @@ class LoadReport:
         self._gauges: dict[str, float] = {}
         self._read_s = float("-inf")
 
-    async def headers(self, asked: str) -> list[Header]:
+    async def headers(self, format_name: str) -> list[Header]:
         """Return the header in the requested format; empty for another format or without metrics."""
-        kind = asked.strip().upper()
+        kind = format_name.strip().upper()
         if kind not in {"TEXT", "JSON"}:
             return []
         if time.monotonic() - self._read_s > MAX_AGE_S:
@@ -45,10 +45,10 @@ class LoadReport:
                 return []
             self._read_s = time.monotonic()
         if kind == "JSON":
-            told = json.dumps({"named_metrics": self._gauges})
+            values = json.dumps({"named_metrics": self._gauges})
         else:
-            told = ", ".join(f"named_metrics.{name}={value}" for name, value in self._gauges.items())
-        return [(LOAD_HEADER, f"{kind} {told}".encode())]
+            values = ", ".join(f"named_metrics.{name}={value}" for name, value in self._gauges.items())
+        return [(LOAD_HEADER, f"{kind} {values}".encode())]
 
     async def _read(self) -> dict[str, float]:
         report = await self._service.queries.metrics(MAX_WAIT_S, self._service.metrics.encoded())

@@ -44,10 +44,10 @@ def _bytes_of(prompt: Prompt) -> bytes:
         case ChatPrompt():  # templates put tools before messages
             return prompt.tools + prompt.template_kwargs + prompt.messages
         case EmbedsPrompt():
-            return _marks_of(prompt)
+            return _last_words_of(prompt)
 
 
-def _marks_of(prompt: EmbedsPrompt) -> bytes:
+def _last_words_of(prompt: EmbedsPrompt) -> bytes:
     """Return the last four bytes of each embedding; none where its size is no multiple of four."""
     num_values, rest = divmod(prompt.row_bytes, BYTES_PER_TOKEN)
     if rest:
@@ -66,26 +66,26 @@ class Holders:
     def __len__(self) -> int:
         return len(self._of)
 
-    def add(self, names: Iterable[int], who: int) -> None:
+    def add(self, names: Iterable[int], engine: int) -> None:
         """Add an owner to hashes."""
         of = self._of
         for name in names:
-            held = of.setdefault(name, who)
-            if held == who:
+            held = of.setdefault(name, engine)
+            if held == engine:
                 continue
             if isinstance(held, set):
-                held.add(who)
+                held.add(engine)
             else:
-                of[name] = {held, who}
+                of[name] = {held, engine}
 
-    def discard(self, name: int, who: int) -> None:
+    def discard(self, name: int, engine: int) -> None:
         """Remove an owner of a hash: the engine evicted it."""
         held = self._of.get(name)
         if isinstance(held, set):
-            held.discard(who)
+            held.discard(engine)
             if len(held) == 1:
                 self._of[name] = held.pop()
-        elif held == who:
+        elif held == engine:
             del self._of[name]
 
     def of(self, names: Sequence[int]) -> list[tuple[int, Collection[int]]]:
@@ -113,12 +113,12 @@ class PrefixAffinity:
     """LRU index of one engine's cached prefixes, as far as known."""
 
     def __init__(self, max_names: int = MAX_NAMES, holders: Holders | None = None, who: int = 0) -> None:
-        """``holders`` gets every entry added or removed, under the engine index ``who``."""
+        """``holders`` gets every entry added or removed, under the engine index ``engine``."""
         self.max_names = max_names
         self._used: OrderedDict[int, int] = OrderedDict()
         """Last use of each hash, by use count."""
         self._num_uses = 0
-        self._holders, self._who = holders, who
+        self._holders, self._engine = holders, who
 
     def __len__(self) -> int:
         return len(self._used)
@@ -146,7 +146,7 @@ class PrefixAffinity:
         while num_known < len(names) and names[num_known] in used:
             num_known += 1
         if self._holders is not None:
-            self._holders.add(names[num_known:], self._who)
+            self._holders.add(names[num_known:], self._engine)
         for name in reversed(names[num_known:]):
             used[name] = self._num_uses
         for name in reversed(names[:num_known]):
@@ -169,4 +169,4 @@ class PrefixAffinity:
         """Evict the least recently used entry."""
         name, _ = self._used.popitem(last=False)
         if self._holders is not None:
-            self._holders.discard(name, self._who)
+            self._holders.discard(name, self._engine)

@@ -25,12 +25,12 @@ class QueuedTokens:
         self._num_released = 0
         """Output tokens of ended requests."""
         self._num_endings = 0
-        self.num_ever = 0
+        self.num_added = 0
         """Sum of all tokens added: less those pending, the tokens that left."""
         self.embeds_bytes = 0
         """Bytes of prompt embeddings of live requests."""
 
-    def num_owed(self, num_received: int) -> int:
+    def num_pending(self, num_received: int) -> int:
         """Return the pending tokens, given the total of received output tokens."""
         return max(0, self._num_expected - (num_received - self._num_released))
 
@@ -53,7 +53,7 @@ class QueuedTokens:
         self._outputs[stream.request_id] = outputs, stream.num_output_tokens
         self._num_expected += prompt + outputs
         self.embeds_bytes += embeds_bytes(submit.prompt)
-        self.num_ever += prompt + outputs
+        self.num_added += prompt + outputs
 
     def begin(self, stream: Stream) -> None:
         """Remove a request's prompt after prefill."""
@@ -64,7 +64,7 @@ class QueuedTokens:
         self.begin(stream)
         if self.embeds_bytes:
             self.embeds_bytes -= embeds_bytes(stream.submit.prompt)
-        num_expected, num_before = self._outputs.pop(stream.request_id)
+        num_expected, num_prior = self._outputs.pop(stream.request_id)
         self._num_expected -= num_expected
-        self._num_released += stream.num_output_tokens - num_before
+        self._num_released += stream.num_output_tokens - num_prior
         self._num_endings += len(stream.choices)

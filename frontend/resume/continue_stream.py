@@ -51,7 +51,7 @@ class ContinueStreamBody(msgspec.Struct):
     """From the header X-Quintet-Relay, after the seeds and the time; "" without one."""
 
 
-class _Going(msgspec.Struct):
+class _StreamFlags(msgspec.Struct):
     """Fields that decide whether a response can be continued."""
 
     stream: bool | None = None
@@ -59,10 +59,10 @@ class _Going(msgspec.Struct):
 
 
 _decoder = msgspec.json.Decoder(ContinueStreamBody)
-_going_decoder = msgspec.json.Decoder(_Going)
+_flags_decoder = msgspec.json.Decoder(_StreamFlags)
 
 
-async def go_on(service: Service, exchange: HttpRequest) -> None:
+async def continue_stream(service: Service, exchange: HttpRequest) -> None:
     """Handle POST /v1/streams."""
     body = parse.decode(await exchange.read_json_body(service.bodies), _decoder)
     if body.path not in HANDLERS:
@@ -72,20 +72,20 @@ async def go_on(service: Service, exchange: HttpRequest) -> None:
     is_seed = all(MIN_SEED <= seed <= MAX_SEED for seed in body.seeds)
     if not is_seed or not 0 <= body.created <= MAX_SEED:
         raise parse.invalid("seeds and created must equal those of the header X-Quintet-Relay.", "seeds")
-    going = parse.decode(bytes(body.request), _going_decoder)
-    if not going.stream:
+    flags = parse.decode(bytes(body.request), _flags_decoder)
+    if not flags.stream:
         raise parse.invalid(
             "request has no `stream: true`, and only streams can be continued; send it again to its path.",
             "stream",
         )
-    if going.use_beam_search:
+    if flags.use_beam_search:
         raise parse.invalid(
             "request uses beam search, which cannot be continued; send it again to its path.",
             "use_beam_search",
         )
     for ids in body.outputs:
         check_token_ids(ids, service.config.model.vocab_size, "outputs")
-    exchange.take_over(
+    exchange.replace_body(
         bytes(body.request), PartialResponse(body.position, body.outputs, body.seeds, body.created, body.name)
     )
     handler, exchange.errors = HANDLERS[body.path]

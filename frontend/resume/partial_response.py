@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from quintet.frontend.streams import Stream
 
-Told = tuple[Sequence[int], bool] | None
+ReceivedOutput = tuple[Sequence[int], bool] | None
 """Token ids of a choice that the client received, and whether it received the end; None before the choice's first event."""
 
 
@@ -31,11 +31,11 @@ class PartialResponse:
     """Response id, in APIs where the server makes one up; else ""."""
 
 
-def go_on_behind(stream: Stream, told: Sequence[Told]) -> None:
+def apply_received(stream: Stream, received: Sequence[ReceivedOutput]) -> None:
     """Advance a stream that has not been sent to its reader's cursor. No-op without received output."""
-    if not told:
+    if not received:
         return
-    for choice, known in zip(stream.choices, told, strict=True):
+    for choice, known in zip(stream.choices, received, strict=True):
         ids, has_ended = known or ((), False)
-        choice.go_on(ids, None if known is None else len(ids), has_ended)
+        choice.skip_received(ids, None if known is None else len(ids), has_ended)
     stream.num_open = sum(choice.finish is None for choice in stream.choices)

@@ -22,7 +22,7 @@ from quintet.frontend.api.openai.chat import ChatAnswer
 from quintet.frontend.api.openai.completions import CompletionAnswer
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import ResponsesAnswer
-from quintet.frontend.api.responses.response_history import keep_end
+from quintet.frontend.api.responses.response_history import store_end
 from quintet.frontend.http.error_shape import ErrorShape
 from quintet.frontend.resume.resume_token import Answer
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
@@ -35,27 +35,29 @@ class Writer(AnswerWriter, RelayedWriter, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class ResumableApi:
     """One API with resumable streams."""
 
     errors: ErrorShape
     writer: Callable[[Any, StreamId | None, StreamCursor | None], Writer]
     """Makes the writer of a response that has ids (or None), starting after a cursor (None: at the start)."""
-    is_retold: bool = False
+    needs_replay: bool = False
     """True if the writer needs the output from its start, wherever the cursor is."""
     before_end: BeforeEnd | None = None
 
 
-DIALECTS: dict[type[Answer], Dialect] = {
-    CompletionAnswer: Dialect(openai_errors.ERRORS, openai_completions.writer),
-    ChatAnswer: Dialect(openai_errors.ERRORS, openai_chat.writer),
-    MessagesAnswer: Dialect(anthropic_errors.ERRORS, MessagesWriter),
-    GenerateAnswer: Dialect(openai_errors.ERRORS, generate.writer),
-    ResponsesAnswer: Dialect(openai_errors.ERRORS, ResponsesWriter, is_retold=True, before_end=keep_end),
+RESUMABLE_APIS: dict[type[Answer], ResumableApi] = {
+    CompletionAnswer: ResumableApi(openai_errors.ERRORS, openai_completions.writer),
+    ChatAnswer: ResumableApi(openai_errors.ERRORS, openai_chat.writer),
+    MessagesAnswer: ResumableApi(anthropic_errors.ERRORS, MessagesWriter),
+    GenerateAnswer: ResumableApi(openai_errors.ERRORS, generate.writer),
+    ResponsesAnswer: ResumableApi(
+        openai_errors.ERRORS, ResponsesWriter, needs_replay=True, before_end=store_end
+    ),
 }
 """By answer type of the resume token."""
 
-_KINDS: Any = functools.reduce(operator.or_, DIALECTS)
+_KINDS: Any = functools.reduce(operator.or_, RESUMABLE_APIS)
 _decode: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(_KINDS).decode
 
 
@@ -64,6 +66,6 @@ def answer_of(claim: ResumeToken) -> Answer:
     return _decode(claim.answer)
 
 
-def dialect_of(answer: Answer) -> Dialect:
+def api_of(answer: Answer) -> ResumableApi:
     """Return the API of an answer."""
-    return DIALECTS[type(answer)]
+    return RESUMABLE_APIS[type(answer)]

@@ -9,7 +9,7 @@ MAX_LOST = 3
 """Maximum resends of a request that the engine does not know."""
 
 
-def lost_request() -> RequestError:
+def unknown_request_error() -> RequestError:
     """Build the error for a request that the engine still does not know after `MAX_LOST` resends."""
     return RequestError(
         ErrorCode.INTERNAL,
@@ -18,7 +18,7 @@ def lost_request() -> RequestError:
     )
 
 
-def lost_output(choice: StreamChoice, first_index: int, offset: int) -> RequestError:
+def missing_output_error(choice: StreamChoice, first_index: int, offset: int) -> RequestError:
     """Build the error for output that does not follow the output received so far."""
     return RequestError(
         ErrorCode.INTERNAL,

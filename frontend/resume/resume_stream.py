@@ -12,12 +12,12 @@ from urllib.parse import parse_qs
 
 from quintet.frontend.api.answer import Submissions, stream_answer
 from quintet.frontend.api.openai.answer import ChunkWriter
-from quintet.frontend.api.openai.usage_replay import recall
+from quintet.frontend.api.openai.usage_replay import replay_usage
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.reattach import Seen
-from quintet.frontend.resume.registry import answer_of, dialect_of
+from quintet.frontend.resume.reattach import ReceivedCount
+from quintet.frontend.resume.registry import answer_of, api_of
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import relaying
+from quintet.frontend.resume.token_relay import with_relay
 from quintet.frontend.service import Handler, Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.errors import ErrorCode, RequestError
@@ -56,8 +56,8 @@ async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, g
     admit = _known(await service.queries.reclaim(stream_id.request_id, stream_id.key))
     assert admit.spec.claim is not None
     answer = answer_of(admit.spec.claim)
-    dialect = dialect_of(answer)
-    exchange.errors = dialect.errors
+    api = api_of(answer)
+    exchange.errors = api.errors
     n = answer.num_choices
     total = answer.num_prompts * n
     position = StreamCursor.parse(given, total)
@@ -72,23 +72,23 @@ async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, g
         for offset, each in zip(range(0, total, n), reclaimed, strict=True):
             seen = list(zip(position.counts, position.ended, strict=True))[offset : offset + n]
             _check(each, seen)
-            if dialect.is_retold:
+            if api.needs_replay:
                 seen = [NOTHING] * n
-            stream = service.sessions.adopt(
+            stream = service.sessions.reattach(
                 each, first_id + offset, seen, submissions.mailbox, answer.interval
             )
             submissions.add(stream)
-        writer = dialect.writer(answer, StreamId(first_id, stream_id.key), position)
-        relaying(exchange, writer, submissions, _told(reclaimed, position, n))
+        writer = api.writer(answer, StreamId(first_id, stream_id.key), position)
+        with_relay(exchange, writer, submissions, _received(reclaimed, position, n))
         if isinstance(writer, ChunkWriter) and writer.options.include_usage:
-            await recall(service, submissions)
+            await replay_usage(service, submissions)
     except BaseException:
         submissions.close()
         raise
-    await stream_answer(service, exchange, submissions, writer, dialect.before_end)
+    await stream_answer(service, exchange, submissions, writer, api.before_end)
 
 
-def _told(
+def _received(
     reclaimed: Sequence[Reclaimed], position: StreamCursor, n: int
 ) -> Iterator[tuple[int, Sequence[int]]]:
     """Yield (index, received token ids) for each choice with output before the cursor, ``n`` choices per prompt."""
@@ -110,7 +110,7 @@ def _known(reclaimed: Reclaimed) -> Admit:
     return reclaimed.admit
 
 
-def _check(reclaimed: Reclaimed, seen: Sequence[Seen]) -> None:
+def _check(reclaimed: Reclaimed, seen: Sequence[ReceivedCount]) -> None:
     _known(reclaimed)
     outputs = dict(reclaimed.choices)
     for index, (count, _) in enumerate(seen):

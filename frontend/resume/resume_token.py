@@ -15,7 +15,7 @@ KEY_BYTES = 16
 
 
 class Answer(msgspec.Struct, array_like=True):
-    """Content of `ResumeToken.answer`: event format of a stream. Each API extends it (`registry.DIALECTS`)."""
+    """Content of `ResumeToken.answer`: event format of a stream. Each API extends it (`registry.RESUMABLE_APIS`)."""
 
     num_prompts: int
     """Prompts of the HTTP request. Their ids are consecutive, ``num_choices`` for each."""

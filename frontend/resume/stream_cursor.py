@@ -63,8 +63,8 @@ class StreamCursor:
         position = cls(num_choices)
         if text in ("", "0"):
             return position
-        told, dot, note = text.partition(".") if len(text) <= MAX_CHARS else ("", "", "")
-        choices = told.split(",")
+        counts_text, dot, note = text.partition(".") if len(text) <= MAX_CHARS else ("", "", "")
+        choices = counts_text.split(",")
         is_note = not dot or _NOTE.fullmatch(note)
         if len(choices) != num_choices or not all(map(_CHOICE.fullmatch, choices)) or not is_note:
             raise RequestError(

@@ -16,11 +16,11 @@ import msgspec
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.openai import parse
 from quintet.frontend.http.http_request import HttpRequest
-from quintet.frontend.resume.partial_response import PartialResponse, Told
+from quintet.frontend.resume.partial_response import PartialResponse, ReceivedOutput
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 
 RELAY_HEADER = "x-quintet-relay"
-TOLD_AT_ONCE = 1 << 15
+MAX_COMMENT_TOKENS = 1 << 15
 """Tokens per comment, to stay below the maximum size of an event."""
 WITHDRAWN = b": withdrawn\n"
 """Comment before an error event without a status: another server can continue the stream."""
@@ -31,15 +31,15 @@ class RelayedWriter(Protocol):
     """Writer of the events of a stream that a proxy may continue elsewhere."""
 
     stream_id: StreamId | None
-    tells_ids: bool
+    sends_ids: bool
     """True if a comment with token ids precedes each event."""
-    foretold: list[bytes]
+    prior_comments: list[bytes]
     """Such comments for tokens sent before this writer's first event."""
     created: int | None
     """Unix time of the response's start, in seconds; None where the events do not have it."""
     name: str
     """Response id, where the server makes one up; else ""."""
-    can_go_on: bool
+    can_continue: bool
     """True if token ids are enough for another server to continue."""
 
 
@@ -51,27 +51,30 @@ def ids_comment(index: int, token_ids: Sequence[int]) -> bytes:
     return b": ids %d %b\n" % (index, _encode(list(token_ids)))
 
 
-def told_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
-    """Return the comments with all token ids of a choice before the cursor, split by `TOLD_AT_ONCE`."""
-    pieces = [token_ids[first : first + TOLD_AT_ONCE] for first in range(0, len(token_ids), TOLD_AT_ONCE)]
+def replayed_comments(index: int, token_ids: Sequence[int]) -> list[bytes]:
+    """Return the comments with all token ids of a choice before the cursor, split by `MAX_COMMENT_TOKENS`."""
+    pieces = [
+        token_ids[first : first + MAX_COMMENT_TOKENS]
+        for first in range(0, len(token_ids), MAX_COMMENT_TOKENS)
+    ]
     first = b": told %d %b\n\n" % (index, _encode(list(pieces[0]) if pieces else []))
     return [first, *(ids_comment(index, piece) + b"\n" for piece in pieces[1:])]
 
 
-def relaying(
+def with_relay(
     exchange: HttpRequest,
     writer: WriterT,
     submissions: Submissions,
-    told: Iterable[tuple[int, Sequence[int]]] = (),
+    received: Iterable[tuple[int, Sequence[int]]] = (),
 ) -> WriterT:
     """Enable token id comments and the relay header, if the client asks for them and the stream is resumable.
 
     The header has the seed of each prompt, the start time, and the response id if the server made it up.
-    ``told``: choices and their token ids before the cursor.
+    ``received``: choices and their token ids before the cursor.
     """
-    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_go_on:
-        writer.tells_ids = True
-        writer.foretold = [note for index, ids in told for note in told_comments(index, ids)]
+    if exchange.header(RELAY_HEADER) is not None and writer.stream_id is not None and writer.can_continue:
+        writer.sends_ids = True
+        writer.prior_comments = [note for index, ids in received for note in replayed_comments(index, ids)]
         seeds = ",".join(str(stream.submit.spec.params.seed) for stream in submissions.streams)
         name = f".{writer.name}" if writer.name else ""
         ticket = f"{seeds}.{writer.created or 0}{name}"
@@ -79,37 +82,37 @@ def relaying(
     return writer
 
 
-def behind(
-    begun: PartialResponse | None, n: int, num_prompts: int
-) -> tuple[Sequence[int], StreamCursor | None, list[list[Told]]]:
+def resume_state(
+    partial: PartialResponse | None, n: int, num_prompts: int
+) -> tuple[Sequence[int], StreamCursor | None, list[list[ReceivedOutput]]]:
     """Return the state to continue a request of ``n`` choices: each prompt's seed, the cursor, and received output of choices.
 
     Empty for a request that starts here. Raises `RequestError`.
     """
-    if begun is None:
+    if partial is None:
         return (), None, []
-    if len(begun.seeds) != num_prompts:
+    if len(partial.seeds) != num_prompts:
         raise parse.invalid(
-            f"seeds has {len(begun.seeds)} numbers for {num_prompts} prompts; send one seed per prompt.",
+            f"seeds has {len(partial.seeds)} numbers for {num_prompts} prompts; send one seed per prompt.",
             "seeds",
         )
-    position = StreamCursor.parse(begun.position, num_prompts * n)
-    if len(begun.outputs) != num_prompts * n:
+    position = StreamCursor.parse(partial.position, num_prompts * n)
+    if len(partial.outputs) != num_prompts * n:
         raise parse.invalid(
-            f"outputs has {len(begun.outputs)} lists for {num_prompts * n} choices; send one list per choice.",
+            f"outputs has {len(partial.outputs)} lists for {num_prompts * n} choices; send one list per choice.",
             "outputs",
         )
-    told = [
-        _told(ids, count, ended, index)
+    received = [
+        _received(ids, count, ended, index)
         for index, (ids, count, ended) in enumerate(
-            zip(begun.outputs, position.counts, position.ended, strict=True)
+            zip(partial.outputs, position.counts, position.ended, strict=True)
         )
     ]
-    by_prompt = [told[first : first + n] for first in range(0, len(told), n)]
-    return begun.seeds, position, by_prompt
+    by_prompt = [received[first : first + n] for first in range(0, len(received), n)]
+    return partial.seeds, position, by_prompt
 
 
-def _told(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> Told:
+def _received(ids: Sequence[int], count: int | None, has_ended: bool, index: int) -> ReceivedOutput:
     if count is None:
         return None
     if count > len(ids):

@@ -72,7 +72,7 @@ def test_what_is_too_large_to_be_sent_is_refused_at_once() -> None:
         def send(role: Role, index: int, message: msgspec.Struct) -> bool:
             raise FrameTooLarge(900, role, 100)
 
-        for part in (world.dispatch.sessions._placement, world.dispatch.queries):
+        for part in (world.dispatch.sessions._dispatcher, world.dispatch.queries):
             part._send = send  # type: ignore[attr-defined]
         for ask in (
             lambda: world.dispatch.sessions.submit(PROMPT, SamplingParams()).next_batch(),

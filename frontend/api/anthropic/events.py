@@ -119,18 +119,18 @@ def _signature(answer: MessagesAnswer, block: int) -> str:
     return sha256(f"{answer.request_id}:{block}".encode()).hexdigest()[:SIGNATURE_CHARS]
 
 
-def _is_told(answer: MessagesAnswer, channel: int, call: int) -> bool:
+def _is_sent(answer: MessagesAnswer, channel: int, call: int) -> bool:
     """True if a piece is sent. Without parallel calls only the first call is."""
     return KINDS[channel] != "c" or call == 0 or answer.channels.parallel_calls
 
 
 def _blocks(
-    answer: MessagesAnswer, told: Iterator[tuple[int, int, str]], *, is_cut: bool
+    answer: MessagesAnswer, output_pieces: Iterator[tuple[int, int, str]], *, is_cut: bool
 ) -> Iterator[dict[str, object]]:
     """Yield the content blocks of an unstreamed response; if it ``is_cut``, without an incomplete last call."""
     found: list[tuple[str, int, list[str]]] = []
-    for channel, call, text in told:
-        if not _is_told(answer, channel, call):
+    for channel, call, text in output_pieces:
+        if not _is_sent(answer, channel, call):
             continue
         kind = KINDS[channel]
         if channel == Channel.NAME or not found or found[-1][0] != kind:
@@ -163,7 +163,7 @@ def _input_of(arguments: str) -> dict[str, object] | None:
 class MessagesWriter:
     """Writer of the events of one response (an `AnswerWriter`)."""
 
-    name, can_go_on = "", True
+    name, can_continue = "", True
     """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
 
     def __init__(
@@ -171,9 +171,9 @@ class MessagesWriter:
     ) -> None:
         """``stream_id``: events have ids and start after ``position``. Raises `RequestError` for a cursor of another API."""
         self.stream_id = stream_id
-        self.tells_ids = False
+        self.sends_ids = False
         """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
-        self.foretold: list[bytes] = []
+        self.prior_comments: list[bytes] = []
         """Such comments for tokens sent before this writer's first event."""
         self.created: int | None = None
         """No event has the start time."""
@@ -182,7 +182,7 @@ class MessagesWriter:
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         num_blocks, kind, self._num_skipped = _state_of(self._position.note)
         self._set_open(num_blocks, kind)
-        self._num_beyond = self._num_skipped
+        self._num_ahead = self._num_skipped
         """Characters sent of the text after the cursor's tokens."""
         self._has_failed = False
 
@@ -190,12 +190,12 @@ class MessagesWriter:
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt with one choice."""
-        told = self._position
-        if self.foretold:
-            frames += self.foretold
-            self.foretold = []
-        if batch.started is not None and told.counts[0] is None:
-            told.counts[0] = 0
+        cursor = self._position
+        if self.prior_comments:
+            frames += self.prior_comments
+            self.prior_comments = []
+        if batch.started is not None and cursor.counts[0] is None:
+            cursor.counts[0] = 0
             usage = usage_of(batch.started, 0)
             ending = {"stop_reason": None, "stop_sequence": None}
             message = {**_head(self._answer), "content": [], **ending, "usage": usage}
@@ -203,12 +203,12 @@ class MessagesWriter:
             frames.append(PING)
         num_taken = stream.choices[0].num_taken
         for delta in batch.deltas:
-            if self.tells_ids and delta.token_ids:
+            if self.sends_ids and delta.token_ids:
                 frames.append(ids_comment(0, delta.token_ids))
             if not self._is_more(delta):
                 self._write_delta(frames, delta, num_taken)
             elif delta.text:
-                told.counts[0] = num_taken
+                cursor.counts[0] = num_taken
                 head = self._event_id and b"%b%d%b" % (self._event_id, num_taken, self._note)
                 frames.append(b"%b%b%b}}\n\n" % (head, self._more, encode_json(delta.text)))
 
@@ -227,11 +227,11 @@ class MessagesWriter:
         The last delta is different: its text may include characters held back for earlier tokens until the end.
         """
         unseen = list(self._unseen(delta))
-        told = (i for i, (channel, call, _) in enumerate(unseen) if _is_told(self._answer, channel, call))
-        last = max(told, default=-1) if delta.finish is None else -1
+        sent = (i for i, (channel, call, _) in enumerate(unseen) if _is_sent(self._answer, channel, call))
+        last = max(sent, default=-1) if delta.finish is None else -1
         for index, (channel, call, text) in enumerate(unseen):
-            if not _is_told(self._answer, channel, call):
-                self._num_beyond += len(text)
+            if not _is_sent(self._answer, channel, call):
+                self._num_ahead += len(text)
                 continue
             kind = KINDS[channel]
             is_name = channel == Channel.NAME
@@ -239,9 +239,9 @@ class MessagesWriter:
                 self._close_block(frames)
             if not is_name and self._kind == NO_BLOCK:
                 self._open_block(frames, kind, call, "")
-            self._num_beyond += len(text)
+            self._num_ahead += len(text)
             if index == last:
-                self._be_at(num_taken)
+                self._set_cursor(num_taken)
             if is_name:
                 self._open_block(frames, kind, call, text)
             else:
@@ -250,7 +250,7 @@ class MessagesWriter:
                     self._block_event("content_block_delta", self._num_blocks - 1, b'"delta":' + new)
                 )
         if delta.finish is None:
-            self._be_at(num_taken)
+            self._set_cursor(num_taken)
         else:
             self._close_block(frames)
             frames.append(self._finish(delta.finish, num_taken))
@@ -261,17 +261,17 @@ class MessagesWriter:
             ending = _ending(self._answer, finish, num_taken)
         except RequestError as error:
             return self.failed(error)
-        self._be_at(num_taken)
+        self._set_cursor(num_taken)
         self._position.ended[0] = True
         usage = {"output_tokens": num_taken, **_thinking(finish)}
         return self._event(
             "message_delta", b'"delta":' + encode_json(ending) + b',"usage":' + encode_json(usage)
         )
 
-    def _be_at(self, num_taken: int) -> None:
+    def _set_cursor(self, num_taken: int) -> None:
         """Set the cursor after this many tokens, apart from characters still to skip."""
         self._position.counts[0] = num_taken
-        self._num_beyond = self._num_skipped
+        self._num_ahead = self._num_skipped
 
     def _unseen(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
         """Yield the pieces of a delta, without the characters that the client has."""
@@ -351,7 +351,7 @@ class MessagesWriter:
         event = b"event: %b\ndata: %b\n\n" % (name.encode(), data)
         if not self._event_id:
             return event
-        beyond = f"+{self._num_beyond}" if self._num_beyond else ""
+        beyond = f"+{self._num_ahead}" if self._num_ahead else ""
         self._position.note = f"{self._num_blocks}{self._kind}{beyond}"
         return b"%b%b\n%b" % (self._event_id, str(self._position).encode(), event)
 

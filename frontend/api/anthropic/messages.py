@@ -6,7 +6,7 @@ import msgspec
 
 from quintet.frontend.api.answer import stream_answer, submit_all, whole_answer
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
-from quintet.frontend.api.anthropic.parse import THEIR_NAMES, chat_body
+from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat import (
@@ -20,7 +20,7 @@ from quintet.frontend.api.openai.types import ChatBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import claim_for
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import unpack_i32
 from quintet.wire.config import EngineConfig
@@ -42,7 +42,7 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
     answer = MessagesAnswer(1, 1, 1, request_id, config.model.served_names[0], body.max_tokens, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(chat, exchange)
-    seeds, position, begun = behind(exchange.begun, 1, 1)
+    seeds, position, received = resume_state(exchange.partial_response, 1, 1)
     submissions = submit_all(
         service,
         body,
@@ -54,12 +54,12 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
         claim=claim,
         reading=reading,
         session=session_of(exchange),
-        begun=begun,
+        received=received,
         seeds=seeds,
     )
     if body.stream:
         writer = MessagesWriter(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, writer, submissions))
     else:
         (output,) = await whole_answer(exchange, submissions)
         await exchange.respond_json(message_of(answer, output))
@@ -82,7 +82,7 @@ def _checked(
     try:
         return chat, *checked_chat(chat, config, translation)
     except RequestError as error:
-        raise parse.renamed(error, THEIR_NAMES) from None
+        raise parse.renamed(error, CLIENT_NAMES) from None
 
 
 async def count_tokens(service: Service, exchange: HttpRequest) -> None:

@@ -35,7 +35,7 @@ MIN_THINKING = 1024
 THINKING = {"enabled": True, "adaptive": True, "between_tools": True, "disabled": False}
 THINKING_KWARGS = ("enable_thinking", "thinking")
 """Template variables that turn reasoning on and off."""
-THEIR_NAMES = {
+CLIENT_NAMES = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
@@ -76,7 +76,7 @@ class _Reader:
 
 def chat_body(body: ConversationBody) -> tuple[ChatBody, Translation]:
     """Translate a request to a chat body. Raises `RequestError`."""
-    _refuse_unsupported(body)
+    _reject_unsupported(body)
     tools = _tools(body.tools or ())
     shown_tools = [tool for tool in tools if not tool.is_deferred]
     messages, places = messages_of(body.system, body.messages, tools)
@@ -309,12 +309,12 @@ def _format(raw: RawField, name: str) -> ResponseFormat | None:
     """Translate the output format."""
     if not parse.json_of(raw):
         return None
-    asked = decode_part(raw, _output_format, name)
-    if asked.type != "json_schema":
-        raise parse.invalid(f"{name}.type is {shown(asked.type)}; it must be 'json_schema'.", name)
-    schema: dict[str, msgspec.Raw] = decode_part(asked.schema, _mapping, f"{name}.schema")
+    sent_format = decode_part(raw, _output_format, name)
+    if sent_format.type != "json_schema":
+        raise parse.invalid(f"{name}.type is {shown(sent_format.type)}; it must be 'json_schema'.", name)
+    schema: dict[str, msgspec.Raw] = decode_part(sent_format.schema, _mapping, f"{name}.schema")
     named = {"name": "output", "schema": schema, "strict": True}
-    return ResponseFormat(type=asked.type, json_schema=msgspec.Raw(encode_json(named)))
+    return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
 
 
 def _check_thinking(thinking: ThinkingChoice | None, max_tokens: int) -> None:
@@ -343,7 +343,7 @@ def _template_kwargs(body: ConversationBody) -> msgspec.Raw:
     return msgspec.Raw(encode_json(kwargs))
 
 
-def _refuse_unsupported(body: ConversationBody) -> None:
+def _reject_unsupported(body: ConversationBody) -> None:
     if body.response_format is not None and body.response_format.type != "text":
         raise parse.invalid(
             "response_format is a field of chat completions; send output_config.format instead.",

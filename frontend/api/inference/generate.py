@@ -23,7 +23,7 @@ from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.config import EngineConfig
 from quintet.wire.params import SamplingParams
@@ -55,8 +55,8 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
     answer = GenerateAnswer(1, params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(fields, exchange)
-    _refuse_missing(body, fields)
-    seeds, position, begun = behind(exchange.begun, params.n, 1)
+    _reject_unsupported(body, fields)
+    seeds, position, received = resume_state(exchange.partial_response, params.n, 1)
     submissions = submit_all(
         service,
         body,
@@ -68,12 +68,12 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
         claim=claim,
         interval=interval,
         session=session_of(exchange),
-        begun=begun,
+        received=received,
         seeds=seeds,
     )
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
         outputs = await whole_answer(exchange, submissions)
         await exchange.respond_json(_whole(outputs, submissions, options))
@@ -104,12 +104,12 @@ def _params(fields: CompletionBody, config: EngineConfig) -> SamplingParams:
     return parse.checked(params, config.frontend.max_logprobs, model, {})
 
 
-def _refuse_missing(body: GenerateBody, fields: CompletionBody) -> None:
+def _reject_unsupported(body: GenerateBody, fields: CompletionBody) -> None:
     for name, raw in (("features", body.features), ("content_parts", body.content_parts)):
         if parse.json_of(raw) not in {b"", b"{}", b"[]"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
-    parse.refuse_missing(fields)
-    parse.refuse_search(fields)
+    parse.reject_unsupported(fields)
+    parse.reject_search(fields)
 
 
 SHAPE = Shape(

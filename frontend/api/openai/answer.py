@@ -24,7 +24,7 @@ from quintet.wire.errors import RequestError
 from quintet.wire.messages import Finish, FinishReason, PositionLogprobs, Started
 from quintet.wire.params import SamplingParams
 
-USAGE_TOLD = "u"
+USAGE_SENT = "u"
 """`StreamCursor.note` after the usage event."""
 
 encode_json = msgspec.json.Encoder().encode
@@ -80,7 +80,7 @@ def options_of(
     include_usage = config.frontend.force_include_usage or (wanted is not None and bool(wanted.include_usage))
     return AnswerOptions(
         response_id=f"{id_prefix}-{parse.request_id(body, exchange)}",
-        created=int(time.time()) if exchange.begun is None else exchange.begun.created,
+        created=int(time.time()) if exchange.partial_response is None else exchange.partial_response.created,
         model=config.model.served_names[0],
         num_choices=params.n,
         include_usage=include_usage,
@@ -166,7 +166,7 @@ class Shape:
 class ChunkWriter:
     """Writer of the events of one response."""
 
-    name, can_go_on = "", True
+    name, can_continue = "", True
     """See `quintet.frontend.resume.token_relay.RelayedWriter`."""
 
     def __init__(
@@ -181,9 +181,9 @@ class ChunkWriter:
         self.stream_id = stream_id
         self.streams_per_prompt = 1
         """See `Submissions`."""
-        self.tells_ids = False
+        self.sends_ids = False
         """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
-        self.foretold: list[bytes] = []
+        self.prior_comments: list[bytes] = []
         """Such comments for tokens sent before this writer's first event."""
         self.created: int | None = options.created
         self._position = position or StreamCursor(num_prompts * options.num_choices)
@@ -198,38 +198,38 @@ class ChunkWriter:
         no_usage = b',"usage":null' if options.include_usage else b""
         self._end = b"]" + no_usage + b"}\n\n"
         self._plain_tail = shape.close + shape.plain_end + b"}" + self._end
-        self._tells_tokens = (
+        self._has_token_fields = (
             options.logprobs is not None
             or options.return_token_ids
             or options.continuous_usage
             or options.echo_only
         )
-        self._is_plain = not self._tells_tokens and shape.channels is None
+        self._is_plain = not self._has_token_fields and shape.channels is None
 
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`."""
         n = self.options.num_choices
         base = position * n
-        told = self._position
-        if self.foretold:
-            frames += self.foretold
-            self.foretold = []
+        cursor = self._position
+        if self.prior_comments:
+            frames += self.prior_comments
+            self.prior_comments = []
         if batch.started is not None:
             for index in range(base, base + n):
-                if told.counts[index] is None:
+                if cursor.counts[index] is None:
                     frames += self._start(index, batch.started)
         is_plain, prefixes, tail = self._is_plain, self._prefixes, self._plain_tail
         for delta in batch.deltas:
             index = base + delta.choice
-            told.counts[index] = stream.choices[delta.choice].num_taken
-            if self.tells_ids and delta.token_ids:
+            cursor.counts[index] = stream.choices[delta.choice].num_taken
+            if self.sends_ids and delta.token_ids:
                 frames.append(ids_comment(index, delta.token_ids))
             if is_plain and delta.finish is None:
                 if delta.text:
                     frame = prefixes[index] + encode_json(delta.text) + tail
                     frames.append(self._identified(frame) if self._event_id else frame)
             else:
-                told.ended[index] = delta.finish is not None
+                cursor.ended[index] = delta.finish is not None
                 full = self._full(base, stream, delta)
                 if full is not None:
                     frames.append(self._identified(full))
@@ -245,10 +245,10 @@ class ChunkWriter:
         """Return an event with its cursor as id."""
         if not self._event_id:
             return frame
-        told = self._position
-        if len(told.counts) == 1 and not told.ended[0] and told.counts[0] is not None:
-            return b"%b%d\n%b" % (self._event_id, told.counts[0], frame)
-        return b"%b%b\n%b" % (self._event_id, str(told).encode(), frame)
+        cursor = self._position
+        if len(cursor.counts) == 1 and not cursor.ended[0] and cursor.counts[0] is not None:
+            return b"%b%d\n%b" % (self._event_id, cursor.counts[0], frame)
+        return b"%b%b\n%b" % (self._event_id, str(cursor).encode(), frame)
 
     def _full(self, base: int, stream: Stream, delta: Delta) -> bytes | None:
         """Return an event with every requested field, or None if there is nothing to send."""
@@ -258,7 +258,7 @@ class ChunkWriter:
             text, token_ids, positions = "", (), []
         body = None if self.shape.channels is None else self.shape.channels(base + delta.choice, delta)
         is_empty = not text if body is None else not body
-        if delta.finish is None and is_empty and not (token_ids and self._tells_tokens):
+        if delta.finish is None and is_empty and not (token_ids and self._has_token_fields):
             return None
         usage, started = None, stream.started
         num_taken = stream.choices[delta.choice].num_taken
@@ -332,8 +332,8 @@ class ChunkWriter:
 
     def tail(self, streams: Sequence[Stream]) -> bytes:
         """Return the end of the stream: usage if requested, and ``[DONE]``."""
-        if not self.options.include_usage or self._position.note == USAGE_TOLD:
+        if not self.options.include_usage or self._position.note == USAGE_SENT:
             return sse.DONE
-        self._position.note = USAGE_TOLD
+        self._position.note = USAGE_SENT
         usage = encode_json(usage_of(streams, self.options.echo_only, self.streams_per_prompt))
         return self._identified(self._head + b'],"usage":' + usage + b"}\n\n") + sse.DONE

@@ -16,7 +16,7 @@ from quintet.frontend.api.openai.chat import (
     choice_of,
     decode_part,
     parse_conversation,
-    refuse_missing,
+    reject_unsupported,
 )
 from quintet.frontend.api.openai.logprobs import prompt_logprobs
 from quintet.frontend.api.openai.tools import reading_of
@@ -46,8 +46,8 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
     tools, form = conversations[0].prompt.tools, params.structured_outputs
     reading = reading_of(body, tools, config.model.parsers, form)
     deadline_ns = parse.deadline_ns(body, exchange)
-    refuse_missing(body)
-    parse.refuse_search(body)
+    reject_unsupported(body)
+    parse.reject_search(body)
     submissions = submit_all(
         service,
         body,

@@ -17,7 +17,7 @@ from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
-from quintet.frontend.beam_rounds import fitting, search, telling
+from quintet.frontend.beam_rounds import fitting, replay_params, search
 from quintet.frontend.beam_search import Beam, BeamOptions, EarlyStopping
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
@@ -71,7 +71,7 @@ class BeamRequest:
 
 
 def ranked(params: SamplingParams, body: GenerationBody) -> SamplingParams:
-    """Return parameters with log-probabilities if `best` needs them. Raises `RequestError`."""
+    """Return parameters with log-probabilities if `best_choices` needs them. Raises `RequestError`."""
     if not _hides_choices(body):
         return params
     if body.stream:
@@ -83,7 +83,7 @@ def ranked(params: SamplingParams, body: GenerationBody) -> SamplingParams:
     return params if params.logprobs is not None else msgspec.structs.replace(params, logprobs=0)
 
 
-def best(outputs: Sequence[Output], body: GenerationBody) -> list[Output]:
+def best_choices(outputs: Sequence[Output], body: GenerationBody) -> list[Output]:
     """Return the ``n`` of each prompt's ``best_of`` choices with the highest total log-probability, best first."""
     if not _hides_choices(body):
         return list(outputs)
@@ -156,29 +156,29 @@ async def _found(
     options = [_options(request, len(prompt), service.config.model) for prompt in prompts]
     service.admission.enter(request.prompts, msgspec.structs.replace(params, n=options[0].width))
 
-    async def ask(behind: Sequence[TokenPrompt], step: SamplingParams) -> list[PositionLogprobs]:
+    async def ask(extended: Sequence[TokenPrompt], step: SamplingParams) -> list[PositionLogprobs]:
         submissions = Submissions()
-        _submit(service, submissions, request, [(prompt, step, b"") for prompt in behind])
+        _submit(service, submissions, request, [(prompt, step, b"") for prompt in extended])
         return [output.logprobs[0] for output in await whole_answer(exchange, submissions)]
 
     found = [beams[:n] for beams in await search(prompts, options, ask)]
     submissions = Submissions(streams_per_prompt=n)
-    told = [
-        (TokenPrompt(pack_i32(ids)), telling(beam, params), pack_i32(beam.token_ids))
+    replayed_ids = [
+        (TokenPrompt(pack_i32(ids)), replay_params(beam, params), pack_i32(beam.token_ids))
         for ids, beams in zip(prompts, found, strict=True)
         for beam in beams
     ]
-    _submit(service, submissions, request, told)
+    _submit(service, submissions, request, replayed_ids)
     return submissions, [beam for beams in found for beam in beams]
 
 
 def _options(request: BeamRequest, num_prompt: int, model: ModelConfig) -> BeamOptions:
     body, params = request.body, request.params
-    asked = None if request.limit_gives_way else params.max_tokens
-    room = fitting(num_prompt, asked, model.max_model_len, request.field)
+    max_tokens = None if request.limit_gives_way else params.max_tokens
+    num_left = fitting(num_prompt, max_tokens, model.max_model_len, request.field)
     return BeamOptions(
         body.best_of or _num_shown(body),
-        min(room, params.max_tokens or room),
+        min(num_left, params.max_tokens or num_left),
         1.0 if body.length_penalty is None else body.length_penalty,
         _early_stopping_of(body),
         frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else model.eos_token_ids),
@@ -194,21 +194,23 @@ def _submit(
     each: Sequence[tuple[TokenPrompt, SamplingParams, bytes]],
 ) -> None:
     try:
-        for prompt, params, told in each:
+        for prompt, params, replayed_ids in each:
             submissions.add(
                 service.sessions.submit(
                     prompt,
                     params,
                     priority=request.body.priority or 0,
                     cache_salt=request.body.cache_salt or "",
-                    echo=request.answer.echo and isinstance(request.body, CompletionBody) and bool(told),
-                    return_prompt_ids=request.answer.return_token_ids and bool(told),
+                    echo=request.answer.echo
+                    and isinstance(request.body, CompletionBody)
+                    and bool(replayed_ids),
+                    return_prompt_ids=request.answer.return_token_ids and bool(replayed_ids),
                     mailbox=submissions.mailbox,
                     final_only=True,
                     are_checked=True,
                     deadline_ns=request.deadline_ns,
-                    reading=request.reading if told else None,
-                    told=told,
+                    reading=request.reading if replayed_ids else None,
+                    replayed_ids=replayed_ids,
                     session=request.session,
                 )
             )
@@ -251,12 +253,12 @@ def _check_beams(body: GenerationBody) -> None:
     for name, nothing in NO_BEAMS.items():
         value = getattr(body, name)
         if value is not None and value != nothing:
-            raise _not_with_beams(name)
+            raise _no_effect_with_beams(name)
     if isinstance(body, ChatBody) and body.tool_choice not in (None, "none", "auto"):
-        raise _not_with_beams("tool_choice")
+        raise _no_effect_with_beams("tool_choice")
     if (field := form_field(body)) is not None:
-        raise _not_with_beams(field)
+        raise _no_effect_with_beams(field)
 
 
-def _not_with_beams(name: str) -> Exception:
+def _no_effect_with_beams(name: str) -> Exception:
     return parse.invalid(f"{name} has no effect with use_beam_search; leave one of them out.", name)

@@ -22,9 +22,9 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, ranked, stream_beams
 from quintet.frontend.api.openai.completions import token_prompt
-from quintet.frontend.api.openai.kv_transfer_params import take_handover, with_params
+from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
 from quintet.frontend.api.openai.offered_tools import shown_tools, with_deferred
 from quintet.frontend.api.openai.tools import check_tool_choice, form_of_calls, form_or_calls, reading_of
@@ -36,12 +36,12 @@ from quintet.frontend.api.openai.types import (
     TextPart,
     TokenizeBody,
 )
-from quintet.frontend.api.openai.usage_replay import recall
+from quintet.frontend.api.openai.usage_replay import replay_usage
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Delta
 from quintet.wire.channels import Span
@@ -98,8 +98,8 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
     answer = ChatAnswer(1, params.n, interval, options, conversation.role, prefix, channels)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
-    handover = take_handover(body, 1, config)
-    refuse_missing(body)
+    kv_transfer = take_kv_transfer(body, 1, config)
+    reject_unsupported(body)
     session = session_of(exchange, body.user)
     if body.use_beam_search:
         prompts, gives_way = [prompt], parse.chat_max_tokens(body) is None
@@ -113,7 +113,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, answer))
         return
-    seeds, position, begun = behind(exchange.begun, params.n, 1)
+    seeds, position, received = resume_state(exchange.partial_response, params.n, 1)
     submissions = submit_all(
         service,
         body,
@@ -127,17 +127,17 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         interval=interval,
         return_prompt_ids=options.return_token_ids,
         session=session,
-        begun=begun,
+        received=received,
         seeds=seeds,
-        handover=handover,
+        kv_transfer=kv_transfer,
     )
-    if exchange.begun is not None and options.include_usage:
-        await recall(service, submissions)
+    if exchange.partial_response is not None and options.include_usage:
+        await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = best(await whole_answer(exchange, submissions), body)
+        outputs = best_choices(await whole_answer(exchange, submissions), body)
         whole = _whole(outputs, submissions, answer)
         await exchange.respond_json(with_params(whole, submissions.streams, config))
 
@@ -209,14 +209,14 @@ def channels_of(
     )
 
 
-def _check_template(asked: str | None, config: EngineConfig) -> None:
+def _check_template(template: str | None, config: EngineConfig) -> None:
     """Reject a template that is not the model's, unless requests' templates are trusted."""
     names = config.model.chat_templates
-    if asked is None or asked in names or config.frontend.trust_request_chat_template:
+    if template is None or template in names or config.frontend.trust_request_chat_template:
         return
     what = f"one of the model's templates ({', '.join(names)})" if names else "left out: the model has none"
     raise parse.invalid(
-        f"chat_template is {shown(asked)}; it must be {what}. Templates from requests are disabled "
+        f"chat_template is {shown(template)}; it must be {what}. Templates from requests are disabled "
         "(--trust-request-chat-template enables them).",
         "chat_template",
     )
@@ -281,7 +281,7 @@ def check_chat(body: ChatBody, config: EngineConfig) -> None:
         )
 
 
-def refuse_missing(body: ChatBody) -> None:
+def reject_unsupported(body: ChatBody) -> None:
     """Reject unsupported fields."""
     for name, raw in (("functions", body.functions), ("function_call", body.function_call)):
         if parse.json_of(raw) not in {b"", b"[]", b'"none"'}:
@@ -297,7 +297,7 @@ def refuse_missing(body: ChatBody) -> None:
     ):
         if parse.json_of(raw) not in {b"", b"{}"}:
             raise parse.not_implemented(name, "input other than text", "Leave it out.")
-    parse.refuse_missing(body)
+    parse.reject_unsupported(body)
 
 
 def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
@@ -325,16 +325,16 @@ def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
 def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shape:
     """Return the chunk format; the first events have the role and the echoed text."""
 
-    def by_channel(told: Channels, index: int, delta: Delta) -> bytes:
-        found = told.told(index, delta.text, delta.spans).delta()
+    def by_channel(answer_channels: Channels, index: int, delta: Delta) -> bytes:
+        found = answer_channels.split(index, delta.text, delta.spans).delta()
         return b'"delta":' + encode_json(found) if found else b""
 
     def on_start(writer: ChunkWriter, index: int, started: Started) -> list[bytes]:
         first = b'{"index":%d,"delta":{"role":' + encode_json(role).replace(b"%", b"%%")
         # No token_ids here: clients concatenate id lists.
         first += b',"content":""},"logprobs":null,"finish_reason":null}'
-        asked = writer.options.return_token_ids
-        ids = encode_json(list(unpack_i32(started.prompt_ids)) if asked else None)
+        with_ids = writer.options.return_token_ids
+        ids = encode_json(list(unpack_i32(started.prompt_ids)) if with_ids else None)
         usage = writer.usage_at_start(started)
         frames = [writer.raw_choice(first % index, b',"prompt_token_ids":' + ids, usage)]
         return [*frames, writer.chunk(index, prefix, usage=usage)] if prefix else frames
@@ -371,9 +371,9 @@ def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> 
         "usage": usage_of(submissions.streams, streams_per_prompt=submissions.streams_per_prompt),
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
-    asked = options.return_token_ids and started is not None
+    with_ids = options.return_token_ids and started is not None
     answer["prompt_token_ids"] = (
-        list(unpack_i32(started.prompt_ids)) if started is not None and asked else None
+        list(unpack_i32(started.prompt_ids)) if started is not None and with_ids else None
     )
     return answer
 
@@ -382,7 +382,7 @@ def message_of(index: int, text: str, spans: Sequence[Span], how: ChatAnswer) ->
     """Return the message of an unstreamed choice."""
     if how.channels is None:
         return {"role": how.role, "content": how.prefix + text, "refusal": None}
-    return how.channels.told(index, text, spans).message(how.role, how.prefix)
+    return how.channels.split(index, text, spans).message(how.role, how.prefix)
 
 
 def choice_of(output: Output, how: ChatAnswer) -> dict[str, object]:

@@ -20,9 +20,9 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best, ranked, stream_beams
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, ranked, stream_beams
 from quintet.frontend.api.openai.embeds import embeds_prompts
-from quintet.frontend.api.openai.kv_transfer_params import take_handover, with_params
+from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import (
     completion_logprobs,
     echoed_logprobs,
@@ -30,12 +30,12 @@ from quintet.frontend.api.openai.logprobs import (
     prompt_logprobs,
 )
 from quintet.frontend.api.openai.types import CompletionBody
-from quintet.frontend.api.openai.usage_replay import recall
+from quintet.frontend.api.openai.usage_replay import replay_usage
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.resume.resume_token import Answer, claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32, unpack_i32
 from quintet.wire.config import EngineConfig, ModelConfig
@@ -66,8 +66,8 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
     answer = CompletionAnswer(len(prompts), params.n, interval, options)
     claim = claim_for(answer, config) if body.stream else None
     deadline_ns = parse.deadline_ns(body, exchange)
-    handover = take_handover(body, len(prompts), config)
-    parse.refuse_missing(body)
+    kv_transfer = take_kv_transfer(body, len(prompts), config)
+    parse.reject_unsupported(body)
     session = session_of(exchange, body.user)
     if body.use_beam_search:
         gives_way = body.max_tokens is None
@@ -78,7 +78,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         outputs, submissions = await beam_answer(service, exchange, request)
         await exchange.respond_json(_whole(outputs, submissions, options))
         return
-    seeds, position, begun = behind(exchange.begun, params.n, len(prompts))
+    seeds, position, received = resume_state(exchange.partial_response, params.n, len(prompts))
     submissions = submit_all(
         service,
         body,
@@ -92,17 +92,17 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         echo=options.echo,
         return_prompt_ids=options.return_token_ids,
         session=session,
-        begun=begun,
+        received=received,
         seeds=seeds,
-        handover=handover,
+        kv_transfer=kv_transfer,
     )
-    if exchange.begun is not None and options.include_usage:
-        await recall(service, submissions)
+    if exchange.partial_response is not None and options.include_usage:
+        await replay_usage(service, submissions)
     if body.stream:
         chunks = writer(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, chunks, submissions))
+        await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = best(await whole_answer(exchange, submissions), body)
+        outputs = best_choices(await whole_answer(exchange, submissions), body)
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []
@@ -260,9 +260,11 @@ def _choice(output: Output, options: AnswerOptions) -> dict[str, object]:
         "stop_reason": output.finish.stop_reason,
         "prompt_logprobs": prompt_logprobs(started, options) if started is not None else None,
     }
-    asked = options.return_token_ids
-    choice["token_ids"] = list(output.token_ids) if asked else None
+    with_ids = options.return_token_ids
+    choice["token_ids"] = list(output.token_ids) if with_ids else None
     choice["prompt_token_ids"] = (
-        list(unpack_i32(started.prompt_ids)) if started is not None and started.prompt_ids and asked else None
+        list(unpack_i32(started.prompt_ids))
+        if started is not None and started.prompt_ids and with_ids
+        else None
     )
     return choice

@@ -22,7 +22,7 @@ from quintet.frontend.api.openai.chat import (
     message_of,
 )
 from quintet.frontend.api.openai.completions import completion_params
-from quintet.frontend.api.openai.redetokenize import reread
+from quintet.frontend.api.openai.redetokenize import redetokenize
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.service import Service
@@ -70,12 +70,12 @@ async def derender_chat(service: Service, exchange: HttpRequest) -> None:
         num_reasoning += answer.num_reasoning_tokens
         message = message_of(choice.index, answer.text, answer.spans, how)
         choices.append(_choice(choice, answer, {"message": message}))
-    told = None if body.prompt_tokens is None else [body.prompt_tokens]
-    usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else told)
+    given_counts = None if body.prompt_tokens is None else [body.prompt_tokens]
+    usage = _usage([generated], [len(unpack_i32(prompt_ids))] if given else given_counts)
     if reading is not None:
         usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     answer_body = {**_head(options, "chat.completion"), "choices": choices, "usage": usage}
-    await exchange.respond_json({**answer_body, "prompt_logprobs": _as_it_came(generated.prompt_logprobs)})
+    await exchange.respond_json({**answer_body, "prompt_logprobs": _raw_json(generated.prompt_logprobs)})
 
 
 async def derender_completions(service: Service, exchange: HttpRequest) -> None:
@@ -101,9 +101,9 @@ async def derender_completions(service: Service, exchange: HttpRequest) -> None:
     for generated in answers:
         for choice in generated.choices:
             answer = await _read(service, choice, params, b"", None)
-            told = _choice(choice, answer, {"text": answer.text})
+            fields = _choice(choice, answer, {"text": answer.text})
             choices.append(
-                {**told, "index": len(choices), "prompt_logprobs": _as_it_came(generated.prompt_logprobs)}
+                {**fields, "index": len(choices), "prompt_logprobs": _raw_json(generated.prompt_logprobs)}
             )
     usage = _usage(answers, body.prompt_tokens)
     await exchange.respond_json({**_head(options, "text_completion"), "choices": choices, "usage": usage})
@@ -150,22 +150,22 @@ async def _read(
     ends_with_stop = choice.finish_reason in ("stop", "tool_calls")
     is_cut = choice.finish_reason is not None and not ends_with_stop
     ids = choice.token_ids or ()
-    return await reread(service, ids, ends_with_stop, params, prompt_ids, reading, is_cut=is_cut)
+    return await redetokenize(service, ids, ends_with_stop, params, prompt_ids, reading, is_cut=is_cut)
 
 
-def _choice(choice: GeneratedChoice, answer: Detokenized, told: dict[str, object]) -> dict[str, object]:
+def _choice(choice: GeneratedChoice, answer: Detokenized, fields: dict[str, object]) -> dict[str, object]:
     reason = reason_named(choice.finish_reason) or FinishReason.STOP
     finish = Finish(0, reason, choice.stop_reason, 0, answer.num_reasoning_tokens, answer.num_calls)
     return {
         "index": choice.index,
-        **told,
-        "logprobs": _as_it_came(choice.logprobs),
+        **fields,
+        "logprobs": _raw_json(choice.logprobs),
         "finish_reason": finish_name(finish),
         "stop_reason": choice.stop_reason,
     }
 
 
-def _as_it_came(raw: msgspec.Raw | msgspec.UnsetType) -> object:
+def _raw_json(raw: msgspec.Raw | msgspec.UnsetType) -> object:
     return msgspec.Raw(parse.json_of(raw) or b"null")
 
 

@@ -50,8 +50,8 @@ async def embeds_prompts(body: CompletionBody, config: EngineConfig) -> list[Emb
             f"{FIELD} is disabled; send `prompt`, or start the server with --enable-prompt-embeds.",
             FIELD,
         )
-    refused = ("suffix", "echo", "use_beam_search")
-    for name in refused:
+    rejected = ("suffix", "echo", "use_beam_search")
+    for name in rejected:
         if getattr(body, name):
             raise parse.invalid(
                 f"{name} cannot be combined with {FIELD}, because it needs the prompt's text or tokens; leave one of "

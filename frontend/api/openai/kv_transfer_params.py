@@ -43,7 +43,7 @@ class TransferParams(msgspec.Struct, kw_only=True):
 _decoder = msgspec.json.Decoder(TransferParams)
 
 
-def take_handover(body: GenerationBody, num_prompts: int, config: EngineConfig) -> KvTransfer | None:
+def take_kv_transfer(body: GenerationBody, num_prompts: int, config: EngineConfig) -> KvTransfer | None:
     """Remove the field from a body and decode it; None if empty. Raises `RequestError`."""
     encoded = parse.json_of(body.kv_transfer_params)
     if encoded in {b"", b"{}"}:
@@ -131,8 +131,8 @@ def with_params(
     answer: dict[str, object], streams: Sequence[Stream], config: EngineConfig
 ) -> dict[str, object]:
     """Add the params for the decode server to an unstreamed response, if the request asks for them."""
-    handover, peers = streams[0].submit.spec.handover, config.cache.peers
-    if peers is None or handover is None or not handover.offers:
+    kv_transfer, peers = streams[0].submit.spec.handover, config.cache.peers
+    if peers is None or kv_transfer is None or not kv_transfer.offers:
         return answer
     return answer | {FIELD: _params_of(streams[0], peers, config.model.kv.block_size)}
 

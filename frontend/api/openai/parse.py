@@ -174,7 +174,7 @@ def _logit_bias(given: Mapping[str, float]) -> dict[int, float]:
     return bias
 
 
-def refuse_missing(body: GenerationBody) -> None:
+def reject_unsupported(body: GenerationBody) -> None:
     """Reject unsupported fields that would change the output. Call after the checks of supported ones."""
     if _missing_of(body) == _NOTHING_MISSING:  # fast path of almost every request
         return
@@ -196,7 +196,7 @@ def check_logprob_token_ids(body: GenerationBody, *, has_logprobs: bool) -> None
         raise invalid("logprob_token_ids was sent without logprobs; send both.", "logprob_token_ids")
 
 
-def refuse_search(body: GenerationBody) -> None:
+def reject_search(body: GenerationBody) -> None:
     """Reject beam search, best_of and suffix at endpoints without them."""
     for name in ("use_beam_search", "suffix"):
         if getattr(body, name, None):

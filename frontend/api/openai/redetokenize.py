@@ -10,7 +10,7 @@ from quintet.wire.params import SamplingParams
 from quintet.wire.request import Echo, OutputParsing
 
 
-async def reread(
+async def redetokenize(
     service: Service,
     ids: Sequence[int],
     ends_with_stop: bool,

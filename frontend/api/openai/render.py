@@ -9,7 +9,7 @@ import msgspec
 
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.chat import chat_params, check_chat, parse_conversation, prompt_of
-from quintet.frontend.api.openai.chat import refuse_missing as refuse_missing_in_chat
+from quintet.frontend.api.openai.chat import reject_unsupported as reject_unsupported_in_chat
 from quintet.frontend.api.openai.completions import completion_params, parse_prompts
 from quintet.frontend.api.openai.types import ChatBody, CompletionBody, GenerationBody
 from quintet.frontend.http.http_request import HttpRequest
@@ -24,7 +24,7 @@ from quintet.wire.structured import StructuredOutputsParams
 _chat_decoder = msgspec.json.Decoder(ChatBody)
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 
-NOT_TOLD = frozenset({"output_kind", "detokenize", "structured_outputs", "truncate_prompt_tokens"})
+NOT_SENT = frozenset({"output_kind", "detokenize", "structured_outputs", "truncate_prompt_tokens"})
 """Parameters that `/inference/v1/generate` does not take, or that are sent in another form."""
 
 
@@ -35,8 +35,8 @@ async def render_chat(service: Service, exchange: HttpRequest) -> None:
     check_chat(body, config)
     prompt = prompt_of(body, parse_conversation(body, config), config)
     params = chat_params(body, config)
-    refuse_missing_in_chat(body)
-    parse.refuse_search(body)
+    reject_unsupported_in_chat(body)
+    parse.reject_search(body)
     limit = params.max_tokens if parse.chat_max_tokens(body) is not None else None
     ids = await _ids_of(prompt, limit, service, "messages")
     await exchange.respond_json(_rendered(ids, body, params, exchange, config))
@@ -70,8 +70,8 @@ async def render_completions(service: Service, exchange: HttpRequest) -> None:
         raise parse.invalid("prompt_embeds cannot be rendered to token ids; leave it out.", "prompt_embeds")
     prompts = parse_prompts(body, config.model)
     params = completion_params(body, config)
-    parse.refuse_missing(body)
-    parse.refuse_search(body)
+    parse.reject_unsupported(body)
+    parse.reject_search(body)
     rendered = []
     for prompt in prompts:
         ids = await _ids_of(prompt, body.max_tokens, service, "prompt")
@@ -87,14 +87,14 @@ async def _ids_of(
         ids: Sequence[int] = unpack_i32(prompt.token_ids)
     else:
         ids = unpack_i32((await service.queries.tokenize(prompt)).token_ids)
-    limit, room = service.config.model.max_model_len, max_tokens or 1
+    limit, num_new = service.config.model.max_model_len, max_tokens or 1
     if not ids:
         raise parse.invalid(f"{field} is empty: it has no tokens; send at least one token.", field)
-    if len(ids) + room > limit:
+    if len(ids) + num_new > limit:
         raise RequestError(
             ErrorCode.TOO_LONG,
-            f"This model's maximum context length is {limit} tokens. However, you requested {len(ids) + room} tokens "
-            f"({len(ids)} in the {field}, {room} in the completion). Please reduce the length of the {field} or completion.",
+            f"This model's maximum context length is {limit} tokens. However, you requested {len(ids) + num_new} tokens "
+            f"({len(ids)} in the {field}, {num_new} in the completion). Please reduce the length of the {field} or completion.",
             field,
         )
     return ids
@@ -116,7 +116,7 @@ def _rendered(
     return {
         "request_id": parse.request_id(body, exchange),
         "token_ids": list(ids),
-        "sampling_params": _told(params),
+        "sampling_params": _params_json(params),
         "model": config.model.served_names[0],
         "stream": bool(body.stream),
         "stream_options": None if body.stream_options is None else msgspec.to_builtins(body.stream_options),
@@ -125,18 +125,20 @@ def _rendered(
     }
 
 
-def _told(params: SamplingParams) -> dict[str, object]:
+def _params_json(params: SamplingParams) -> dict[str, object]:
     """Return the parameters that differ from their defaults, by name."""
-    told = {name: value for name, value in _changed(params, SamplingParams()).items() if name not in NOT_TOLD}
-    told["max_tokens"] = params.max_tokens
+    params_json = {
+        name: value for name, value in _changed(params, SamplingParams()).items() if name not in NOT_SENT
+    }
+    params_json["max_tokens"] = params.max_tokens
     form = params.structured_outputs
     if params.repetition_detection is not None:
-        told["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
+        params_json["repetition_detection"] = msgspec.structs.asdict(params.repetition_detection)
     if form is not None:
-        told["structured_outputs"] = _changed(
+        params_json["structured_outputs"] = _changed(
             msgspec.structs.replace(form, calls=""), StructuredOutputsParams()
         )
-    return told
+    return params_json
 
 
 def _changed(given: msgspec.Struct, default: msgspec.Struct) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True):
 
 def form_of(body: FormFields) -> StructuredOutputsParams | None:
     """Return the normalized constraint; None for free text. Raises `RequestError` with the body's field."""
-    for name, form in _asked(body).items():
+    for name, form in _requested(body).items():
         try:
             return form.checked()
         except RequestError as error:
@@ -94,19 +94,19 @@ def form_of(body: FormFields) -> StructuredOutputsParams | None:
 
 def form_field(body: FormFields) -> str | None:
     """Return the field with the constraint; None for free text. Raises `RequestError`."""
-    return next(iter(_asked(body)), None)
+    return next(iter(_requested(body)), None)
 
 
-def _asked(body: FormFields) -> dict[str, StructuredOutputsParams]:
+def _requested(body: FormFields) -> dict[str, StructuredOutputsParams]:
     """Return the constraint by its field; one at most. Raises `RequestError`."""
-    asked: dict[str, StructuredOutputsParams] = {}
+    requested: dict[str, StructuredOutputsParams] = {}
     if _forms_of(body) == _NO_FORM:  # fast path of almost every request
-        return asked
+        return requested
     if body.response_format is not None and (form := _of_format(body.response_format)) is not None:
-        asked["response_format"] = form
+        requested["response_format"] = form
     if _was_sent(body.structured_outputs):
         given = _decoded(body.structured_outputs, StructuredOutputs, FIELD)
-        asked[FIELD] = StructuredOutputsParams(**msgspec.structs.asdict(given))
+        requested[FIELD] = StructuredOutputsParams(**msgspec.structs.asdict(given))
     if body.grammar_lazy:
         raise _bad(
             "grammar_lazy is true, but grammars always apply from the first token; leave it out.",
@@ -117,16 +117,17 @@ def _asked(body: FormFields) -> dict[str, StructuredOutputsParams]:
         if _was_sent(raw):
             value = _decoded(raw, Any, name)
             pattern = body.guided_whitespace_pattern
-            asked[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
+            requested[name] = StructuredOutputsParams(**{kind: value}, whitespace_pattern=pattern)
     if _was_sent(body.json_schema):
-        asked["json_schema"] = _of_schema(body.json_schema, "json_schema")
+        requested["json_schema"] = _of_schema(body.json_schema, "json_schema")
     if _was_sent(body.grammar) and (form := _of_grammar(body.grammar)) is not None:
-        asked["grammar"] = form
-    if len(asked) > 1:
+        requested["grammar"] = form
+    if len(requested) > 1:
         raise _bad(
-            f"{' and '.join(asked)} were sent; only one output format is allowed, so send one of them.", FIELD
+            f"{' and '.join(requested)} were sent; only one output format is allowed, so send one of them.",
+            FIELD,
         )
-    return asked
+    return requested
 
 
 def _of_grammar(raw: RawField) -> StructuredOutputsParams | None:
@@ -142,8 +143,8 @@ def _of_format(given: ResponseFormat, name: str = "response_format") -> Structur
     if kind not in FORMATS:
         raise _bad(f"{name}.type is {shown(given.type)}; it must be one of {', '.join(FORMATS)}.", name)
     sent = [field for field in FIELDS if _was_sent(getattr(given, field))]
-    strange = [field for field in sent if field not in FORMATS[kind]]
-    if strange or (kind != "structural_tag" and len(sent) > 1):
+    unexpected = [field for field in sent if field not in FORMATS[kind]]
+    if unexpected or (kind != "structural_tag" and len(sent) > 1):
         allowed = " or ".join(FORMATS[kind]) or "nothing"
         raise _bad(
             f"{name} has {' and '.join(sent)} with the type {given.type}; allowed with it: {allowed}.",
@@ -188,7 +189,7 @@ def _decoded(raw: RawField, kind: Any, name: str) -> Any:
     try:
         return msgspec.json.decode(bytes(raw), type=kind)  # type: ignore[arg-type]
     except msgspec.ValidationError as error:
-        raise _not_as_it_must_be(error, name) from None
+        raise _invalid_value(error, name) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _bad(f"{name} is not valid JSON: {error}.", name.split(".", maxsplit=1)[0]) from None
 
@@ -197,10 +198,10 @@ def _convert(value: dict[str, Any], kind: type[JsonSchemaFormat], name: str) -> 
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _not_as_it_must_be(error, name) from None
+        raise _invalid_value(error, name) from None
 
 
-def _not_as_it_must_be(error: msgspec.ValidationError, name: str) -> RequestError:
+def _invalid_value(error: msgspec.ValidationError, name: str) -> RequestError:
     return _bad(f"{name} is invalid: {str(error).replace('`', '')}.", name.split(".", maxsplit=1)[0])
 
 

@@ -68,9 +68,13 @@ async def tokenizer_info(service: Service, exchange: HttpRequest) -> None:
             "The tokenizer's configuration is not public; start the server with --enable-tokenizer-info-endpoint.",
         )
     path = Path(config.model.tokenizer_path) / "tokenizer_config.json"
-    told: dict[str, object] = msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    config_json: dict[str, object] = (
+        msgspec.json.decode(path.read_bytes(), type=dict) if path.is_file() else {}
+    )
     template = config.model.chat_templates.get("default")
-    await exchange.respond_json(told if template is None else {**told, "chat_template": template})
+    await exchange.respond_json(
+        config_json if template is None else {**config_json, "chat_template": template}
+    )
 
 
 async def detokenize(service: Service, exchange: HttpRequest) -> None:

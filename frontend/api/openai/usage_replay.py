@@ -7,7 +7,7 @@ prompt is tokenized again, and the output parsed again.
 from __future__ import annotations
 
 from quintet.frontend.api.answer import Submissions
-from quintet.frontend.api.openai.redetokenize import reread
+from quintet.frontend.api.openai.redetokenize import redetokenize
 from quintet.frontend.service import Service
 from quintet.frontend.streams import Stream, StreamChoice
 from quintet.wire.embeds import EmbedsPrompt
@@ -15,7 +15,7 @@ from quintet.wire.messages import Finish, Started, TokenPrompt
 from quintet.wire.request import room_for_output
 
 
-async def recall(service: Service, submissions: Submissions) -> None:
+async def replay_usage(service: Service, submissions: Submissions) -> None:
     """Count the choices that ended before the request arrived here. Call right after submit. Raises `RequestError`."""
     ended = [
         [(choice, choice.finish) for choice in stream.choices if choice.finish is not None]
@@ -46,7 +46,7 @@ async def _count(service: Service, stream: Stream, ended: list[tuple[StreamChoic
         stream.started = Started(submit.request_id, num_prompt_tokens, 0, arrival_ns, arrival_ns)
     if reading is not None:
         for choice, finish in ended:
-            read = await reread(service, choice.output_ids.tolist(), True, params, prompt_ids, reading)
+            read = await redetokenize(service, choice.output_ids.tolist(), True, params, prompt_ids, reading)
             finish.num_reasoning_tokens = read.num_reasoning_tokens
 
 

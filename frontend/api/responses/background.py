@@ -53,7 +53,7 @@ def _done(service: Service, name: str, task: asyncio.Task[None]) -> None:
 async def run(service: Service, record: Record, submissions: Submissions, writer: ResponsesWriter) -> None:
     """Write a response's progress to the store until it ends, is cancelled or deleted."""
     store, owner = service.responses, service.responses.owner(service.me)
-    untold = True
+    is_new = True
     try:
         if submissions.streams[0].started is not None and not submissions.streams[0].is_posted:
             submissions.mailbox.nudge()  # a resumed request has already started
@@ -69,33 +69,33 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
             events = None
             if record.streams and frames:
                 events = Events(writer.last_number, writer.position, b"".join(frames))
-            if untold or events is not None or writer.response:
-                tell = functools.partial(_tell, record.id, owner, writer, events)
-                if not await store.do(tell):
+            if is_new or events is not None or writer.response:
+                write = functools.partial(_write_progress, record.id, owner, writer, events)
+                if not await store.do(write):
                     return
-                untold = False
+                is_new = False
     finally:
         submissions.close()
 
 
-def tell_start(submissions: Submissions) -> Submissions:
+def wake_on_start(submissions: Submissions) -> Submissions:
     """Wake the run also at its request's start, so that the response becomes in_progress then."""
     for stream in submissions.streams:
-        stream.tells_start = True
+        stream.wakes_on_start = True
     return submissions
 
 
-def _tell(
+def _write_progress(
     response_id: str, owner: str, writer: ResponsesWriter, events: Events | None, file: ResponseFile
 ) -> bool:
     turn = turn_of(writer.answer, writer.status, writer.response)
-    return file.tell(response_id, owner, writer.status, events, writer.response, turn)
+    return file.write_progress(response_id, owner, writer.status, events, writer.response, turn)
 
 
-def look_for_lost(service: Service) -> None:
+def take_over_lost(service: Service) -> None:
     """Take over background responses of lost frontends. Call on every new topology."""
     store = service.responses
-    if store.keeps and SEARCH not in service.background and store.path.exists():
+    if store.is_enabled and SEARCH not in service.background and store.path.exists():
         start(service, SEARCH, _take_over(service))
 
 
@@ -105,47 +105,47 @@ async def _take_over(service: Service) -> None:
     while topology is not service.sessions.slots.topology:  # repeat if the topology changed meanwhile
         topology = service.sessions.slots.topology
         owners = await store.do(lambda file: file.owners())
-        gone = [owner for owner in owners if store.is_gone(owner, topology)]
+        gone = [owner for owner in owners if store.is_lost(owner, topology)]
         if gone:
             for record in await store.do(functools.partial(_take, mine, gone)):
-                start(service, record.id, _go_on(service, record))
+                start(service, record.id, _resume(service, record))
 
 
 def _take(owner: str, former: list[str], file: ResponseFile) -> list[Record]:
     return file.take_over(owner, former)
 
 
-async def _go_on(service: Service, record: Record) -> None:
+async def _resume(service: Service, record: Record) -> None:
     """Resume a response that another frontend began."""
     answer = answer_of(record)
     if not record.background:  # its client may still resume the stream, and then it ends normally
         await _end(service, record, CANCELLED, None)
         return
-    why = ""
+    reason = ""
     if record.num_owners > MAX_OWNERS:
-        why = f"the {MAX_OWNERS} processes that answered it were lost"
+        reason = f"the {MAX_OWNERS} processes that answered it were lost"
     elif not record.request:
-        why = "the process that was to answer it was lost before it started"
+        reason = "the process that was to answer it was lost before it started"
     elif answer.options.model not in service.config.model.served_names:
-        why = f"the server that answered it stopped, and {answer.options.model} is no longer served"
-    if why:
+        reason = f"the server that answered it stopped, and {answer.options.model} is no longer served"
+    if reason:
         await _end(
-            service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{why}; send the request again.")
+            service, record, FAILED, RequestError(ErrorCode.INTERNAL, f"{reason}; send the request again.")
         )
         return
-    await _until_open(service)
-    submissions = await _adopted(service, record) or tell_start(_sent_again(service, record, answer))
+    await _wait_for_admission(service)
+    submissions = await _reattached(service, record) or wake_on_start(_resubmitted(service, record, answer))
     try:
         await note_request(service, record, submissions)
-        told = await service.responses.do(lambda file: file.last_position(record.id))
-        writer = ResponsesWriter(answer, None, StreamCursor.parse(told, 1))
+        position = await service.responses.do(lambda file: file.last_position(record.id))
+        writer = ResponsesWriter(answer, None, StreamCursor.parse(position, 1))
     except BaseException:
         submissions.close()
         raise
     await run(service, record, submissions, writer)
 
 
-async def _until_open(service: Service) -> None:
+async def _wait_for_admission(service: Service) -> None:
     """Wait until admission accepts a request."""
     while True:
         try:
@@ -157,7 +157,7 @@ async def _until_open(service: Service) -> None:
             await asyncio.sleep(PAUSE_S)
 
 
-async def _adopted(service: Service, record: Record) -> Submissions | None:
+async def _reattached(service: Service, record: Record) -> Submissions | None:
     """Resume the request from the core, if the core retained it."""
     if not record.stream:
         return None
@@ -169,11 +169,11 @@ async def _adopted(service: Service, record: Record) -> Submissions | None:
     if reclaimed.admit is None:
         return None
     submissions = Submissions()
-    submissions.add(service.sessions.adopt(reclaimed, first_id, NOTHING_SEEN, submissions.mailbox, 1))
+    submissions.add(service.sessions.reattach(reclaimed, first_id, NOTHING_SEEN, submissions.mailbox, 1))
     return submissions
 
 
-def _sent_again(service: Service, record: Record, answer: ResponsesAnswer) -> Submissions:
+def _resubmitted(service: Service, record: Record, answer: ResponsesAnswer) -> Submissions:
     """Send the request again from its start; the same seed gives the same output."""
     submit = _decode_request(record.request)
     spec, submissions = submit.spec, Submissions()

@@ -17,13 +17,13 @@ from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat import channels_of, checked_chat
 from quintet.frontend.api.openai.render import respond_rendered
 from quintet.frontend.api.openai.translation import Translation
-from quintet.frontend.api.responses.background import note_request, run, start, tell_start
+from quintet.frontend.api.responses.background import note_request, run, start, wake_on_start
 from quintet.frontend.api.responses.conversations import items_so_far
 from quintet.frontend.api.responses.events import ResponsesWriter, response_of_output
 from quintet.frontend.api.responses.output import CANCELLED, ResponsesAnswer, response_json
 from quintet.frontend.api.responses.parse import (
+    CLIENT_NAMES,
     LOGPROBS,
-    THEIR_NAMES,
     chat_body,
     conversation_of,
     echo_of,
@@ -31,20 +31,20 @@ from quintet.frontend.api.responses.parse import (
 )
 from quintet.frontend.api.responses.response_history import (
     conversation,
-    keep_end,
     record_of,
     resolved,
     response_of,
+    store_end,
     turn_of,
 )
-from quintet.frontend.api.responses.stored import tell_events
+from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
 from quintet.frontend.api.routing import session_of
 from quintet.frontend.http.http_request import HttpRequest
 from quintet.frontend.response_store import IN_PROGRESS, QUEUED, Record, ResponseFile, ResponseStore
 from quintet.frontend.resume.partial_response import PartialResponse
 from quintet.frontend.resume.resume_token import claim_for
-from quintet.frontend.resume.token_relay import behind, relaying
+from quintet.frontend.resume.token_relay import resume_state, with_relay
 from quintet.frontend.service import Service
 from quintet.wire.codec import pack_i32
 from quintet.wire.errors import RequestError
@@ -80,54 +80,56 @@ class CheckedRequest:
 async def responses(service: Service, exchange: HttpRequest) -> None:
     """Handle POST /v1/responses."""
     body = await parse.read_body(service, exchange, _decoder)
-    asked = await _read(service, exchange, body)
-    if not asked.answer.is_kept:
-        await _answer(service, exchange, asked)
+    checked = await _read(service, exchange, body)
+    if not checked.answer.is_kept:
+        await _answer(service, exchange, checked)
         return
-    service.admission.enter([asked.prompt], asked.params)  # before the first write to the store
+    service.admission.enter([checked.prompt], checked.params)  # before the first write to the store
     record = record_of(
-        asked.answer,
+        checked.answer,
         service.responses.owner(service.me),
         QUEUED if body.background else IN_PROGRESS,
-        asked.items,
+        checked.items,
         body.previous_response_id,
         background=bool(body.background),
         streams=bool(body.background and body.stream),
     )
-    is_new = await service.responses.do(functools.partial(_keep, record, exchange.begun))
-    is_told = False
+    is_new = await service.responses.do(functools.partial(_store_new, record, exchange.partial_response))
+    is_answered = False
     try:
         if body.background:
-            is_told = await _answer_later(service, exchange, asked, record)
+            is_answered = await _answer_later(service, exchange, checked, record)
         else:
-            is_told = await _answer(service, exchange, asked)
+            is_answered = await _answer(service, exchange, checked)
     finally:
-        if not is_told:
-            await _forget(service, exchange, asked, is_new)
+        if not is_answered:
+            await _discard(service, exchange, checked, is_new)
     if body.background and body.stream:
-        await tell_events(service, exchange, record, 0)
+        await write_events(service, exchange, record, 0)
     elif body.background:
         await exchange.respond(200, response_of(record))
 
 
-def _keep(record: Record, begun: PartialResponse | None, file: ResponseFile) -> bool:
+def _store_new(record: Record, partial: PartialResponse | None, file: ResponseFile) -> bool:
     """Store a response; return False if it exists: this server may be the one that failed, with its store intact."""
-    if begun is not None and file.find(record.id) is not None:
+    if partial is not None and file.find(record.id) is not None:
         return False
-    file.begin(record)
+    file.insert(record)
     return True
 
 
 async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) -> CheckedRequest:
     """Check a request, and read the conversation before it."""
     config, store = service.config, service.responses
-    if exchange.begun is not None:
-        _check_begun(exchange.begun, body)
-    is_kept = store.keeps and body.store is not False
+    if exchange.partial_response is not None:
+        _check_partial(exchange.partial_response, body)
+    is_kept = store.is_enabled and body.store is not False
     if body.background and not is_kept:
-        why = "store is false" if store.keeps else "this server stores none (--response-store-entries 0)"
+        reason = (
+            "store is false" if store.is_enabled else "this server stores none (--response-store-entries 0)"
+        )
         raise parse.invalid(
-            f"background is true, but the response would not be stored: {why}. Leave background out.",
+            f"background is true, but the response would not be stored: {reason}. Leave background out.",
             "background",
         )
     try:
@@ -141,13 +143,13 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
         items, former = await _items_of(store, body, named)
         chat, translation, forms = chat_body(body, [*former, *items])
         read, params, reading = checked_chat(chat, config, _own_places(translation, len(former)))
-        parse.refuse_missing(chat)
+        parse.reject_unsupported(chat)
     except RequestError as error:
-        raise parse.renamed(error, THEIR_NAMES) from None
-    begun = exchange.begun
+        raise parse.renamed(error, CLIENT_NAMES) from None
+    partial = exchange.partial_response
     options = AnswerOptions(
-        response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if begun is None else begun.name,
-        created=int(time.time()) if begun is None else begun.created,
+        response_id=f"resp_{secrets.token_hex(ID_BYTES)}" if partial is None else partial.name,
+        created=int(time.time()) if partial is None else partial.created,
         model=config.model.served_names[0],
         num_choices=1,
         logprobs=params.logprobs,
@@ -169,11 +171,11 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
     return CheckedRequest(body, items, read.prompt, params, reading, answer, deadline_ns)
 
 
-def _check_begun(begun: PartialResponse, body: ResponsesBody) -> None:
+def _check_partial(partial: PartialResponse, body: ResponsesBody) -> None:
     """Reject a response that cannot be continued. Raises `RequestError`."""
-    if RESPONSE_ID.fullmatch(begun.name) is None:
+    if RESPONSE_ID.fullmatch(partial.name) is None:
         raise parse.invalid(
-            f"name is {shown(begun.name)}; it must be the response id of the header X-Quintet-Relay.",
+            f"name is {shown(partial.name)}; it must be the response id of the header X-Quintet-Relay.",
             "name",
         )
     if body.background:
@@ -217,79 +219,81 @@ async def render_responses(service: Service, exchange: HttpRequest) -> None:
         items, former = await _items_of(service.responses, body, conversation_of(body))
         chat, translation, _ = chat_body(body, [*former, *items])
         read, params, _ = checked_chat(chat, config, _own_places(translation, len(former)))
-        parse.refuse_missing(chat)
+        parse.reject_unsupported(chat)
         await respond_rendered(service, exchange, chat, read.prompt, params, "messages")
     except RequestError as error:
-        raise parse.renamed(error, THEIR_NAMES) from None
+        raise parse.renamed(error, CLIENT_NAMES) from None
 
 
 def _submit(
     service: Service,
-    asked: CheckedRequest,
+    checked: CheckedRequest,
     exchange: HttpRequest,
     claim: ResumeToken | None,
-    told: bytes = b"",
+    replayed_ids: bytes = b"",
     seeds: Sequence[int] = (),
 ) -> Submissions:
-    body = asked.body
+    body = checked.body
     return submit_all(
         service,
         body,
-        [asked.prompt],
-        asked.params,
+        [checked.prompt],
+        checked.params,
         arrival_ns=exchange.arrival_ns,
-        deadline_ns=asked.deadline_ns,
+        deadline_ns=checked.deadline_ns,
         limit_gives_way=True,  # max_output_tokens is an upper bound
         claim=claim,
-        reading=asked.reading,
+        reading=checked.reading,
         session=session_of(exchange, body.prompt_cache_key, body.user),
-        told=told,
+        replayed_ids=replayed_ids,
         seeds=seeds,
     )
 
 
-async def _answer(service: Service, exchange: HttpRequest, asked: CheckedRequest) -> bool:
+async def _answer(service: Service, exchange: HttpRequest, checked: CheckedRequest) -> bool:
     """Answer a waiting client; return True after the end."""
-    answer = asked.answer
-    claim = claim_for(answer, service.config) if asked.body.stream else None
-    seeds, position, begun = behind(exchange.begun, 1, 1)
-    told = begun[0][0] if begun else None
-    submissions = _submit(service, asked, exchange, claim, pack_i32(told[0]) if told else b"", seeds)
-    if asked.body.stream:
+    answer = checked.answer
+    claim = claim_for(answer, service.config) if checked.body.stream else None
+    seeds, position, received = resume_state(exchange.partial_response, 1, 1)
+    output = received[0][0] if received else None
+    submissions = _submit(service, checked, exchange, claim, pack_i32(output[0]) if output else b"", seeds)
+    if checked.body.stream:
         writer = ResponsesWriter(answer, submissions.stream_id, position)
-        await stream_answer(service, exchange, submissions, relaying(exchange, writer, submissions), keep_end)
+        await stream_answer(
+            service, exchange, submissions, with_relay(exchange, writer, submissions), store_end
+        )
         return True
-    (output,) = await whole_answer(exchange, submissions)
-    status, response = response_of_output(answer, output)
+    (whole,) = await whole_answer(exchange, submissions)
+    status, response = response_of_output(answer, whole)
     if answer.is_kept:
         turn = turn_of(answer, status, response)
         await service.responses.do(
-            lambda file: file.finish(asked.response_id, status, response, is_open=True, turn=turn)
+            lambda file: file.finish(checked.response_id, status, response, is_open=True, turn=turn)
         )
     await exchange.respond(200, response)
     return True
 
 
 async def _answer_later(
-    service: Service, exchange: HttpRequest, asked: CheckedRequest, record: Record
+    service: Service, exchange: HttpRequest, checked: CheckedRequest, record: Record
 ) -> bool:
     """Start a background response; return True."""
-    claim = claim_for(asked.answer, service.config)
-    submissions = tell_start(_submit(service, asked, exchange, claim))
+    claim = claim_for(checked.answer, service.config)
+    submissions = wake_on_start(_submit(service, checked, exchange, claim))
     try:
         await note_request(service, record, submissions)
     except BaseException:
         submissions.close()
         raise
-    start(service, record.id, run(service, record, submissions, ResponsesWriter(asked.answer)))
+    start(service, record.id, run(service, record, submissions, ResponsesWriter(checked.answer)))
     return True
 
 
-async def _forget(service: Service, exchange: HttpRequest, asked: CheckedRequest, is_new: bool) -> None:
+async def _discard(service: Service, exchange: HttpRequest, checked: CheckedRequest, is_new: bool) -> None:
     """Delete a response that no client received; cancel one whose client disconnected, unless it resumes."""
-    response_id = asked.response_id
+    response_id = checked.response_id
     if not exchange.started and is_new:
         await service.responses.do(lambda file: file.delete(response_id))
         return
-    response = response_json(asked.answer.head, CANCELLED, [])
+    response = response_json(checked.answer.head, CANCELLED, [])
     await service.responses.do(lambda file: file.finish(response_id, CANCELLED, response, is_open=True))

@@ -100,7 +100,7 @@ def response_of_output(answer: ResponsesAnswer, output: Output) -> tuple[str, by
     items = Items(answer, lambda _name, _fields: None)
     logprobs = _logprobs(answer, output.logprobs)
     for channel, call, text in pieces(output.text, output.spans):
-        if (text or channel == Channel.NAME) and items.is_told(channel, call):
+        if (text or channel == Channel.NAME) and items.is_sent(channel, call):
             item = items.begin(channel, call, text)
             if channel != Channel.NAME:
                 item.texts.append(text)
@@ -133,13 +133,13 @@ class ResponsesWriter:
         """``stream_id``: events have ids. Events up to ``position`` are skipped, but the writer needs the output from its
         start. Raises `RequestError` for a cursor of another API."""
         self.stream_id = stream_id
-        self.tells_ids = False
+        self.sends_ids = False
         """True if token id comments precede events: see `quintet.frontend.resume.token_relay`."""
-        self.foretold: list[bytes] = []
+        self.prior_comments: list[bytes] = []
         """Such comments for tokens sent before this writer's first event."""
         self.created: int | None = answer.options.created
         self.name = answer.options.response_id
-        self.can_go_on = answer.options.logprobs is None
+        self.can_continue = answer.options.logprobs is None
         """False with log-probabilities: the last event repeats those of all tokens, and the relay does not store them."""
         self._answer = answer
         self._position = position or StreamCursor(1)
@@ -148,9 +148,9 @@ class ResponsesWriter:
         self._event_id = b"" if stream_id is None else b"id: " + str(stream_id).encode() + b":"
         self._number, *seen = _state_of(self._position.note)
         self._seen = (seen[0], seen[1])
-        self._num_chars = self._num_behind = 0
+        self._num_chars = self._num_events_after = 0
         """Characters so far, and events after the last of them."""
-        self._items = Items(answer, self._tell)
+        self._items = Items(answer, self._emit)
         self._frames: list[bytes] = []
         self._more = b""
         """Head of a delta event for the open message; empty without one, or if the event needs other fields."""
@@ -174,7 +174,7 @@ class ResponsesWriter:
     @property
     def position(self) -> str:
         """Cursor after the last event."""
-        self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
+        self._position.note = f"{self._number}+{self._num_chars}+{self._num_events_after}"
         return str(self._position)
 
     # --- output -----------------------------------------------------------------------------------------------
@@ -182,17 +182,17 @@ class ResponsesWriter:
     def write(self, frames: list[bytes], position: int, stream: Stream, batch: Batch) -> None:
         """See `AnswerWriter.write`. There is one prompt with one choice."""
         self._frames = frames
-        if self.foretold:
-            frames += self.foretold
-            self.foretold = []
+        if self.prior_comments:
+            frames += self.prior_comments
+            self.prior_comments = []
         if batch.started is not None and self._started is None:
             self._started = batch.started
             self._position.counts[0] = self._position.counts[0] or 0
             self._begin()
         for delta in batch.deltas:
             self._position.counts[0] = num_taken = stream.choices[0].num_taken
-            if self.tells_ids:
-                self._tell_ids(delta.token_ids, num_taken)
+            if self.sends_ids:
+                self._emit_ids(delta.token_ids, num_taken)
             if self._more and _is_more(delta):
                 if delta.text:
                     self._write_more(delta.text, num_taken)
@@ -201,18 +201,18 @@ class ResponsesWriter:
             if delta.finish is not None:
                 self._finish(delta.finish, stream.num_output_tokens)
 
-    def _tell_ids(self, token_ids: Sequence[int], num_taken: int) -> None:
+    def _emit_ids(self, token_ids: Sequence[int], num_taken: int) -> None:
         """Send the ids of new tokens, the last of which has number ``num_taken``, except those that the client has."""
         num_new = min(len(token_ids), num_taken - self._num_known)
         if num_new > 0:
             self._frames.append(ids_comment(0, token_ids[-num_new:]))
 
     def _begin(self) -> None:
-        begun = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
-        self._tell("response.created", {"response": begun})
-        self._tell("response.in_progress", {"response": begun})
+        started_json = msgspec.Raw(response_json(self._answer.head, IN_PROGRESS, []))
+        self._emit("response.created", {"response": started_json})
+        self._emit("response.in_progress", {"response": started_json})
 
-    def retell(self, response: bytes) -> Iterator[bytes]:
+    def replay(self, response: bytes) -> Iterator[bytes]:
         """Yield the events of an ended response, with each text in a single delta."""
         frames = self._frames
         self._begin()
@@ -235,7 +235,7 @@ class ResponsesWriter:
             self._write_delta(Delta(0, name + text, (), [], None, spans))
         self._items.close(ended.output[-1].status if ended.output else ended.status)
         if ended.status != CANCELLED:
-            self._tell(f"response.{ended.status}", {"response": msgspec.Raw(response)})
+            self._emit(f"response.{ended.status}", {"response": msgspec.Raw(response)})
         yield from frames
 
     def _write_more(self, text: str, num_taken: int) -> None:
@@ -244,7 +244,7 @@ class ResponsesWriter:
         assert item is not None, "delta without an open item"
         item.texts.append(text)
         self._num_chars += len(text)
-        self._num_behind = 0
+        self._num_events_after = 0
         number, self._number = self._number, self._number + 1
         head = self._event_id and b"%b%d.%d+%d+0\n" % (
             self._event_id,
@@ -257,27 +257,27 @@ class ResponsesWriter:
     def _write_delta(self, delta: Delta) -> None:
         self._more = b""
         self._logprobs += _logprobs(self._answer, delta.logprobs)
-        for channel, call, text in self._told(delta):
-            if self._items.is_told(channel, call):
+        for channel, call, text in self._pieces(delta):
+            if self._items.is_sent(channel, call):
                 item = self._items.begin(channel, call, text)
                 if channel != Channel.NAME:
                     item.texts.append(text)
                     if item.has_deltas:
-                        self._tell_text(item, text)
+                        self._emit_text(item, text)
                         continue
             self._num_chars += len(text)
-            self._num_behind = 0
+            self._num_events_after = 0
         item_open = self._items.open
         if item_open is None or item_open.kind != MESSAGE:
             if delta.text:
                 self._logprobs = []  # they belong to another channel
         elif self._num_chars >= self._seen[0] and self._answer.options.logprobs is None:
-            self._more = _beginning(item_open)
+            self._more = _delta_head(item_open)
 
-    def _told(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
+    def _pieces(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
         return ((c, n, text) for c, n, text in pieces(delta.text, delta.spans) if text or c == Channel.NAME)
 
-    def _tell_text(self, item: Item, text: str) -> None:
+    def _emit_text(self, item: Item, text: str) -> None:
         """Send a piece of an item's text, without the characters that the client has."""
         fields: dict[str, Any] = item.place()
         if item.kind == MESSAGE:
@@ -285,7 +285,7 @@ class ResponsesWriter:
             item.logprobs += fields["logprobs"]
         num_seen = max(0, self._seen[0] - self._num_chars)
         self._num_chars += len(text)
-        self._num_behind = 0
+        self._num_events_after = 0
         if num_seen < len(text):
             self._event(f"{TEXTS[item.kind]}.delta", {**fields, "delta": text[num_seen:]})
 
@@ -309,7 +309,7 @@ class ResponsesWriter:
             usage=usage_of(self._started, finish, num_tokens),
             completed_at=_completed_at(status),
         )
-        self._tell(f"response.{status}", {"response": msgspec.Raw(self.response)})
+        self._emit(f"response.{status}", {"response": msgspec.Raw(self.response)})
 
     # --- start and end ----------------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class ResponsesWriter:
         self.response = response_json(self._answer.head, FAILED, self._items.done, error=error)
         number, self._number = self._number, self._number + 1
         fields = {"sequence_number": number, "response": msgspec.Raw(self.response)}
-        is_withdrawn = self.tells_ids and error.code is ErrorCode.UNAVAILABLE
+        is_withdrawn = self.sends_ids and error.code is ErrorCode.UNAVAILABLE
         return (WITHDRAWN if is_withdrawn else b"") + _frame("response.failed", fields)
 
     def silence(self) -> bytes:
@@ -339,17 +339,17 @@ class ResponsesWriter:
 
     # --- bytes ------------------------------------------------------------------------------------------------
 
-    def _tell(self, name: str, fields: dict[str, Any]) -> None:
+    def _emit(self, name: str, fields: dict[str, Any]) -> None:
         """Write an event that is no text delta, unless the client has it."""
-        self._num_behind += 1
-        if (self._num_chars, self._num_behind) > self._seen:
+        self._num_events_after += 1
+        if (self._num_chars, self._num_events_after) > self._seen:
             self._event(name, fields)
 
     def _event(self, name: str, fields: dict[str, Any]) -> None:
         """Write an event with its cursor as id."""
         frame = _frame(name, {"sequence_number": self._number, **fields})
         self._number += 1
-        self._position.note = f"{self._number}+{self._num_chars}+{self._num_behind}"
+        self._position.note = f"{self._number}+{self._num_chars}+{self._num_events_after}"
         head = self._event_id and b"%b%b\n" % (self._event_id, str(self._position).encode())
         self._frames.append(head + frame)
 
@@ -368,7 +368,7 @@ def _frame(name: str, fields: dict[str, Any]) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json({"type": name, **fields}))
 
 
-def _beginning(item: Item) -> bytes:
+def _delta_head(item: Item) -> bytes:
     """Return the head of a message's delta event, up to its number."""
     name = f"{TEXTS[MESSAGE]}.delta"
     fields = encode_json({"type": name, **item.place(), "logprobs": []})

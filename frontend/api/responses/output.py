@@ -43,7 +43,7 @@ TEXTS = {
 """Event name prefixes of an item's text."""
 COMPLETED, INCOMPLETE, FAILED, CANCELLED = "completed", "incomplete", "failed", "cancelled"
 
-Tell = Callable[[str, dict[str, Any]], None]
+Emit = Callable[[str, dict[str, Any]], None]
 """Receives an event: type and fields."""
 
 
@@ -197,15 +197,15 @@ class Item:
 class Items:
     """Items of one response so far; emits an event for every change."""
 
-    def __init__(self, answer: ResponsesAnswer, tell: Tell) -> None:
+    def __init__(self, answer: ResponsesAnswer, emit: Emit) -> None:
         self._channels = answer.channels
         self._forms = answer.calls
         self._response_id = answer.options.response_id
-        self._tell = tell
+        self._emit = emit
         self.open: Item | None = None
         self.done: list[dict[str, Any]] = []
 
-    def is_told(self, channel: int, call: int) -> bool:
+    def is_sent(self, channel: int, call: int) -> bool:
         """True if a piece is sent: no reasoning unless requested, and only the first call without parallel calls."""
         kind = KINDS[channel]
         if kind == CALL:
@@ -225,9 +225,9 @@ class Items:
             item.form = self._forms.get(text)
         self.open = item
         added = {"output_index": index, "item": item.whole(IN_PROGRESS, is_empty=True)}
-        self._tell("response.output_item.added", added)
+        self._emit("response.output_item.added", added)
         if kind != CALL:
-            self._tell("response.content_part.added", {**item.place(), "part": item.part()})
+            self._emit("response.content_part.added", {**item.place(), "part": item.part()})
         return item
 
     def close(self, status: str) -> None:
@@ -244,19 +244,19 @@ class Items:
             ending: dict[str, Any] = {"name": whole["name"], "arguments": text}
         else:
             ending = {"text": text, **({"logprobs": item.logprobs} if item.kind == MESSAGE else {})}
-        self._tell(f"{TEXTS[item.kind]}.done", {**place, **ending})
+        self._emit(f"{TEXTS[item.kind]}.done", {**place, **ending})
         if item.kind != CALL:
-            self._tell("response.content_part.done", {**place, "part": item.part()})
+            self._emit("response.content_part.done", {**place, "part": item.part()})
         self.done.append(whole)
-        self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
+        self._emit("response.output_item.done", {"output_index": item.index, "item": whole})
 
     def _end_call(self, item: Item, whole: dict[str, Any]) -> None:
         """Close a call whose input is sent at once."""
         if "input" in whole:
-            self._tell(f"{CUSTOM_INPUT}.delta", {**item.place(), "delta": whole["input"]})
-            self._tell(f"{CUSTOM_INPUT}.done", {**item.place(), "input": whole["input"]})
+            self._emit(f"{CUSTOM_INPUT}.delta", {**item.place(), "delta": whole["input"]})
+            self._emit(f"{CUSTOM_INPUT}.done", {**item.place(), "input": whole["input"]})
         self.done.append(whole)
-        self._tell("response.output_item.done", {"output_index": item.index, "item": whole})
+        self._emit("response.output_item.done", {"output_index": item.index, "item": whole})
 
     def finish(self, status: str) -> None:
         """Close the response; an empty one has one empty message."""

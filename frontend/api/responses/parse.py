@@ -50,7 +50,7 @@ MAX_TOP_LOGPROBS = 20
 MAX_METADATA, MAX_KEY_CHARS, MAX_VALUE_CHARS = 16, 64, 512
 MAX_LABEL_CHARS = 512
 """Limit of each field that only labels the requester."""
-THEIR_NAMES = {
+CLIENT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
@@ -119,7 +119,7 @@ def chat_body(
 
     The third result is the format of calls that are no plain function calls, by function name.
     """
-    _refuse_unsupported(body)
+    _reject_unsupported(body)
     _check_values(body)
     messages, places = messages_of(body.instructions, items)
     chat = ChatBody(messages=msgspec.Raw(encode_json(messages)))
@@ -200,20 +200,20 @@ def _forced(name: str) -> dict[str, msgspec.Raw]:
     return {"type": msgspec.Raw(b'"function"'), "function": msgspec.Raw(encode_json({"name": name}))}
 
 
-def _format(asked: TextFormat | None) -> ResponseFormat | None:
+def _format(sent_format: TextFormat | None) -> ResponseFormat | None:
     """Translate the text format."""
-    if asked is None or asked.type == "text":
+    if sent_format is None or sent_format.type == "text":
         return None
-    if asked.type == "json_object":
-        return ResponseFormat(type=asked.type, schema=asked.schema)
-    if asked.type != "json_schema":
+    if sent_format.type == "json_object":
+        return ResponseFormat(type=sent_format.type, schema=sent_format.schema)
+    if sent_format.type != "json_schema":
         raise parse.invalid(
-            f"text.format.type is {shown(asked.type)}; it must be one of text, json_object, json_schema.",
+            f"text.format.type is {shown(sent_format.type)}; it must be one of text, json_object, json_schema.",
             "text.format",
         )
-    schema = decode_part(asked.schema, _mapping, "text.format.schema")
-    named = {"name": asked.name or "output", "schema": schema, "strict": asked.strict}
-    return ResponseFormat(type=asked.type, json_schema=msgspec.Raw(encode_json(named)))
+    schema = decode_part(sent_format.schema, _mapping, "text.format.schema")
+    named = {"name": sent_format.name or "output", "schema": schema, "strict": sent_format.strict}
+    return ResponseFormat(type=sent_format.type, json_schema=msgspec.Raw(encode_json(named)))
 
 
 def _check_values(body: ResponsesBody) -> None:
@@ -265,7 +265,7 @@ def conversation_of(body: ResponsesBody) -> str:
     return given if isinstance(given, str) else given.id
 
 
-def _refuse_unsupported(body: ResponsesBody) -> None:
+def _reject_unsupported(body: ResponsesBody) -> None:
     if body.response_format is not None and body.response_format.type != "text":
         raise parse.invalid(
             "response_format is a field of chat completions; send text.format instead.", "response_format"

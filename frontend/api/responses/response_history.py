@@ -30,7 +30,7 @@ PREFIXES = {
     "custom_tool_call": "ctc",
     "custom_tool_call_output": "ctco",
 }
-KEPT_FIELDS = (
+STORED_FIELDS = (
     "role",
     "content",
     "call_id",
@@ -75,7 +75,7 @@ def response_of(record: Record) -> bytes:
     return record.response or response_json(answer_of(record).head, record.status, [])
 
 
-def asked_of(record: Record) -> list[InputItem]:
+def input_of(record: Record) -> list[InputItem]:
     """Return the input items of a response, or all items of a conversation."""
     return _items_decoder.decode(record.items)
 
@@ -83,7 +83,7 @@ def asked_of(record: Record) -> list[InputItem]:
 def items_of(record: Record) -> list[InputItem]:
     """Return the input and output items of a response."""
     output = msgspec.json.decode(record.response, type=_Output).output if record.response else []
-    return [*asked_of(record), *output]
+    return [*input_of(record), *output]
 
 
 def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> ConversationTurn | None:
@@ -91,8 +91,8 @@ def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> Conversati
     if not answer.conversation or status not in (COMPLETED, INCOMPLETE):
         return None
 
-    def join(record: Record, asked: Record) -> None:
-        own = _raw_items_decoder.decode(asked.items)
+    def join(record: Record, response_record: Record) -> None:
+        own = _raw_items_decoder.decode(response_record.items)
         add_items(record, [*own, *msgspec.json.decode(response, type=_RawOutput).output])
 
     return ConversationTurn(answer.conversation, join)
@@ -110,26 +110,26 @@ def id_of(item: msgspec.Raw) -> str:
     return msgspec.json.decode(item, type=_Identified).id
 
 
-def kept_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
+def stored_items(items: Sequence[InputItem], response_id: str) -> list[dict[str, Any]]:
     """Return items in stored form: with ids, and content as parts."""
     return [
-        _kept_item(item, f"{response_id.partition('_')[2]}_in{index}") for index, item in enumerate(items)
+        _stored_item(item, f"{response_id.partition('_')[2]}_in{index}") for index, item in enumerate(items)
     ]
 
 
-def _kept_item(item: InputItem, name: str) -> dict[str, Any]:
+def _stored_item(item: InputItem, name: str) -> dict[str, Any]:
     kind = item.type or "message"
-    kept: dict[str, Any] = {"id": item.id or f"{PREFIXES.get(kind, 'item')}_{name}", "type": kind}
+    stored: dict[str, Any] = {"id": item.id or f"{PREFIXES.get(kind, 'item')}_{name}", "type": kind}
     if kind != "reasoning":
-        kept["status"] = item.status or "completed"
-    for field in KEPT_FIELDS:
+        stored["status"] = item.status or "completed"
+    for field in STORED_FIELDS:
         value = getattr(item, field)
         if value is not None and value is not msgspec.UNSET:
-            kept[field] = _parts(value) if isinstance(value, list) else value
+            stored[field] = _parts(value) if isinstance(value, list) else value
     if kind == "message" and isinstance(item.content, str):
         part = "output_text" if item.role == "assistant" else "input_text"
-        kept["content"] = _parts([ContentPart(type=part, text=item.content)])
-    return kept
+        stored["content"] = _parts([ContentPart(type=part, text=item.content)])
+    return stored
 
 
 def _parts(parts: Sequence[ContentPart]) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ async def conversation(store: ResponseStore, previous: str | None) -> list[Input
     """Return the items of a chain of responses. Raises `RequestError` if a part is missing."""
     if previous is None:
         return []
-    records = await store.do(lambda file: file.conversation(previous)) if store.keeps else []
+    records = await store.do(lambda file: file.conversation(previous)) if store.is_enabled else []
     if not records or records[-1].status == CONVERSATION:
         raise parse.invalid(
             f"previous_response_id is {shown(previous)}, which is not stored; send all items of the "
@@ -193,15 +193,15 @@ async def _before_turn(store: ResponseStore, named: str, record: Record) -> list
     held = await store.do(lambda file: file.find(named))
     if held is None or held.status != CONVERSATION:
         return None
-    items = asked_of(held)
+    items = input_of(held)
     if record.is_open:
         return items
-    asked = {item.id for item in asked_of(record)}
-    own = asked or {item.id for item in items_of(record)}
+    input_ids = {item.id for item in input_of(record)}
+    own = input_ids or {item.id for item in items_of(record)}
     places = [place for place, item in enumerate(items) if item.id in own]
     if not places:
         return None
-    end = places[-1] if asked else places[0]
+    end = places[-1] if input_ids else places[0]
     return [item for item in items[:end] if item.id not in own]
 
 
@@ -216,7 +216,7 @@ async def resolved(
             found.append(item)
             continue
         match = ITEM_ID.fullmatch(item.id or "")
-        if item.id not in known and match is not None and store.keeps:
+        if item.id not in known and match is not None and store.is_enabled:
             response_id = f"resp_{match[1]}"
             record = await store.do(lambda file, wanted=response_id: file.find(wanted))  # type: ignore[misc]
             known |= {each.id: each for each in (items_of(record) if record is not None else [])}
@@ -241,12 +241,12 @@ def record_of(
 ) -> Record:
     """Build the record of a new response."""
     response_id = answer.options.response_id
-    kept = encode_json(kept_items(items, response_id))
+    stored = encode_json(stored_items(items, response_id))
     encoded = msgspec.msgpack.encode(answer)
-    return Record(response_id, owner, status, background, streams, previous, kept, encoded)
+    return Record(response_id, owner, status, background, streams, previous, stored, encoded)
 
 
-async def keep_end(service: Service, writer: AnswerWriter) -> None:
+async def store_end(service: Service, writer: AnswerWriter) -> None:
     """Store the end of a streamed response before the client receives it, so that the client can refer to it."""
     assert isinstance(writer, ResponsesWriter)
     if not writer.answer.is_kept or not writer.response:
@@ -264,7 +264,7 @@ async def keep_end(service: Service, writer: AnswerWriter) -> None:
 async def find(service: Service, response_id: str) -> Record:
     """Return a stored response. Raises `RequestError` if it does not exist."""
     store = service.responses
-    record = await store.do(lambda file: file.find(response_id)) if store.keeps else None
+    record = await store.do(lambda file: file.find(response_id)) if store.is_enabled else None
     if record is None or record.status == CONVERSATION:
         raise RequestError(
             ErrorCode.NOT_FOUND,

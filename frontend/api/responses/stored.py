@@ -16,11 +16,11 @@ from quintet.frontend.api.responses.background import cancel, stop
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.response_history import (
     answer_of,
-    asked_of,
     find,
+    input_of,
     items_before,
-    kept_items,
     response_of,
+    stored_items,
 )
 from quintet.frontend.http.http_request import ClientDisconnected, HttpRequest
 from quintet.frontend.http.write_timeout import Reader
@@ -44,7 +44,7 @@ async def response(service: Service, exchange: HttpRequest) -> None:
         await exchange.respond_json({"id": record.id, "object": "response", "deleted": True})
     elif exchange.asks("stream"):
         after = _number(exchange, "starting_after", MAX_COUNT)
-        await tell_events(service, exchange, record, 0 if after is None else after + 1)
+        await write_events(service, exchange, record, 0 if after is None else after + 1)
     else:
         await exchange.respond(200, response_of(record))
 
@@ -67,7 +67,7 @@ async def input_items(service: Service, exchange: HttpRequest) -> None:
     """GET /v1/responses/{id}/input_items: input items, including those of previous responses."""
     record = await find(service, exchange.path_params["id"])
     former = await items_before(service.responses, record)
-    await exchange.respond_json(page_of(exchange, kept_items([*former, *asked_of(record)], record.id)))
+    await exchange.respond_json(page_of(exchange, stored_items([*former, *input_of(record)], record.id)))
 
 
 def page_of(exchange: HttpRequest, items: list[dict[str, Any]]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _number(exchange: HttpRequest, name: str, most: int, least: int = 0) -> int 
     return int(given)
 
 
-async def tell_events(service: Service, exchange: HttpRequest, record: Record, first: int) -> None:
+async def write_events(service: Service, exchange: HttpRequest, record: Record, first: int) -> None:
     """Write a response's events from number ``first``: stored ones, then new ones as they arrive.
 
     If the events were not stored, they are rebuilt from the final response.
@@ -110,21 +110,21 @@ async def tell_events(service: Service, exchange: HttpRequest, record: Record, f
     gone = asyncio.Event()
     watcher = exchange.watch_disconnect(gone.set)
     reader = Reader(exchange.abort, lambda: 0)
-    service.patience.watch(reader)
+    service.write_timeout.watch(reader)
     keep_alive_s = service.config.frontend.keep_alive_s or math.inf
     try:
         await exchange.start_stream(sse.CONTENT_TYPE, sse.HEADERS)
-        wrote_s, pause_s = time.perf_counter(), POLL_S
+        last_write_s, pause_s = time.perf_counter(), POLL_S
         while not gone.is_set():
-            status, events = await _news(service, record.id, first)
+            status, events = await _read_events(service, record.id, first)
             has_ended = not events and status not in (QUEUED, IN_PROGRESS)
             chunk = b"".join(_from(each, first) for each in events)
             if has_ended and status and not record.streams:
-                chunk = _from(_retold(await find(service, record.id)), first)
-            elif not events and not has_ended and time.perf_counter() - wrote_s > keep_alive_s:
+                chunk = _from(_replayed(await find(service, record.id)), first)
+            elif not events and not has_ended and time.perf_counter() - last_write_s > keep_alive_s:
                 chunk = sse.KEEP_ALIVE
             if chunk or has_ended:
-                wrote_s = reader.waiting_since_s = time.perf_counter()
+                last_write_s = reader.waiting_since_s = time.perf_counter()
                 await exchange.write(chunk, has_ended)
                 reader.waiting_since_s = None
             if has_ended:
@@ -141,17 +141,17 @@ async def tell_events(service: Service, exchange: HttpRequest, record: Record, f
         exchange.abort()
         raise ClientDisconnected from error
     finally:
-        service.patience.forget(reader)
+        service.write_timeout.forget(reader)
         watcher.cancel()
 
 
-async def _news(service: Service, response_id: str, first: int) -> tuple[str, list[Events]]:
-    return await service.responses.do(lambda file: file.news(response_id, first))
+async def _read_events(service: Service, response_id: str, first: int) -> tuple[str, list[Events]]:
+    return await service.responses.do(lambda file: file.read_events(response_id, first))
 
 
-def _retold(record: Record) -> Events:
+def _replayed(record: Record) -> Events:
     writer = ResponsesWriter(answer_of(record))
-    frames = b"".join(writer.retell(response_of(record)))
+    frames = b"".join(writer.replay(response_of(record)))
     return Events(writer.last_number, "", frames)
 
 
