@@ -1,8 +1,8 @@
 """Beam search over one prompt, without computing: takes log-probabilities, returns the next beams.
 
-Decides as ``generate(num_beams=…)`` of transformers 5 does: of the ``width * max(2, 1 + ends)`` best continuations those
-that are no end go on, and an end among the ``width`` best is a finished answer. Its score is its log-probability over its
-length to the power of ``length_penalty``.
+Equal to ``generate(num_beams=…)`` of transformers 5. Of the ``width * max(2, 1 + ends)`` best continuations, an end among the
+``width`` best finishes a beam, and the others without an end continue. A finished beam's score is its log-probability
+divided by length to the power of ``length_penalty``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Beam:
     positions: list[PositionLogprobs] = field(default_factory=list)
     """One per token, with the most likely alternatives."""
     score: float = -math.inf
-    """Of a finished beam: log-probability, normalized by length."""
+    """Log-probability of a finished beam, normalized by length."""
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
 """Request deadlines: one timer for all requests of a frontend that have one.
 
-The core enforces deadlines too, so that it computes no late output. This timer covers requests that no core has, or
-whose core is lost, and fires at the deadline itself.
+The core enforces deadlines too, so that it computes no late output. This timer covers requests without a
+live core, and fires at the deadline itself.
 """
 
 from __future__ import annotations

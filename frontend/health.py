@@ -66,7 +66,7 @@ async def health(service: Service, exchange: HttpRequest) -> None:
         "processes": unhealthy,
         "missing": missing,
     }
-    if exchange.asks("verbose"):
+    if exchange.has_flag("verbose"):
         answer["everyone"] = [_figures(process) for process in (report.processes if report else [])]
     await exchange.respond_json(answer, 200 if healthy else 503)
 

@@ -55,7 +55,7 @@ _import_decoder = msgspec.json.Decoder(ImportBody)
 
 async def listing(service: Service, exchange: HttpRequest) -> None:
     """List every engine's prefixes, most recently used first."""
-    limit, with_text = _limit(exchange), exchange.asks("text")
+    limit, with_text = _limit(exchange), exchange.has_flag("text")
     reports = await service.queries.kv_query("list", limit=limit, with_tokens=with_text)
     _raise_if_all_failed(reports)
     found = [(report.core, prefix, report.room) for report in reports for prefix in report.prefixes]
@@ -178,7 +178,7 @@ async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
 
 
 def _limit(exchange: HttpRequest) -> int:
-    given = exchange.asked("limit")
+    given = exchange.query_param("limit")
     if given is None:
         return USUAL_LIMIT
     if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):

@@ -1,8 +1,7 @@
 """Store of responses (input, output, events of background ones) and conversations.
 
 One SQLite file, in the run folder unless --response-store names another. All frontends share it, so that a stored response
-survives the frontend that wrote it. Each frontend uses it on a thread of its own and opens it on first use. Does not
-parse what responses hold.
+survives the frontend that wrote it. Each frontend uses it on a thread of its own and opens it on first use.
 """
 
 from __future__ import annotations
@@ -140,9 +139,7 @@ class ResponseFile:
                     f"PRAGMA journal_mode = WAL; PRAGMA synchronous = {synchronous}; PRAGMA foreign_keys = ON; {_TABLES}"
                 )
                 return
-            except (
-                sqlite3.OperationalError
-            ):  # another frontend creates the file; SQLite does not wait for that
+            except sqlite3.OperationalError:  # SQLite does not wait while another frontend creates the file
                 if is_last:
                     raise
                 time.sleep(OPEN_PAUSE_S)
@@ -246,10 +243,10 @@ class ResponseFile:
         )
         if turn is None:
             return
-        response_record, record = self.find(response_id), self.find(turn.conversation_id)
-        if response_record is None or record is None or len(record.items) > self._limits.max_body_bytes:
+        response, record = self.find(response_id), self.find(turn.conversation_id)
+        if response is None or record is None or len(record.items) > self._limits.max_body_bytes:
             return
-        turn.join(record, response_record)
+        turn.join(record, response)
         self._write(record)
         self._drop_excess()
 

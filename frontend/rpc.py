@@ -79,7 +79,7 @@ class Rpc:
             pending.answer.set_exception(error)
 
     def follow(self) -> None:
-        """Send queries again that have no worker, or whose worker is lost. Call after `Workers.follow`."""
+        """Send queries again that have no live worker. Call after `Workers.follow`."""
         for pending in list(self._waiting.values()):
             if pending.role is Role.SUPERVISOR or pending.answer.done():
                 continue

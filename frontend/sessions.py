@@ -175,7 +175,7 @@ class Sessions:
     ) -> Stream:
         """Resume a request that the core retained, and return a stream of the output the client has not received.
 
-        ``first_id`` comes from `take_ids`; the core holds the request under it.
+        ``first_id`` comes from `take_ids`; the core has the request under that id.
         """
         assert reclaimed.admit is not None
         submit = submission(reclaimed.admit, first_id, seen)

@@ -67,7 +67,7 @@ class Submissions:
         self.streams: list[Stream] = []
         self.streams_per_prompt = streams_per_prompt
         self.num_unread = 0
-        """Streams whose end was not read."""
+        """Streams with an unread end."""
         self.client_gone = False
 
     def leave(self) -> None:
@@ -128,7 +128,7 @@ def submit_all(
     Raises `RequestError`, and then cancels those already submitted. For the parameters see `Sessions.submit`.
 
     - ``received``: per prompt, output of its choices received from another server.
-    - ``replayed_ids``: output (int32) of the only prompt, for APIs whose writers need it from the start.
+    - ``replayed_ids``: output (int32) of the only prompt, for writers that need the output from its start.
     - ``seeds``: seed of each prompt at that server.
     """
     service.admission.enter(prompts, params)

@@ -40,7 +40,7 @@ def is_operators(path: str) -> bool:
 def operator_keys(config: EngineConfig) -> list[str]:
     """Return the accepted operator keys: --admin-key, and one derived from the key in the run folder.
 
-    A user who can read the run folder thus needs no key: ``quintet admin``.
+    Read access to the run folder thus replaces a key: ``quintet admin``.
     """
     derived = hmac.new(run_key(config.run_dir), b"operator", "sha256").hexdigest()
     return [derived, *filter(None, [config.frontend.admin_key])]

@@ -64,7 +64,7 @@ class BodyBuffers:
         self._open[body] = None
 
     def next_chunk_timeout_s(self, body: OpenBody) -> tuple[float, bool]:
-        """Return the timeout of the next chunk, and whether it comes from the minimum rate."""
+        """Return the timeout of the next chunk, and True if the minimum rate sets it."""
         due_s = body.began_s + self.progress_s + body.num_bytes / self.bytes_per_s
         left_s = due_s - asyncio.get_running_loop().time()
         return (left_s, True) if left_s < self.progress_s and body.num_bytes else (self.progress_s, False)

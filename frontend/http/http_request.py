@@ -93,12 +93,12 @@ class HttpRequest:
         value = self._headers.get(name.encode())
         return None if value is None else value.decode("latin-1")
 
-    def asks(self, name: str) -> bool:
+    def has_flag(self, name: str) -> bool:
         """True if the query has this parameter, with no value or one other than ``0`` and ``false``."""
-        value = self.asked(name)
+        value = self.query_param(name)
         return value is not None and value.lower() not in {"0", "false"}
 
-    def asked(self, name: str) -> str | None:
+    def query_param(self, name: str) -> str | None:
         """Return the last value of a query parameter, or None."""
         values = parse_qs(self._query.decode("latin-1"), keep_blank_values=True).get(name)
         return None if values is None else values[-1]
@@ -113,8 +113,8 @@ class HttpRequest:
     async def read_json_body(self, bodies: BodyBuffers) -> bytes:
         """Return the whole body, decompressed, in UTF-8. Later calls return the same bytes.
 
-        Raises `RequestError`: 415 for a wrong type or encoding, 413 above the size limit, 408 if the client stops sending,
-        503 if unfinished bodies together exceed their limit and this one has waited longest. A missing content type is accepted.
+        Raises `RequestError`: 415 for a wrong type or encoding, 413 above the size limit, 408 if the client stops sending.
+        503 if unfinished bodies exceed their common limit and this one has waited longest. A missing content type is accepted.
         """
         if self._body is None:
             self._body = await self._receive_json(bodies)

@@ -110,7 +110,7 @@ class Dispatcher:
         return self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, stream.is_kept))
 
     def is_stale(self, sender: tuple[int, int]) -> bool:
-        """True if text comes from a detokenizer whose requests were dispatched anew since."""
+        """True if text comes from a lost detokenizer; its requests were dispatched anew."""
         index, epoch = sender
         lost = self._lost_epochs.get(index)
         return lost is not None and epoch <= lost
@@ -135,7 +135,7 @@ class Dispatcher:
         return unended
 
     def _move_off_unready_engines(self, streams: Iterable[Stream]) -> None:
-        """Move requests off engines whose executor is starting, once another engine is ready.
+        """Move requests off engines without a ready executor, once another engine is ready.
 
         They were sent there while no engine was ready, or their executor died at such a time.
         """
@@ -181,7 +181,7 @@ class Dispatcher:
         return False
 
     def _move(self, stream: Stream) -> bool:
-        """Move a request off an engine whose executor died or is starting. False if it cannot move."""
+        """Move a request off an engine with a lost or starting executor. False if it cannot move."""
         if stream.is_cancelled or not self._engines.can_leave(stream):
             return False
         assert stream.tokenizer is not None

@@ -169,7 +169,7 @@ class EngineLoads:
         return load
 
     def can_leave(self, stream: Stream) -> bool:
-        """True if a request whose executor died can move to another engine now.
+        """True if a request of a lost executor can move to another engine now.
 
         False if its executor died before too, and it has generated no more since: it may cause the crash. Its core then waits
         for the next executor and isolates it.

@@ -138,7 +138,7 @@ def _delay(engine: Candidate, least: Sequence[float], saves: bool, num_tokens: i
     In prompt tokens of a mean engine: a half as fast engine counts twice. ``least``: loads of the two least loaded engines,
     if the prompt may be long. A later request waits only while no engine is idle. A prompt that occupies the last idle
     engine therefore delays requests of ``usual`` tokens by its squared time over twice that. So a second long prompt queues
-    behind the first one where long prompts are rare.
+    after the first one where long prompts are rare.
     """
     saved = engine.num_cached if saves else 0
     num_new = max(0, num_tokens - saved)

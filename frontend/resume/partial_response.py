@@ -1,4 +1,4 @@
-"""Response begun by another server that failed: what the client received, to continue the stream here.
+"""Partial response: output that a client received from a failed server, to continue the stream here.
 
 A proxy such as `quintet route` keeps each choice's token ids. With them any server of the same model continues the
 response; the ids received so far are prefilled with the prompt.

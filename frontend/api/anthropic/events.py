@@ -48,7 +48,7 @@ DELTAS = {
     "c": b'{"type":"input_json_delta","partial_json":',
 }
 PLAIN = {kind: DELTAS[kind] for kind in ("t", "r")}
-"""Kinds whose further text needs no other state."""
+"""Kinds with text deltas that need no other state."""
 UNREADABLE_INPUT = "INVALID_JSON"
 """Key for invalid JSON arguments in an unstreamed response."""
 

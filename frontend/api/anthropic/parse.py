@@ -267,7 +267,7 @@ def _document(block: Block, where: str) -> str:
     source = decode_part(block.source, _source, f"{where}.source")
     if source.type != "text" or source.data is None:
         raise parse.not_implemented(
-            f"{where}: a document whose source is {shown(source.type)}",
+            f"{where}: a document with a source of type {shown(source.type)}",
             "a reader of files",
             "Send its text: a source of type text, with media_type text/plain.",
         )

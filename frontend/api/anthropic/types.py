@@ -113,7 +113,7 @@ class CountTokensBody(ConversationBody, kw_only=True):
 
 
 class MessagesErrorDetail(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Message: what was sent, what is allowed, what to do."""
+    """Error message and type."""
 
     type: str
     message: str

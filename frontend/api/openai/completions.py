@@ -149,8 +149,8 @@ def parse_prompts(body: CompletionBody, model: ModelConfig) -> list[TextPrompt |
         return [token_prompt(ids, body.truncate_prompt_tokens, model)]
     if ids:
         raise parse.invalid(
-            "prompt mixes token ids with prompts; send one list of ids, or a list whose elements are all texts or "
-            "lists of ids.",
+            "prompt mixes token ids with prompts; send one list of ids, a list of texts, or a list of lists of "
+            "ids.",
             "prompt",
         )
     return [

@@ -12,7 +12,7 @@ from quintet.frontend.service import Service
 
 
 class _Kind(msgspec.Struct):
-    """Fields that tell the request types apart."""
+    """Fields that determine the request type."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

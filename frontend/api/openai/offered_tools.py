@@ -310,7 +310,7 @@ def _function(
 
 
 def _freeform(tool: SentTool, where: str, namespace: str | None) -> OfferedTool:
-    """Return a function with one text parameter, for a tool whose input is not JSON."""
+    """Return a function with one text parameter, for a freeform tool."""
     sent = tool.custom or SentCustom(
         name=_given(tool.name, f"{where}.name"), description=tool.description, format=tool.format
     )

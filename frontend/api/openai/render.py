@@ -50,7 +50,7 @@ async def respond_rendered(
     params: SamplingParams,
     field: str,
 ) -> None:
-    """Answer with the rendered request, for an API whose output limit is only an upper bound.
+    """Answer with the rendered request, for an API with an output limit that is only an upper bound.
 
     ``field``: the body's conversation field. ``params.max_tokens`` is reduced to the rest of the context.
     """

@@ -54,7 +54,7 @@ SCHEMA_WORDS = frozenset(
         "definitions",
     }
 )
-"""Keys that tell a schema from an object with a schema in ``schema``."""
+"""Keys that distinguish a schema from an object with a schema in ``schema``."""
 _forms_of = attrgetter("response_format", *FORM_FIELDS)
 _NO_FORM = _forms_of(FormFields())
 

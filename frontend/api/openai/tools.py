@@ -144,7 +144,7 @@ def _tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str,
 
 
 def _described(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
-    """Return the tag of a call in bare JSON: the schema tells it from the final JSON."""
+    """Return the tag of a call in bare JSON: the schema distinguishes it from the final JSON."""
     key = "parameters" if "parameters" in how.name_end else "arguments"
     properties = {"name": {"enum": names}, key: {"type": "object"}}
     schema = {
@@ -207,8 +207,8 @@ def reading_of(
     schemas = tools if name and parsers.needs_schemas else b""
     if len(schemas) > MAX_SCHEMAS_BYTES:
         raise parse.invalid(
-            f"tools has {len(schemas)} bytes; the limit is {MAX_SCHEMAS_BYTES} for this model, whose call format has no argument "
-            "types. Send fewer tools, or shorter descriptions.",
+            f"tools has {len(schemas)} bytes; the limit is {MAX_SCHEMAS_BYTES} for a model without argument types in its call "
+            "format. Send fewer tools, or shorter descriptions.",
             "tools",
         )
     return OutputParsing(parsers.reasoning, name, schemas)

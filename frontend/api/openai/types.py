@@ -240,7 +240,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):
-    """Error: what was sent, what is allowed, what to do."""
+    """Error message, type, field and code."""
 
     message: str
     type: str

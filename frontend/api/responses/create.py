@@ -290,7 +290,7 @@ async def _answer_later(
 
 
 async def _discard(service: Service, exchange: HttpRequest, checked: CheckedRequest, is_new: bool) -> None:
-    """Delete a response that no client received; cancel one whose client disconnected, unless it resumes."""
+    """Delete a response that no client received; cancel it after a disconnect, unless the client resumes."""
     response_id = checked.response_id
     if not exchange.started and is_new:
         await service.responses.do(lambda file: file.delete(response_id))

@@ -155,7 +155,7 @@ class ResponsesWriter:
         self._more = b""
         """Head of a delta event for the open message; empty without one, or if the event needs other fields."""
         self._logprobs: list[object] = []
-        """Of tokens whose text was not sent yet."""
+        """Log-probabilities of tokens that were not sent yet."""
         self._started: Started | None = None
         self.status = IN_PROGRESS
         self.response = b""

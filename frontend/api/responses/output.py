@@ -251,7 +251,7 @@ class Items:
         self._emit("response.output_item.done", {"output_index": item.index, "item": whole})
 
     def _end_call(self, item: Item, whole: dict[str, Any]) -> None:
-        """Close a call whose input is sent at once."""
+        """Close a call that sends its input at once."""
         if "input" in whole:
             self._emit(f"{CUSTOM_INPUT}.delta", {**item.place(), "delta": whole["input"]})
             self._emit(f"{CUSTOM_INPUT}.done", {**item.place(), "input": whole["input"]})

@@ -42,7 +42,7 @@ async def response(service: Service, exchange: HttpRequest) -> None:
         await service.responses.do(lambda file: file.delete(record.id))
         await stop(service, record)
         await exchange.respond_json({"id": record.id, "object": "response", "deleted": True})
-    elif exchange.asks("stream"):
+    elif exchange.has_flag("stream"):
         after = _number(exchange, "starting_after", MAX_COUNT)
         await write_events(service, exchange, record, 0 if after is None else after + 1)
     else:

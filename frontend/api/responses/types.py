@@ -52,13 +52,13 @@ class InputItem(msgspec.Struct, kw_only=True):
     input: str | None = None
     """Input of a freeform tool call."""
     action: RawField = msgspec.UNSET
-    """Of a shell call: an object with the command or commands."""
+    """Action of a shell call: an object with the command or commands."""
     operation: RawField = msgspec.UNSET
-    """Of an apply_patch_call: an object with type, path and diff."""
+    """Operation of an apply_patch_call: an object with type, path and diff."""
     tools: RawField = msgspec.UNSET
     """Tools found by a search, or added here."""
     execution: str | None = None
-    """Of a tool search: client or server."""
+    """Side that runs a tool search: client or server."""
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
 
