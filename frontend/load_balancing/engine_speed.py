@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-USUAL_OVER = 256
+FIT_OVER = 256
 """Requests in the mean of the fit, about; without a quarter of them there is no fit."""
 MEAN_OVER = 24
 """Requests in the mean of one engine, about."""
@@ -38,7 +38,7 @@ class LinearFit:
 
     def __bool__(self) -> bool:
         """True if enough requests were measured."""
-        return self._count >= USUAL_OVER // 4
+        return self._count >= FIT_OVER // 4
 
     @property
     def took_s(self) -> float:
@@ -55,7 +55,7 @@ class LinearFit:
 
     def note(self, work: int, took_s: float) -> None:
         """Add one request."""
-        self._count = min(self._count + 1, USUAL_OVER)
+        self._count = min(self._count + 1, FIT_OVER)
         share = 1 / self._count
         by_work, by_time = work - self._work, took_s - self._took_s
         self._work += share * by_work

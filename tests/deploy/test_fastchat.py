@@ -97,7 +97,7 @@ async def world(said: Said) -> AsyncIterator[World]:
         path, body = asked["path"], json.loads(asked["body"] or b"{}")
         status, answer = READY[path] if path in READY else said(path, body)
         if path not in READY:
-            w.query_param.append((path, body))
+            w.asked.append((path, body))
         kind = b"text/event-stream" if answer.startswith((b"data", b":")) else b"application/json"
         writer.write(head(status, kind=kind) + answer)
         if answer.startswith(b":"):  # it goes on until nobody listens
@@ -121,7 +121,7 @@ async def world(said: Said) -> AsyncIterator[World]:
     w = World(App(server, registration, BodyBuffers(1 << 20)), registration)
     await registration.look()
     yield w
-    if any(path == "/v1/completions" for path, _ in w.query_param) and said is goes_on:
+    if any(path == "/v1/completions" for path, _ in w.asked) and said is goes_on:
         await left.wait()
     for peer in (server, controller):
         peer.hang_up()
@@ -171,12 +171,12 @@ def test_a_conversation_is_rendered_by_the_server_and_a_text_goes_as_it_is() -> 
             (told,) = await w.told_of(WHOLE, {"prompt": as_fastchat("", "x", None), "model": "toy"})
             assert (told["text"], told["error_code"], told["finish_reason"]) == ("hi", 0, "stop")
             assert told["usage"]["prompt_tokens"] == 3
-            (_, tokenized), (_, completed) = w.query_param
+            (_, tokenized), (_, completed) = w.asked
             assert tokenized == {"messages": [{"role": "user", "content": "x"}], "model": "toy"}
             assert completed["prompt"] == [5, 6, 7]
-            w.query_param.clear()
+            w.asked.clear()
             await w.told_of(WHOLE, {"prompt": "USER: x", "stop": ["", "\n"], "max_new_tokens": 4, "top_p": 0})
-            ((path, completed),) = w.query_param
+            ((path, completed),) = w.asked
             assert path == "/v1/completions" and completed["prompt"] == "USER: x"
             assert (
                 completed["stop"] == ["\n"] and completed["max_tokens"] == 4 and 0 < completed["top_p"] < 1e-3
@@ -280,7 +280,7 @@ def test_what_cannot_be_read_is_told_as_an_error() -> None:
             assert told["error_code"] == 40301
             status, said = await w.ask("/nowhere", {})
             assert status == 404 and "/worker_generate_stream" in json.loads(said)["text"]
-            assert not w.query_param
+            assert not w.asked
 
     run(story())
 
@@ -290,7 +290,7 @@ def test_a_client_that_leaves_ends_what_the_server_computes() -> None:
         async with world(goes_on) as w:
             leaves = asyncio.Event()
             asking = asyncio.ensure_future(w.ask(STREAM, {"prompt": "x"}, leaves))
-            while not w.query_param:
+            while not w.asked:
                 await asyncio.sleep(0.005)
             assert w.registration.status()["queue_length"] == 1
             leaves.set()

@@ -85,7 +85,7 @@ class Upstream:
         body = await reader.readexactly(int(headers.get("content-length", 0)))
         asked = {"method": method, "path": path, "headers": headers, "body": body}
         if path not in ("/readyz", "/metrics"):
-            self.query_param.append(asked)
+            self.asked.append(asked)
         await self.answer(self, asked, writer)
         await writer.drain()
 
@@ -239,11 +239,11 @@ def test_a_request_that_has_not_begun_goes_to_another_server() -> None:
             async with world(whole, lost) as w:
                 for body in ({"prompt": "x"}, STREAM):
                     assert (await w.ask(C, body)).body == b'{"ok":true}'
-                assert len(w.ups[0].query_param) == 2 and w.ups[1].query_param
+                assert len(w.ups[0].asked) == 2 and w.ups[1].asked
         async with world(says(head(429, b"retry-after: 3", kind=b"application/json") + b"{}"), BUSY) as w:
             refused = await w.ask(C, {"prompt": "x"})
             assert (refused.status, refused.headers["retry-after"]) == (429, "3")
-            assert all(len(up.query_param) == 1 for up in w.ups)
+            assert all(len(up.asked) == 1 for up in w.ups)
 
     run(story())
 
@@ -252,7 +252,7 @@ def test_what_must_not_be_done_twice_is_not_sent_twice() -> None:
     async def story() -> None:
         async with world(whole, says(cut=True)) as w:
             told = await w.ask("/v1/conversations", {})
-            assert told.status == 503 and "may have done" in told.body.decode() and not w.ups[0].query_param
+            assert told.status == 503 and "may have done" in told.body.decode() and not w.ups[0].asked
 
     run(story())
 
@@ -287,10 +287,10 @@ def test_a_stream_goes_on_at_another_server_with_its_tokens() -> None:
             told = await w.ask(C, STREAM)
             assert texts(told) == ["t0", "t1", "t2", "t3"] and told.body.endswith(DONE)
             assert b": ids" not in told.body and "x-quintet-relay" not in told.headers
-            begun, rest = w.ups[1].query_param
+            begun, rest = w.ups[1].asked
             assert begun["headers"]["x-quintet-relay"] == "1"
             assert (rest["method"], rest["path"]) == ("GET", "/v1/streams/a1-b2?from=2")
-            assert json.loads(w.ups[0].query_param[0]["body"]) == {
+            assert json.loads(w.ups[0].asked[0]["body"]) == {
                 "path": C, "request": STREAM, "position": "2", "outputs": [[100, 101]], "seeds": [7], "created": 1_700_000_000,
                 "name": "",
             }  # fmt: skip
@@ -307,7 +307,7 @@ def test_a_stream_goes_on_at_the_same_server_if_that_lives() -> None:
         )
         async with world(whole, alive) as w:
             assert texts(await w.ask(C, STREAM)) == ["t0", "t1", "t2"]
-            assert not w.ups[0].query_param
+            assert not w.ups[0].asked
 
     run(story())
 
@@ -321,7 +321,7 @@ def test_a_stream_that_is_lost_twice_goes_on_twice() -> None:
             for server in w.servers:
                 server.hear({w.ups[2].url: 0, w.ups[1].url: 10, w.ups[0].url: 20}[server.url], 0)
             assert texts(await w.ask(C, STREAM)) == [f"t{number}" for number in range(21)]
-            assert json.loads(w.ups[0].query_param[0]["body"])["outputs"] == [[*range(100, 120)]]
+            assert json.loads(w.ups[0].asked[0]["body"])["outputs"] == [[*range(100, 120)]]
 
     run(story())
 
@@ -335,7 +335,7 @@ def test_what_servers_are_lost_of_does_not_visit_them_all() -> None:
                     server.hear(0 if server.url == w.ups[3].url else 10, 0)
                 told = await w.ask(C, STREAM)
                 assert "2 servers were lost" in told.body.decode()
-                assert sum(bool(up.query_param) for up in w.ups) == 2
+                assert sum(bool(up.asked) for up in w.ups) == 2
 
     run(story())
 
@@ -344,7 +344,7 @@ def test_servers_that_are_full_are_not_all_asked() -> None:
     async def story() -> None:
         async with world(*[BUSY] * 5) as w:
             assert (await w.ask(C, {"prompt": "x"})).status == 503
-            assert sum(len(up.query_param) for up in w.ups) == 3
+            assert sum(len(up.asked) for up in w.ups) == 3
 
     run(story())
 
@@ -427,10 +427,10 @@ def test_requests_with_one_beginning_go_to_one_server() -> None:
         async with world(whole, whole) as w:
             for _ in range(6):
                 assert (await w.ask(C, {"prompt": "a" * 4000})).status == 200
-            assert sorted(len(up.query_param) for up in w.ups) == [0, 6]
+            assert sorted(len(up.asked) for up in w.ups) == [0, 6]
             for number in range(6):
                 await w.ask(C, {"prompt": f"{number}"})
-            assert min(len(up.query_param) for up in w.ups) >= 3
+            assert min(len(up.asked) for up in w.ups) >= 3
 
     run(story())
 

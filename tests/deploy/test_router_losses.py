@@ -53,7 +53,7 @@ def test_a_refusal_is_told_as_it_came_whatever_its_connection_does_next() -> Non
         async def refuses_then_streams(
             up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter
         ) -> None:
-            if len(up.query_param) == 1:
+            if len(up.asked) == 1:
                 writer.write(b"HTTP/1.1 429 x\r\nretry-after: 9\r\n" + JSON + b"\r\n{}")
                 return
             writer.write(b"HTTP/1.1 200 x\r\ncontent-type: text/event-stream\r\nx-stream-id: secret\r\n\r\n")
@@ -84,7 +84,7 @@ def test_a_refusal_is_told_as_it_came_whatever_its_connection_does_next() -> Non
 
 def dies_on_its_second(status: bytes = KEPT) -> Answer:
     async def answer(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        if len(up.query_param) == 2:
+        if len(up.asked) == 2:
             writer.transport.abort()
         else:
             writer.write(status)
@@ -102,7 +102,7 @@ def test_only_a_connection_that_breaks_at_once_was_closed_before(is_at_once: boo
             for server in w.servers:
                 server.lines.round_trip_s = 10.0 if is_at_once else -10.0
             assert (await w.ask(C, {"prompt": "x"})).status == 200
-            assert [len(up.query_param) for up in w.ups] == ([0, 3] if is_at_once else [1, 2])
+            assert [len(up.asked) for up in w.ups] == ([0, 3] if is_at_once else [1, 2])
 
     run(story())
 
@@ -116,7 +116,7 @@ def test_what_must_not_be_done_twice_has_a_connection_of_its_own() -> None:
             for server in w.servers:
                 server.lines.round_trip_s = 10.0
             told = await w.ask("/v1/conversations", {})
-            assert told.status == 503 and [len(up.query_param) for up in w.ups] == [0, 2]
+            assert told.status == 503 and [len(up.asked) for up in w.ups] == [0, 2]
 
     run(story())
 
@@ -129,7 +129,7 @@ def test_a_stream_that_servers_die_of_does_not_visit_them_all(begins: bool) -> N
             prefer(w, 3, 2, 1, 0)
             told = await w.ask(C, STREAM)
             assert "2 servers were lost" in told.body.decode()
-            assert sum(bool(up.query_param) for up in w.ups) == 2
+            assert sum(bool(up.asked) for up in w.ups) == 2
 
     run(story())
 
@@ -145,7 +145,7 @@ def test_a_server_that_refuses_to_go_on_is_not_asked_again_and_a_full_one_when_i
             prefer(w, 2, 1, 0)
             told = await w.ask(C, STREAM)
             assert "nobody can go on" in told.body.decode()
-            assert [len(up.query_param) for up in w.ups[:2]] == [1, 1]
+            assert [len(up.asked) for up in w.ups[:2]] == [1, 1]
 
     run(story())
 
@@ -197,7 +197,7 @@ def test_a_stream_of_messages_goes_on_elsewhere(is_killed: bool) -> None:
             prefer(w, 1, 0)
             told = await w.ask("/v1/messages", STREAM)
             assert told.body == re.sub(rb": ids .*\n", b"", b"".join(begun + rest))
-            going = json.loads(w.ups[0].query_param[-1]["body"])
+            going = json.loads(w.ups[0].asked[-1]["body"])
             assert (going["path"], going["position"], going["outputs"]) == ("/v1/messages", "1.1t", [[100]])
             assert (going["seeds"], going["created"]) == ([7], 0)
 
@@ -220,7 +220,7 @@ def test_a_stream_of_responses_goes_on_elsewhere_under_its_name(is_killed: bool)
             prefer(w, 1, 0)
             told = await w.ask("/v1/responses", STREAM)
             assert told.body == re.sub(rb": ids .*\n", b"", b"".join(begun + rest))
-            going = json.loads(w.ups[0].query_param[-1]["body"])
+            going = json.loads(w.ups[0].asked[-1]["body"])
             assert (going["path"], going["position"], going["outputs"]) == (
                 "/v1/responses",
                 "1.5+3+0",
@@ -251,7 +251,7 @@ def test_a_server_that_hangs_up_again_and_again_is_left() -> None:
         async with world(second, hangs_up) as w:
             prefer(w, 1, 0)
             assert texts(await w.ask(C, STREAM)) == ["t0", "t1"]
-            assert len(w.ups[1].query_param) == 2
+            assert len(w.ups[1].asked) == 2
 
     run(story())
 
@@ -308,9 +308,9 @@ def test_headers_between_two_neighbours_stay_there() -> None:
             )
             assert not {"x-hop", "proxy-connection", "connection"} & told.headers.keys()
             assert told.headers["x-kept"] == "1"
-            sent = w.ups[0].query_param[0]["headers"]
+            sent = w.ups[0].asked[0]["headers"]
             assert not {"connection", "x-mine", "trailer"} & sent.keys() and sent["x-other"] == "2"
-            assert json.loads(w.ups[0].query_param[0]["body"]) == STREAM
+            assert json.loads(w.ups[0].asked[0]["body"]) == STREAM
 
     run(story())
 
@@ -326,7 +326,7 @@ def test_a_stream_that_its_client_came_back_for_goes_on_at_another_server() -> N
         async with world(second, rest) as w:
             told = await w.ask(C, STREAM, last_event_id="a1-b2:2")
             assert texts(told) == ["t2", "t3"] and b": ids" not in told.body and b": told" not in told.body
-            going = json.loads(w.ups[0].query_param[-1]["body"])
+            going = json.loads(w.ups[0].asked[-1]["body"])
             assert (going["position"], going["outputs"]) == ("3", [[100, 101, 102]])
 
     run(story())
@@ -339,7 +339,7 @@ def test_what_a_server_tells_again_is_not_counted_twice() -> None:
         again = says(head(200, TICKET), b": told 0 [100,101]\n\n", event(2), cut=True)
 
         async def tells_again_once(up: Upstream, asked: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-            if len(up.query_param) == 2:
+            if len(up.asked) == 2:
                 await again(up, asked, writer)
             else:
                 writer.transport.abort()
@@ -348,7 +348,7 @@ def test_what_a_server_tells_again_is_not_counted_twice() -> None:
         second = by_path(go_on=says(head(200, TICKET), event(3, "c3-d4") + DONE))
         async with world(second, once) as w:
             assert texts(await w.ask(C, STREAM)) == ["t0", "t1", "t2", "t3"]
-            going = json.loads(w.ups[0].query_param[-1]["body"])
+            going = json.loads(w.ups[0].asked[-1]["body"])
             assert (going["position"], going["outputs"]) == ("3", [[100, 101, 102]])
 
     run(story())

@@ -25,14 +25,14 @@ class Operator:
 
     def __init__(self, serve: Callable[..., Any]) -> None:
         self.server = serve(api_keys=["client"], admin_key="operator")
-        self.query_param: list[KvQuery] = []
+        self.asked: list[KvQuery] = []
         self.prefix = KvPrefix(DIGEST, 48, 3, 0, 2, True, 1_500_000_000, pack_i32(range(10, 58)))
         self.error: Failed | None = None
         send = self.server.engine.send
 
         def answer(role: Any, index: int, message: Any) -> bool:
             if isinstance(message, KvQuery):
-                self.query_param.append(message)
+                self.asked.append(message)
                 report = KvReport(message.query_id, 0, [self.prefix], 1, room=ROOM)
                 if self.error is not None:
                     report = KvReport(message.query_id, 0, error=self.error)
@@ -58,7 +58,7 @@ def test_only_operators_may_ask(operator: Operator) -> None:
     derived, configured = operator_keys(operator.server.config)
     assert configured == "operator" and operator.ask("GET", "/kv", key=derived).status == 200
     assert operator.ask("GET", "/v1/models").status == 401, "the operator's key is no client's"
-    assert len(operator.query_param) == 1
+    assert len(operator.asked) == 1
 
 
 def test_no_key_at_all_opens_nothing(serve: Callable[..., Any]) -> None:
@@ -83,11 +83,11 @@ def test_prefixes_are_told_by_hashes_and_in_words_if_asked_for(operator: Operato
         }
     ]
     assert told["engines"][0]["blocks_pinned_at_most"] == 20 and not told["has_more"] and not told["errors"]
-    assert (operator.query_param[0].limit, operator.query_param[0].with_tokens) == (5, False)
+    assert (operator.asked[0].limit, operator.asked[0].with_tokens) == (5, False)
     told = operator.ask("GET", "/kv?text=true").json
     assert told["data"][0]["token_ids"] == list(range(10, 58))
     assert told["data"][0]["text"].startswith(" t0 t1 t2")
-    assert (operator.query_param[1].limit, operator.query_param[1].with_tokens) == (100, True)
+    assert (operator.asked[1].limit, operator.asked[1].with_tokens) == (100, True)
 
 
 def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
@@ -96,7 +96,7 @@ def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
         answer = operator.ask("POST", f"/kv/{verb}", body)
         assert answer.status == 200 and answer.json["object"] == f"kv.{verb}"
         assert answer.json["data"][0]["id"] == DIGEST.hex()
-    named, told, ids = operator.query_param
+    named, told, ids = operator.asked
     assert (named.verb, named.name, named.token_ids) == ("pin", NAME, b"")
     assert (told.verb, told.salt, list(unpack_i32(told.token_ids))) == ("unpin", "s", list(range(5)))
     assert (ids.verb, list(unpack_i32(ids.token_ids))) == ("evict", [4, 5])
@@ -117,7 +117,7 @@ def test_a_prefix_is_given_by_name_text_or_ids(operator: Operator) -> None:
 def test_what_makes_no_sense_is_refused(operator: Operator, path: str, body: object, words: str) -> None:
     answer = operator.ask("GET" if body is None else "POST", path, body)
     assert answer.status == 400 and words in answer.json["error"]["message"]
-    assert not operator.query_param
+    assert not operator.asked
 
 
 def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Operator) -> None:
@@ -131,10 +131,7 @@ def test_files_are_of_a_server_with_a_disk_and_stay_in_their_folder(operator: Op
     exported = operator.ask("POST", "/kv/export", {"id": NAME, "file": "a.kv"})
     assert (exported.status, exported.json["file"]) == (200, "/kv/exchange/a.kv")
     assert operator.ask("POST", "/kv/import", {"file": "a.kv"}).json["data"][0]["engine"] == 0
-    assert [(query.verb, query.file) for query in operator.query_param] == [
-        ("export", "a.kv"),
-        ("import", "a.kv"),
-    ]
+    assert [(query.verb, query.file) for query in operator.asked] == [("export", "a.kv"), ("import", "a.kv")]
     for name in ("", "../a.kv", "/etc/passwd", ".hidden", "a" * 101):
         answer = operator.ask("POST", "/kv/import", {"file": name})
         assert answer.status == 400 and "file must be a name" in answer.json["error"]["message"]
