@@ -208,7 +208,7 @@ def said(*blocks: dict[str, Any]) -> list[dict[str, Any]]:
         ({"messages": block(type="image", source={})}, "messages[0].content[0]: a block of type image"),
         ({"messages": block(type="text")}, "messages[0].content[0].text is missing"),
         ({"messages": block(type="video")}, "a block of type 'video'"),
-        ({"messages": block(type="document", source={"type": "base64"})}, "source is 'base64'"),
+        ({"messages": block(type="document", source={"type": "base64"})}, "source of type 'base64'"),
         (
             {"messages": block(type="tool_result", content="x")},
             "messages[0].content[0].tool_use_id is missing",

@@ -362,7 +362,7 @@ def test_settings_reach_the_engine(shared: Any) -> None:
         ({"input": []}, "input", "at least one item"),
         ({"input": None}, "input", "is missing"),
         ({"input": [{"role": "robot", "content": "x"}]}, "input", "robot"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "models that see"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None, "image input"),
         ({"input": [{"type": "robot_call"}]}, None, "robot_call"),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input", "call_id"),
         ({"tools": [{"type": "robot"}]}, None, "robot"),

@@ -245,7 +245,7 @@ def _text_of(block: Block, where: str, reader: _Reader) -> list[str]:
         case "compaction":
             return [_text(block.content or "", f"{where}.content", reader)]
         case "image":
-            raise parse.not_implemented(f"{where}: a block of type image", "models that see", "Send text.")
+            raise parse.not_implemented(f"{where}: a block of type image", "image input", "Send text.")
     if block.type.endswith(SERVER_BLOCKS):
         _log.info("%s, a block of type %s, was skipped: it is of another server's tool", where, block.type)
         return []
@@ -268,7 +268,7 @@ def _document(block: Block, where: str) -> str:
     if source.type != "text" or source.data is None:
         raise parse.not_implemented(
             f"{where}: a document with a source of type {shown(source.type)}",
-            "a reader of files",
+            "file input",
             "Send its text: a source of type text, with media_type text/plain.",
         )
     return f"{block.title}\n{source.data}" if block.title else source.data

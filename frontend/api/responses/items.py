@@ -26,9 +26,9 @@ from quintet.wire.params import shown
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 UNSEEN_PARTS = {
-    "input_image": "models that see",
-    "input_audio": "models that hear",
-    "input_file": "a reader of files",
+    "input_image": "image input",
+    "input_audio": "audio input",
+    "input_file": "file input",
 }
 TYPES = (
     "message",
