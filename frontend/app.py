@@ -48,7 +48,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import MAX_SHOWN
 
 
-class Row(NamedTuple):
+class RouteSpec(NamedTuple):
     """One row of the route table."""
 
     path: str
@@ -62,53 +62,53 @@ ALIAS, ALIASED = "/openai", "/openai/v1/"
 """Azure's path prefix, and the paths on which it is removed."""
 
 ROUTES = (
-    Row("/v1/completions", ("POST",), resumable(completions)),
-    Row("/v1/chat/completions", ("POST",), resumable(chat_completions)),
-    Row("/v1/chat/completions/batch", ("POST",), batch),
-    Row("/v1/chat/completions/render", ("POST",), render_chat),
-    Row("/v1/completions/render", ("POST",), render_completions),
-    Row("/v1/chat/completions/derender", ("POST",), derender_chat),
-    Row("/v1/completions/derender", ("POST",), derender_completions),
-    Row("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
-    Row("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
-    Row("/v1/messages/render", ("POST",), render_messages, anthropic_errors.ERRORS),
-    Row("/v1/responses", ("POST",), resumable(responses)),
-    Row("/v1/responses/render", ("POST",), render_responses),
-    Row("/v1/responses/{id}", ("GET", "DELETE"), response),
-    Row("/v1/responses/{id}/cancel", ("POST",), cancel_response),
-    Row("/v1/responses/{id}/input_items", ("GET",), input_items),
-    Row("/v1/conversations", ("POST",), conversations),
-    Row("/v1/conversations/{id}", ("GET", "POST", "DELETE"), conversation),
-    Row("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
-    Row("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
-    Row("/inference/v1/generate", ("POST",), resumable(generate)),
-    Row("/v1/streams", ("POST",), continue_stream),
-    Row("/v1/streams/{id}", ("GET",), streams),
-    Row("/v1/models", ("GET",), health.models),
-    Row("/v1/models/{id:path}", ("GET",), health.model),
-    Row("/tokenize", ("POST",), tokenize),
-    Row("/detokenize", ("POST",), detokenize),
-    Row("/tokenizer_info", ("GET",), tokenizer_info),
-    Row("/health", ("GET",), health.health),
-    Row("/livez", ("GET",), health.livez),
-    Row("/readyz", ("GET",), health.readyz),
-    Row("/ping", ("GET", "POST"), health.livez),
-    Row("/v2/health/live", ("GET",), health.v2_live),
-    Row("/v2/health/ready", ("GET",), health.readyz),
-    Row("/v2/models/{id:path}/ready", ("GET",), health.v2_model_ready),
-    Row("/invocations", ("POST",), resumable(invocations)),
-    Row("/version", ("GET",), health.show_version),
-    Row("/load", ("GET",), health.load),
-    Row("/metrics", ("GET",), metrics),
-    Row("/kv", ("GET",), kv.listing),
-    Row("/kv/pin", ("POST",), kv.pin),
-    Row("/kv/unpin", ("POST",), kv.unpin),
-    Row("/kv/evict", ("POST",), kv.evict),
-    Row("/kv/export", ("POST",), kv.export_prefix),
-    Row("/kv/import", ("POST",), kv.import_prefix),
-    Row("/openapi.json", ("GET",), openapi),
-    Row("/docs", ("GET",), docs),
-    Row("/docs/{name}", ("GET",), docs_part),
+    RouteSpec("/v1/completions", ("POST",), resumable(completions)),
+    RouteSpec("/v1/chat/completions", ("POST",), resumable(chat_completions)),
+    RouteSpec("/v1/chat/completions/batch", ("POST",), batch),
+    RouteSpec("/v1/chat/completions/render", ("POST",), render_chat),
+    RouteSpec("/v1/completions/render", ("POST",), render_completions),
+    RouteSpec("/v1/chat/completions/derender", ("POST",), derender_chat),
+    RouteSpec("/v1/completions/derender", ("POST",), derender_completions),
+    RouteSpec("/v1/messages", ("POST",), resumable(messages), anthropic_errors.ERRORS),
+    RouteSpec("/v1/messages/count_tokens", ("POST",), count_tokens, anthropic_errors.ERRORS),
+    RouteSpec("/v1/messages/render", ("POST",), render_messages, anthropic_errors.ERRORS),
+    RouteSpec("/v1/responses", ("POST",), resumable(responses)),
+    RouteSpec("/v1/responses/render", ("POST",), render_responses),
+    RouteSpec("/v1/responses/{id}", ("GET", "DELETE"), response),
+    RouteSpec("/v1/responses/{id}/cancel", ("POST",), cancel_response),
+    RouteSpec("/v1/responses/{id}/input_items", ("GET",), input_items),
+    RouteSpec("/v1/conversations", ("POST",), conversations),
+    RouteSpec("/v1/conversations/{id}", ("GET", "POST", "DELETE"), conversation),
+    RouteSpec("/v1/conversations/{id}/items", ("GET", "POST"), conversation_items),
+    RouteSpec("/v1/conversations/{id}/items/{item_id}", ("GET", "DELETE"), conversation_item),
+    RouteSpec("/inference/v1/generate", ("POST",), resumable(generate)),
+    RouteSpec("/v1/streams", ("POST",), continue_stream),
+    RouteSpec("/v1/streams/{id}", ("GET",), streams),
+    RouteSpec("/v1/models", ("GET",), health.models),
+    RouteSpec("/v1/models/{id:path}", ("GET",), health.model),
+    RouteSpec("/tokenize", ("POST",), tokenize),
+    RouteSpec("/detokenize", ("POST",), detokenize),
+    RouteSpec("/tokenizer_info", ("GET",), tokenizer_info),
+    RouteSpec("/health", ("GET",), health.health),
+    RouteSpec("/livez", ("GET",), health.livez),
+    RouteSpec("/readyz", ("GET",), health.readyz),
+    RouteSpec("/ping", ("GET", "POST"), health.livez),
+    RouteSpec("/v2/health/live", ("GET",), health.v2_live),
+    RouteSpec("/v2/health/ready", ("GET",), health.readyz),
+    RouteSpec("/v2/models/{id:path}/ready", ("GET",), health.v2_model_ready),
+    RouteSpec("/invocations", ("POST",), resumable(invocations)),
+    RouteSpec("/version", ("GET",), health.show_version),
+    RouteSpec("/load", ("GET",), health.load),
+    RouteSpec("/metrics", ("GET",), metrics),
+    RouteSpec("/kv", ("GET",), kv.listing),
+    RouteSpec("/kv/pin", ("POST",), kv.pin),
+    RouteSpec("/kv/unpin", ("POST",), kv.unpin),
+    RouteSpec("/kv/evict", ("POST",), kv.evict),
+    RouteSpec("/kv/export", ("POST",), kv.export_prefix),
+    RouteSpec("/kv/import", ("POST",), kv.import_prefix),
+    RouteSpec("/openapi.json", ("GET",), openapi),
+    RouteSpec("/docs", ("GET",), docs),
+    RouteSpec("/docs/{name}", ("GET",), docs_part),
 )
 
 
@@ -116,7 +116,7 @@ ROUTES = (
 class Endpoint:
     """One row of the route table as an ASGI application."""
 
-    row: Row
+    row: RouteSpec
     service: Service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

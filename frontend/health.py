@@ -67,11 +67,11 @@ async def health(service: Service, exchange: HttpRequest) -> None:
         "missing": missing,
     }
     if exchange.has_flag("verbose"):
-        answer["everyone"] = [_figures(process) for process in (report.processes if report else [])]
+        answer["everyone"] = [_process_json(process) for process in (report.processes if report else [])]
     await exchange.respond_json(answer, 200 if healthy else 503)
 
 
-def _figures(process: ProcessMetrics) -> dict[str, object]:
+def _process_json(process: ProcessMetrics) -> dict[str, object]:
     worker = process.worker
     return {
         "process": str(worker),

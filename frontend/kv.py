@@ -21,7 +21,7 @@ from quintet.wire.kv_disk_validate import is_file_name
 from quintet.wire.messages import TextPrompt
 from quintet.wire.params import check_token_ids
 
-USUAL_LIMIT = 100
+DEFAULT_LIMIT = 100
 
 
 class PrefixBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -180,7 +180,7 @@ async def _prefix_of(service: Service, body: PrefixBody) -> tuple[str, bytes]:
 def _limit(exchange: HttpRequest) -> int:
     given = exchange.query_param("limit")
     if given is None:
-        return USUAL_LIMIT
+        return DEFAULT_LIMIT
     if not (given.isascii() and given.isdecimal() and len(given) <= 4 and 1 <= int(given) <= MAX_LISTED):
         raise parse.invalid(f"limit must be a number from 1 to {MAX_LISTED}.", "limit")
     return int(given)

@@ -62,7 +62,7 @@ Series = CounterSeries | GaugeSeries | HistogramSeries
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class SlotMetrics:
     """Metrics of one slot."""
 
     role: Role
@@ -86,11 +86,11 @@ async def metrics(service: Service, exchange: HttpRequest) -> None:
         report = await service.queries.metrics(MAX_WAIT_S, service.metrics.encoded())
     except RequestError as error:
         raise RequestError(ErrorCode.UNAVAILABLE, error.message) from None
-    text = generate_latest(Page(collect(report), service.config.model.served_names[0]))
+    text = generate_latest(MetricsPage(collect(report), service.config.model.served_names[0]))
     await exchange.respond(200, text, CONTENT_TYPE)
 
 
-def collect(report: MetricsReport) -> list[Source]:
+def collect(report: MetricsReport) -> list[SlotMetrics]:
     """Return the metrics of every slot: its process's, added to those of former processes.
 
     Slots are sorted: a float sum depends on the order, and a sum that is less by one bit looks like a counter reset.
@@ -101,7 +101,7 @@ def collect(report: MetricsReport) -> list[Source]:
     for process in report.processes:
         slot = parts[process.worker.role, process.worker.index]
         slot += [decode_snapshot(process.metrics), _supervised(process)]
-    return [Source(role, index, merged(parts[role, index])) for role, index in sorted(parts)]
+    return [SlotMetrics(role, index, merged(parts[role, index])) for role, index in sorted(parts)]
 
 
 def _supervised(process: ProcessMetrics) -> Snapshot:
@@ -112,10 +112,10 @@ def _supervised(process: ProcessMetrics) -> Snapshot:
     return decode_snapshot(metrics.encoded())
 
 
-class Page(Collector):
+class MetricsPage(Collector):
     """All sources as Prometheus metric families."""
 
-    def __init__(self, sources: Sequence[Source], model_name: str) -> None:
+    def __init__(self, sources: Sequence[SlotMetrics], model_name: str) -> None:
         self._sources = sources
         self._model_name = model_name
 

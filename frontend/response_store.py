@@ -25,9 +25,9 @@ FILE = "responses.sqlite"
 WAIT_S = 10.0
 """SQLite busy timeout: maximum wait for another frontend's write."""
 OPEN_TRIES, OPEN_PAUSE_S = 20, 0.05
-MAX_TURNS = 1000
+MAX_CHAIN = 1000
 """Maximum responses in one chain of previous_response_id."""
-ROWS = 64
+ROWS_PER_QUERY = 64
 """Rows per query."""
 QUEUED, IN_PROGRESS = "queued", "in_progress"
 CONVERSATION = "conversation"
@@ -166,7 +166,7 @@ class ResponseFile:
             if too_many <= 0 and too_large <= 0:
                 return
             ended = self._db.execute(
-                f"SELECT id, num_bytes FROM responses WHERE NOT {_OPEN} ORDER BY used_at LIMIT {ROWS}"
+                f"SELECT id, num_bytes FROM responses WHERE NOT {_OPEN} ORDER BY used_at LIMIT {ROWS_PER_QUERY}"
             ).fetchall()
             if not ended:
                 return
@@ -295,7 +295,7 @@ class ResponseFile:
             "WITH RECURSIVE turn(depth, id, previous, size) AS ("
             "SELECT 0, id, previous, LENGTH(items) + LENGTH(response) FROM responses WHERE id = ? "
             "UNION ALL SELECT depth + 1, r.id, r.previous, LENGTH(r.items) + LENGTH(r.response) "
-            f"FROM responses r JOIN turn ON r.id = turn.previous WHERE depth < {MAX_TURNS}) "
+            f"FROM responses r JOIN turn ON r.id = turn.previous WHERE depth < {MAX_CHAIN}) "
             "SELECT id, size FROM turn ORDER BY depth DESC",
             (response_id,),
         ).fetchall()
@@ -322,7 +322,7 @@ class ResponseFile:
         """
         rows = self._db.execute("SELECT status FROM responses WHERE id = ?", (response_id,)).fetchall()
         events = self._db.execute(
-            f"SELECT number, position, frames FROM events WHERE id = ? AND number >= ? ORDER BY number LIMIT {ROWS}",
+            f"SELECT number, position, frames FROM events WHERE id = ? AND number >= ? ORDER BY number LIMIT {ROWS_PER_QUERY}",
             (response_id, first),
         )
         return rows[0][0] if rows else "", [Events(*row) for row in events]

@@ -31,7 +31,7 @@ from quintet.wire.messages import (
 )
 from quintet.wire.supervision import MetricsQuery, MetricsReport
 
-SLOWEST_TOKENS_PER_S = 1 << 16
+MIN_TOKENS_PER_S = 1 << 16
 """Lower bound of the tokenizer's speed, for the timeout of long prompts, with a few as long prompts queued before it."""
 
 FILE_TIMEOUT_S = 600.0
@@ -90,7 +90,7 @@ class Rpc:
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, token_strs: bool = False) -> Tokenized:
         """Encode a prompt. Raises `RequestError`."""
-        timeout_s = self._timeout_s + num_prompt_tokens(prompt) // SLOWEST_TOKENS_PER_S
+        timeout_s = self._timeout_s + num_prompt_tokens(prompt) // MIN_TOKENS_PER_S
         until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         query = TokenizeQuery(self._take_id(), self._me.index, prompt, token_strs, until_ns)
         answer = await self._ask(Role.TOKENIZER, query, query.query_id, Tokenized, timeout_s)

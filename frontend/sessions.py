@@ -20,7 +20,7 @@ from quintet.frontend.load_balancing.queued_tokens import QueuedTokens
 from quintet.frontend.reconcile import Report, reports_of
 from quintet.frontend.resume.partial_response import ReceivedOutput, apply_received
 from quintet.frontend.resume.reattach import ReceivedCount, skip_received, submission
-from quintet.frontend.resume.resend_errors import MAX_LOST, missing_output_error, unknown_request_error
+from quintet.frontend.resume.resend_errors import MAX_RESENDS, missing_output_error, unknown_request_error
 from quintet.frontend.session_metrics import SessionMetrics
 from quintet.frontend.streams import Batch, Delta, Mailbox, Stream, StreamChoice
 from quintet.wire.codec import unpack_i32
@@ -377,10 +377,10 @@ class Sessions:
         """Start a new attempt of choices that the engine does not know; cancelled ones end."""
         choices = [self._live[request_id] for request_id in request_ids if request_id in self._live]
         for stream in dict.fromkeys(choice.stream for choice in choices):
-            stream.num_lost += 1
+            stream.num_resends += 1
             if stream.is_cancelled:
                 self._abort_locally(stream)
-            elif stream.num_lost > MAX_LOST:
+            elif stream.num_resends > MAX_RESENDS:
                 self._give_up(stream, unknown_request_error())
             else:
                 self._dispatcher.restart(stream, Role.CORE)

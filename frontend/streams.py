@@ -30,7 +30,7 @@ SPAN_BYTES = 96
 """Bytes per span."""
 
 
-def pieces(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str]]:
+def text_spans(text: str, spans: Sequence[Span]) -> Iterator[tuple[int, int, str]]:
     """Yield (channel, call number, text) for each span; text without a span is content."""
     at = 0
     for channel, call, num_chars in spans:
@@ -147,23 +147,23 @@ class Mailbox:
     def __init__(self) -> None:
         self._ready: list[Stream] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._nudged = False
+        self._is_woken = False
 
     async def wait(self) -> list[Stream]:
-        """Return the streams with new output; empty after a `nudge` alone. One reader only."""
-        if not self._ready and not self._nudged:
+        """Return the streams with new output; empty after a `wake` alone. One reader only."""
+        if not self._ready and not self._is_woken:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
-        self._nudged = False
+        self._is_woken = False
         ready, self._ready = self._ready, []
         return ready
 
-    def nudge(self) -> None:
+    def wake(self) -> None:
         """Wake the reader without new output."""
-        self._nudged = True
+        self._is_woken = True
         self._wake()
 
     def post(self, stream: Stream) -> None:
@@ -204,7 +204,7 @@ class Stream:
         """Index of the tokenizer that holds the request; None while parked."""
         self.attempt = 0
         """Restarts so far: its core or detokenizer was lost, or the engine lost the request."""
-        self.num_lost = 0
+        self.num_resends = 0
         """Times that the engine did not know the request."""
         self.num_placed = 0
         """Choices counted in the load of its core and detokenizer."""

@@ -73,7 +73,7 @@ class Submissions:
     def leave(self) -> None:
         """Note that the client disconnected, and wake the writer."""
         self.client_gone = True
-        self.mailbox.nudge()
+        self.mailbox.wake()
 
     def close(self, *, keep: bool = False) -> None:
         """Cancel running streams and drop their output. ``keep``: the client may resume."""
@@ -178,12 +178,12 @@ async def stream_answer(
     write_timeout, write_seconds, span = service.write_timeout, service.http.write_seconds, service.span
     positions = {stream.request_id: position for position, stream in enumerate(submissions.streams)}
     watcher = exchange.watch_disconnect(submissions.leave)
-    pulse = sse.Pulse(service.config.frontend.keep_alive_s, submissions.mailbox.nudge)
+    keep_alive = sse.KeepAliveTimer(service.config.frontend.keep_alive_s, submissions.mailbox.wake)
     reader = Reader(exchange.abort, submissions.unread_bytes)
     write_timeout.watch(reader)
-    exchange.register_break_silence(submissions.mailbox.nudge)
+    exchange.register_break_silence(submissions.mailbox.wake)
     if submissions.num_unread == 0:
-        submissions.mailbox.nudge()  # only the end is left to write
+        submissions.mailbox.wake()  # only the end is left to write
     try:
         while True:
             ready = await submissions.mailbox.wait()
@@ -216,11 +216,11 @@ async def stream_answer(
                 reader.waiting_since_s = None
                 write_seconds.observe(time.perf_counter() - began)
                 span("events", len(ready), woken_ns)
-                pulse.wrote()
+                keep_alive.wrote()
             if last:
                 return
     finally:
-        pulse.stop()
+        keep_alive.stop()
         write_timeout.forget(reader)
         watcher.cancel()
         submissions.close(keep=exchange.started)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from quintet.frontend.streams import pieces
+from quintet.frontend.streams import text_spans
 from quintet.wire.channels import Channel, Span
 from quintet.wire.config import CallIds
 
@@ -42,7 +42,7 @@ class Channels(msgspec.Struct, array_like=True, frozen=True):
         reasoning: list[str] = []
         calls: dict[int, dict[str, object]] = {}
         arguments: dict[int, str] = {}
-        for channel, call, part in pieces(text, spans):
+        for channel, call, part in text_spans(text, spans):
             if channel == Channel.CONTENT:
                 content.append(part)
             elif channel == Channel.REASONING:

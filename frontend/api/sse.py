@@ -17,7 +17,7 @@ def frame(json: bytes) -> bytes:
     return b"data: " + json + b"\n\n"
 
 
-class Pulse:
+class KeepAliveTimer:
     """Calls ``on_silence`` after every ``interval_s`` without a write; 0 disables it.
 
     One timer per stream, re-armed only when it fires: a write only stores the time.

@@ -9,7 +9,7 @@ from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
-PARTS = {
+FILES = {
     "swagger-ui-bundle.js": b"text/javascript; charset=utf-8",
     "start.js": b"text/javascript; charset=utf-8",
     "swagger-ui.css": b"text/css; charset=utf-8",
@@ -18,7 +18,7 @@ POLICY = (
     b"default-src 'none'; style-src 'self' 'unsafe-inline'; script-src 'self'; img-src 'self' data:; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-KEEP = b"public, max-age=3600"
+CACHE_CONTROL = b"public, max-age=3600"
 
 
 def _file(name: str) -> bytes:
@@ -34,6 +34,6 @@ async def docs(_service: Service, exchange: HttpRequest) -> None:
 async def docs_part(_service: Service, exchange: HttpRequest) -> None:
     """Serve a file of the page."""
     name = exchange.path_params["name"]
-    if name not in PARTS:
+    if name not in FILES:
         raise RequestError(ErrorCode.NOT_FOUND, f"/docs has no file {shown(name)}; open /docs.")
-    await exchange.respond(200, _file(name), PARTS[name], [(b"cache-control", KEEP)])
+    await exchange.respond(200, _file(name), FILES[name], [(b"cache-control", CACHE_CONTROL)])

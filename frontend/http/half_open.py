@@ -10,7 +10,7 @@ import asyncio
 import select
 from collections.abc import Callable
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 15.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.05, 15.0
 
 
 class HalfOpen:
@@ -22,7 +22,7 @@ class HalfOpen:
         self._probe = probe
         self._poll = select.poll()
         self._poll.register(transport.get_extra_info("socket").fileno(), 0)  # poll always reports errors
-        self._pause_s = FIRST_PAUSE_S
+        self._backoff_s = MIN_BACKOFF_S
         self._probe_client()
 
     def stop(self) -> None:
@@ -31,8 +31,8 @@ class HalfOpen:
 
     def _probe_client(self) -> None:
         self._probe()
-        self._timer = asyncio.get_running_loop().call_later(self._pause_s, self._check)
-        self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+        self._timer = asyncio.get_running_loop().call_later(self._backoff_s, self._check)
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
 
     def _check(self) -> None:
         if self._poll.poll(0):

@@ -56,15 +56,15 @@ class EngineChoice(msgspec.Struct, frozen=True):
 RUNNING_TOKENS = 16
 """Delay that a running choice adds to a prefill, in prompt tokens: each step computes both."""
 
-NEXT_WEIGHT = 0.1
+LATER_WEIGHT = 0.1
 """Weight of the delay of later requests, for an arrival rate that keeps the engines busy."""
 LONG = 12
-"""A prompt this many times the mean length is long. This and `NEXT_WEIGHT` come from simulation: higher values let two long
+"""A prompt this many times the mean length is long. This and `LATER_WEIGHT` come from simulation: higher values let two long
 prompts block two engines; lower values queue long prompts one after another where they are common."""
-DISPLACED = 0.5
+EVICTION_COST = 0.5
 """Extra cost per token that evicts a cached token, which some request later recomputes. From two cores in virtual time
 (`python -m bench.routing_shared`): at 0, engines that could hold all prefixes between them evict each other's."""
-MOST_SLOWNESS = 16.0
+MAX_SLOWNESS = 16.0
 """Bound on slowness and its inverse, so that a slow engine still gets requests and is measured again."""
 
 
@@ -124,7 +124,7 @@ def _slowness(engine: Candidate) -> float:
     slowness = engine.slowness
     if not (math.isfinite(slowness) and slowness > 0):
         return 1.0
-    return min(max(slowness, 1 / MOST_SLOWNESS), MOST_SLOWNESS)
+    return min(max(slowness, 1 / MAX_SLOWNESS), MAX_SLOWNESS)
 
 
 def _load(engine: Candidate) -> float:
@@ -145,12 +145,12 @@ def _delay(engine: Candidate, least: Sequence[float], saves: bool, num_tokens: i
     slowness, load = _slowness(engine), _load(engine)
     own = load - saved + (slowness - 1) * num_new
     if saves and engine.is_full:
-        own += DISPLACED * num_new
+        own += EVICTION_COST * num_new
     if len(least) < 2 or num_new < LONG * usual:
         return own
     least_other = least[1] if load == least[0] else least[0]
     all_busy = min(least_other, load + slowness * num_new)
-    return own + NEXT_WEIGHT * all_busy * all_busy / (2 * usual)
+    return own + LATER_WEIGHT * all_busy * all_busy / (2 * usual)
 
 
 def _weight(session: str, engine: str | int) -> bytes:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from quintet.frontend.streams import StreamChoice
 from quintet.wire.errors import ErrorCode, RequestError
 
-MAX_LOST = 3
+MAX_RESENDS = 3
 """Maximum resends of a request that the engine does not know."""
 
 
 def unknown_request_error() -> RequestError:
-    """Build the error for a request that the engine still does not know after `MAX_LOST` resends."""
+    """Build the error for a request that the engine still does not know after `MAX_RESENDS` resends."""
     return RequestError(
         ErrorCode.INTERNAL,
-        f"The request was lost inside the server {MAX_LOST + 1} times and is aborted. This is a server fault: "
+        f"The request was lost inside the server {MAX_RESENDS + 1} times and is aborted. This is a server fault: "
         "report it with the server's log.",
     )
 

@@ -24,7 +24,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Admit, Reclaimed
 
 LAST_EVENT = "last-event-id"
-NOTHING = (None, False)
+NOTHING_RECEIVED = (None, False)
 """Cursor of a choice that is sent from its start."""
 
 
@@ -70,12 +70,12 @@ async def resume(service: Service, exchange: HttpRequest, stream_id: StreamId, g
     submissions = Submissions()
     try:
         for offset, each in zip(range(0, total, n), reclaimed, strict=True):
-            seen = list(zip(position.counts, position.ended, strict=True))[offset : offset + n]
-            _check(each, seen)
+            received = list(zip(position.counts, position.ended, strict=True))[offset : offset + n]
+            _check(each, received)
             if api.needs_replay:
-                seen = [NOTHING] * n
+                received = [NOTHING_RECEIVED] * n
             stream = service.sessions.reattach(
-                each, first_id + offset, seen, submissions.mailbox, answer.interval
+                each, first_id + offset, received, submissions.mailbox, answer.interval
             )
             submissions.add(stream)
         writer = api.writer(answer, StreamId(first_id, stream_id.key), position)
@@ -110,10 +110,10 @@ def _known(reclaimed: Reclaimed) -> Admit:
     return reclaimed.admit
 
 
-def _check(reclaimed: Reclaimed, seen: Sequence[ReceivedCount]) -> None:
+def _check(reclaimed: Reclaimed, received: Sequence[ReceivedCount]) -> None:
     _known(reclaimed)
     outputs = dict(reclaimed.choices)
-    for index, (count, _) in enumerate(seen):
+    for index, (count, _) in enumerate(received):
         known = len(outputs.get(index, b"")) // 4
         if count is not None and count > known:
             raise RequestError(

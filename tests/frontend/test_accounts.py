@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quintet.frontend.sessions import MAX_LOST
+from quintet.frontend.sessions import MAX_RESENDS
 from quintet.wire.codec import unpack_i32, unpack_i64
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.ids import Role
@@ -29,14 +29,14 @@ def test_a_request_that_is_lost_again_and_again_ends_with_an_error() -> None:
     async def story() -> None:
         world = World().follow()
         stream = world.sessions.submit(PROMPT, params())
-        for _ in range(MAX_LOST):
+        for _ in range(MAX_RESENDS):
             world.sessions.resend([stream.request_id])
-        assert len(world.of(Submit)) == 1 + MAX_LOST
+        assert len(world.of(Submit)) == 1 + MAX_RESENDS
         world.sessions.resend([stream.request_id])
         with pytest.raises(RequestError, match="was lost inside the server 4 times") as caught:
             await stream.next_batch()
         assert caught.value.code is ErrorCode.INTERNAL
-        assert len(world.of(Submit)) == 1 + MAX_LOST and len(world.of(Cancel)) == 1
+        assert len(world.of(Submit)) == 1 + MAX_RESENDS and len(world.of(Cancel)) == 1
         assert world.sessions.num_live == 0
 
     run(story())
@@ -48,7 +48,7 @@ def test_a_choice_that_is_lost_again_and_again_ends_whoever_has_ended_before() -
         stream = world.sessions.submit(PROMPT, params(n=2))
         first, second = stream.request_id, stream.request_id + 1
         world.text([], started=[first], finished=[(first, FinishReason.STOP)])
-        for _ in range(MAX_LOST + 1):
+        for _ in range(MAX_RESENDS + 1):
             world.sessions.resend([second])
         assert stream.ended and world.sessions.num_live == 0
         with pytest.raises(RequestError, match="was lost inside the server"):

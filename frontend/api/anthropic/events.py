@@ -24,7 +24,7 @@ from quintet.frontend.http.http_request import Header
 from quintet.frontend.resume.resume_token import Answer
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import ids_comment
-from quintet.frontend.streams import Batch, Delta, Stream, pieces
+from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, FinishReason, Started
@@ -80,9 +80,9 @@ def message_of(answer: MessagesAnswer, output: Output) -> dict[str, object]:
     is_cut = finish.reason is not FinishReason.STOP
     return {
         **_head(answer),
-        "content": list(_blocks(answer, pieces(output.text, output.spans), is_cut=is_cut)),
+        "content": list(_blocks(answer, text_spans(output.text, output.spans), is_cut=is_cut)),
         **_ending(answer, finish, num_tokens),
-        "usage": {**usage_of(output.stream.started, num_tokens), **_thinking(finish)},
+        "usage": {**usage_of(output.stream.started, num_tokens), **_thinking_usage(finish)},
     }
 
 
@@ -90,7 +90,7 @@ def _head(answer: MessagesAnswer) -> dict[str, object]:
     return {"id": f"msg_{answer.request_id}", "type": "message", "role": "assistant", "model": answer.model}
 
 
-def _thinking(finish: Finish) -> dict[str, object]:
+def _thinking_usage(finish: Finish) -> dict[str, object]:
     """Return the reasoning usage; empty without reasoning tokens."""
     thinking = finish.num_reasoning_tokens
     return {"output_tokens_details": {"thinking_tokens": thinking}} if thinking else {}
@@ -263,7 +263,7 @@ class MessagesWriter:
             return self.failed(error)
         self._set_cursor(num_taken)
         self._position.ended[0] = True
-        usage = {"output_tokens": num_taken, **_thinking(finish)}
+        usage = {"output_tokens": num_taken, **_thinking_usage(finish)}
         return self._event(
             "message_delta", b'"delta":' + encode_json(ending) + b',"usage":' + encode_json(usage)
         )
@@ -275,7 +275,7 @@ class MessagesWriter:
 
     def _unseen(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
         """Yield the pieces of a delta, without the characters that the client has."""
-        for channel, call, text in pieces(delta.text, delta.spans):
+        for channel, call, text in text_spans(delta.text, delta.spans):
             seen = min(self._num_skipped, len(text))
             self._num_skipped -= seen
             if seen < len(text):

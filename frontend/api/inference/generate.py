@@ -9,8 +9,8 @@ from quintet.frontend.api.inference.types import GenerateBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
+    ChunkFormat,
     ChunkWriter,
-    Shape,
     encode_json,
     finish_name,
     options_of,
@@ -76,7 +76,7 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
         await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
         outputs = await whole_answer(exchange, submissions)
-        await exchange.respond_json(_whole(outputs, submissions, options))
+        await exchange.respond_json(_response_json(outputs, submissions, options))
 
 
 def sampling_fields(body: GenerateBody) -> CompletionBody:
@@ -112,7 +112,7 @@ def _reject_unsupported(body: GenerateBody, fields: CompletionBody) -> None:
     parse.reject_search(fields)
 
 
-SHAPE = Shape(
+SHAPE = ChunkFormat(
     head=lambda options: {"request_id": options.response_id},
     open=b'"token_ids":',
     close=b"",
@@ -131,7 +131,9 @@ def writer(
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
 
 
-def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
+def _response_json(
+    outputs: list[Output], submissions: Submissions, options: AnswerOptions
+) -> dict[str, object]:
     started = submissions.streams[0].started
     return {
         "request_id": options.response_id,

@@ -141,7 +141,7 @@ def token_ids_json(token_ids: Sequence[int] | None) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ChunkFormat:
     """JSON format of one choice of a streamed chunk."""
 
     head: Callable[[AnswerOptions], dict[str, object]]
@@ -171,7 +171,7 @@ class ChunkWriter:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ChunkFormat,
         options: AnswerOptions,
         num_prompts: int,
         stream_id: StreamId | None = None,

@@ -29,7 +29,7 @@ from quintet.wire.messages import PositionLogprobs, Prompt, TokenPrompt
 from quintet.wire.params import SamplingParams, shown
 from quintet.wire.request import OutputParsing
 
-NO_BEAMS: Mapping[str, object] = {
+NEUTRAL_VALUES: Mapping[str, object] = {
     "presence_penalty": 0,
     "frequency_penalty": 0,
     "repetition_penalty": 1,
@@ -70,9 +70,9 @@ class BeamRequest:
         return 0 if self.answer.logprobs is None else self.answer.max_alternatives
 
 
-def ranked(params: SamplingParams, body: GenerationBody) -> SamplingParams:
+def with_ranking_logprobs(params: SamplingParams, body: GenerationBody) -> SamplingParams:
     """Return parameters with log-probabilities if `best_choices` needs them. Raises `RequestError`."""
-    if not _hides_choices(body):
+    if not _drops_choices(body):
         return params
     if body.stream:
         raise parse.invalid(
@@ -85,7 +85,7 @@ def ranked(params: SamplingParams, body: GenerationBody) -> SamplingParams:
 
 def best_choices(outputs: Sequence[Output], body: GenerationBody) -> list[Output]:
     """Return the ``n`` of each prompt's ``best_of`` choices with the highest total log-probability, best first."""
-    if not _hides_choices(body):
+    if not _drops_choices(body):
         return list(outputs)
     n, best_of = body.n or 1, body.best_of or 1
     chosen: list[Output] = []
@@ -97,7 +97,7 @@ def best_choices(outputs: Sequence[Output], body: GenerationBody) -> list[Output
     return chosen
 
 
-def _hides_choices(body: GenerationBody) -> bool:
+def _drops_choices(body: GenerationBody) -> bool:
     return body.best_of is not None and not body.use_beam_search and body.best_of > _num_shown(body)
 
 
@@ -105,7 +105,7 @@ async def beam_answer(
     service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[list[Output], Submissions]:
     """Search, and return the choices of each prompt, best first, with their submissions."""
-    submissions, beams = await _found(service, exchange, request)
+    submissions, beams = await _search_beams(service, exchange, request)
     outputs = await whole_answer(exchange, submissions)
     for output, beam in zip(outputs, beams, strict=True):
         output.logprobs = beam.positions
@@ -122,7 +122,7 @@ async def stream_beams(
 
     ``writer``: makes the event writer from options and number of choices; each choice is formatted as the only one of a prompt.
     """
-    submissions, beams = await _found(service, exchange, request)
+    submissions, beams = await _search_beams(service, exchange, request)
     chunks = writer(msgspec.structs.replace(request.answer, num_choices=1), len(beams))
     chunks.streams_per_prompt = submissions.streams_per_prompt
     await stream_answer(service, exchange, submissions, BeamsWriter(chunks, beams))
@@ -145,7 +145,7 @@ class BeamsWriter:
         self._chunks.write(frames, position, stream, batch)
 
 
-async def _found(
+async def _search_beams(
     service: Service, exchange: HttpRequest, request: BeamRequest
 ) -> tuple[Submissions, list[Beam]]:
     """Search, and return the submissions that replay the found beams, and the beams of each prompt, best first."""
@@ -250,7 +250,7 @@ def _early_stopping_of(body: GenerationBody) -> EarlyStopping:
 
 def _check_beams(body: GenerationBody) -> None:
     """Reject fields that have no effect in beam search."""
-    for name, nothing in NO_BEAMS.items():
+    for name, nothing in NEUTRAL_VALUES.items():
         value = getattr(body, name)
         if value is not None and value != nothing:
             raise _no_effect_with_beams(name)

@@ -13,8 +13,8 @@ from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
+    ChunkFormat,
     ChunkWriter,
-    Shape,
     encode_json,
     finish_name,
     head_of,
@@ -22,7 +22,13 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, ranked, stream_beams
+from quintet.frontend.api.openai.best_of import (
+    BeamRequest,
+    beam_answer,
+    best_choices,
+    stream_beams,
+    with_ranking_logprobs,
+)
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -111,14 +117,14 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
             await stream_beams(service, exchange, request, functools.partial(ChunkWriter, shape))
             return
         outputs, submissions = await beam_answer(service, exchange, request)
-        await exchange.respond_json(_whole(outputs, submissions, answer))
+        await exchange.respond_json(_response_json(outputs, submissions, answer))
         return
     seeds, position, received = resume_state(exchange.partial_response, params.n, 1)
     submissions = submit_all(
         service,
         body,
         [prompt],
-        ranked(params, body),
+        with_ranking_logprobs(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=parse.chat_max_tokens(body) is None,
@@ -138,7 +144,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
         outputs = best_choices(await whole_answer(exchange, submissions), body)
-        whole = _whole(outputs, submissions, answer)
+        whole = _response_json(outputs, submissions, answer)
         await exchange.respond_json(with_params(whole, submissions.streams, config))
 
 
@@ -322,7 +328,7 @@ def chat_params(body: ChatBody, config: EngineConfig) -> SamplingParams:
     return parse.checked(params, config.frontend.max_logprobs, model, names)
 
 
-def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shape:
+def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> ChunkFormat:
     """Return the chunk format; the first events have the role and the echoed text."""
 
     def by_channel(answer_channels: Channels, index: int, delta: Delta) -> bytes:
@@ -339,7 +345,7 @@ def chat_shape(role: str, prefix: str, channels: Channels | None = None) -> Shap
         frames = [writer.raw_choice(first % index, b',"prompt_token_ids":' + ids, usage)]
         return [*frames, writer.chunk(index, prefix, usage=usage)] if prefix else frames
 
-    return Shape(
+    return ChunkFormat(
         head=head_of("chat.completion.chunk"),
         open=b'"delta":{"content":',
         close=b"}",
@@ -359,7 +365,7 @@ def writer(
     return ChunkWriter(shape, answer.options, answer.num_prompts, stream_id, position)
 
 
-def _whole(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> dict[str, object]:
+def _response_json(outputs: list[Output], submissions: Submissions, how: ChatAnswer) -> dict[str, object]:
     options = how.options
     started = submissions.streams[0].started
     answer: dict[str, object] = {

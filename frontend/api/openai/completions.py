@@ -11,8 +11,8 @@ from quintet.frontend.api.answer import Output, Submissions, stream_answer, subm
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
+    ChunkFormat,
     ChunkWriter,
-    Shape,
     encode_json,
     finish_name,
     head_of,
@@ -20,7 +20,13 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, ranked, stream_beams
+from quintet.frontend.api.openai.best_of import (
+    BeamRequest,
+    beam_answer,
+    best_choices,
+    stream_beams,
+    with_ranking_logprobs,
+)
 from quintet.frontend.api.openai.embeds import embeds_prompts
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import (
@@ -76,14 +82,14 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
             await stream_beams(service, exchange, request, partial(ChunkWriter, SHAPE))
             return
         outputs, submissions = await beam_answer(service, exchange, request)
-        await exchange.respond_json(_whole(outputs, submissions, options))
+        await exchange.respond_json(_response_json(outputs, submissions, options))
         return
     seeds, position, received = resume_state(exchange.partial_response, params.n, len(prompts))
     submissions = submit_all(
         service,
         body,
         prompts,
-        ranked(params, body),
+        with_ranking_logprobs(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=body.max_tokens is None,
@@ -106,7 +112,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []
-        whole = _whole(outputs, submissions, options)
+        whole = _response_json(outputs, submissions, options)
         await exchange.respond_json(with_params(whole, submissions.streams, config))
 
 
@@ -215,7 +221,7 @@ def _ids(token_ids: Sequence[int] | None, prompt_ids: bytes) -> bytes:
     return token_ids_json(token_ids) + b',"prompt_token_ids":' + prompt
 
 
-SHAPE = Shape(
+SHAPE = ChunkFormat(
     head=head_of("text_completion"),
     open=b'"text":',
     close=b"",
@@ -233,7 +239,9 @@ def writer(
     return ChunkWriter(SHAPE, answer.options, answer.num_prompts, stream_id, position)
 
 
-def _whole(outputs: list[Output], submissions: Submissions, options: AnswerOptions) -> dict[str, object]:
+def _response_json(
+    outputs: list[Output], submissions: Submissions, options: AnswerOptions
+) -> dict[str, object]:
     return {
         "id": options.response_id,
         "object": "text_completion",

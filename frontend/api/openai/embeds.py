@@ -19,7 +19,7 @@ from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.params import shown
 
 FIELD = "prompt_embeds"
-HOW = "base64.b64encode(safetensors.torch.save({'prompt_embeds': tensor}))"
+EXAMPLE = "base64.b64encode(safetensors.torch.save({'prompt_embeds': tensor}))"
 MAX_HEADER_BYTES = 1 << 14
 PIECE_CHARS = 4 << 20
 """Characters decoded at once: a few milliseconds, so that other requests run in between."""
@@ -28,7 +28,7 @@ _PICKLES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 """Magic bytes of torch.save files, zipped and older."""
 
 
-class Tensor(msgspec.Struct):
+class TensorHeader(msgspec.Struct):
     """Header entry of a tensor."""
 
     dtype: str
@@ -37,7 +37,7 @@ class Tensor(msgspec.Struct):
 
 
 _header = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_tensor = msgspec.json.Decoder(Tensor)
+_tensor = msgspec.json.Decoder(TensorHeader)
 
 
 async def embeds_prompts(body: CompletionBody, config: EngineConfig) -> list[EmbedsPrompt]:
@@ -96,7 +96,7 @@ async def _decoded(text: str, model: ModelConfig) -> EmbedsPrompt:
     return EmbedsPrompt(tensor.dtype, model.embedding_width, bytes(memoryview(pieces)[begin:]))
 
 
-def _tensor_of(header: bytes) -> Tensor:
+def _tensor_of(header: bytes) -> TensorHeader:
     try:
         named = _header.decode(header)
         named.pop("__metadata__", None)
@@ -108,7 +108,7 @@ def _tensor_of(header: bytes) -> Tensor:
     return tensors[0]
 
 
-def _check_shape(tensor: Tensor, model: ModelConfig) -> None:
+def _check_shape(tensor: TensorHeader, model: ModelConfig) -> None:
     if tensor.dtype not in FLOAT_BYTES:
         raise _bad(f"has the dtype {shown(tensor.dtype)}; it must be one of {', '.join(FLOAT_BYTES)}")
     shape = tensor.shape[1:] if len(tensor.shape) == 3 and tensor.shape[0] == 1 else tensor.shape
@@ -134,4 +134,4 @@ def _base64(text: str) -> bytes:
 
 
 def _bad(what: str) -> RequestError:
-    return parse.invalid(f"{FIELD} {what}. Send {HOW}.", FIELD)
+    return parse.invalid(f"{FIELD} {what}. Send {EXAMPLE}.", FIELD)

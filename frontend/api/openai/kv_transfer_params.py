@@ -65,11 +65,11 @@ def take_kv_transfer(body: GenerationBody, num_prompts: int, config: EngineConfi
         raise _wrong("requires one prompt and no beam search; send each prompt as a separate request")
     peers = config.cache.peers
     if params.do_remote_decode:
-        return _offering(body, peers)
-    return _fetching(params, peers)
+        return _prefill_transfer(body, peers)
+    return _decode_transfer(params, peers)
 
 
-def _offering(body: GenerationBody, peers: KvPeersConfig | None) -> KvTransfer:
+def _prefill_transfer(body: GenerationBody, peers: KvPeersConfig | None) -> KvTransfer:
     if peers is None or not peers.listen:
         raise _role_missing("do_remote_decode", "offers no KV", "prefill", peers)
     if body.stream:
@@ -77,7 +77,7 @@ def _offering(body: GenerationBody, peers: KvPeersConfig | None) -> KvTransfer:
     return KvTransfer(offers=True)
 
 
-def _fetching(params: TransferParams, peers: KvPeersConfig | None) -> KvTransfer:
+def _decode_transfer(params: TransferParams, peers: KvPeersConfig | None) -> KvTransfer:
     if peers is None or not peers.allowed:
         raise _role_missing("do_remote_prefill", "fetches no KV", "decode", peers)
     host, port = (params.remote_host or "").strip("[]"), params.remote_port or 0

@@ -11,7 +11,7 @@ FLOOR = -9999.0
 """JSON has no minus infinity."""
 
 
-def spell(alternative: Alternative, options: AnswerOptions) -> str:
+def token_text(alternative: Alternative, options: AnswerOptions) -> str:
     """Return a token's text, or ``token_id:<id>`` if requested."""
     return f"token_id:{alternative.token_id}" if options.tokens_as_ids else alternative.token
 
@@ -37,9 +37,12 @@ def completion_logprobs(
     for position in positions:
         shape["text_offset"].append(position.text_offset)
         shape["token_logprobs"].append(max(position.chosen.logprob, FLOOR))
-        shape["tokens"].append(spell(position.chosen, options))
+        shape["tokens"].append(token_text(position.chosen, options))
         shape["top_logprobs"].append(
-            {spell(a, options): max(a.logprob, FLOOR) for a in _distinct(position, options.max_alternatives)}
+            {
+                token_text(a, options): max(a.logprob, FLOOR)
+                for a in _distinct(position, options.max_alternatives)
+            }
         )
     return shape
 
@@ -52,7 +55,7 @@ def echoed_logprobs(started: Started, options: AnswerOptions) -> dict[str, list[
     if started.first_token is not None:
         shape["text_offset"].insert(0, 0)
         shape["token_logprobs"].insert(0, None)
-        shape["tokens"].insert(0, spell(started.first_token, options))
+        shape["tokens"].insert(0, token_text(started.first_token, options))
         shape["top_logprobs"].insert(0, None)
     return shape
 
@@ -78,7 +81,7 @@ def chat_logprobs(positions: Sequence[PositionLogprobs], options: AnswerOptions)
 
 def _chat_token(alternative: Alternative, options: AnswerOptions) -> dict[str, object]:
     return {
-        "token": spell(alternative, options),
+        "token": token_text(alternative, options),
         "logprob": max(alternative.logprob, FLOOR),
         "bytes": list(alternative.token_bytes),
     }
@@ -95,7 +98,7 @@ def prompt_logprobs(started: Started, options: AnswerOptions) -> list[dict[str, 
             str(a.token_id): {
                 "logprob": max(a.logprob, FLOOR),
                 "rank": a.rank,
-                "decoded_token": spell(a, options),
+                "decoded_token": token_text(a, options),
             }
             for a in _distinct(position, len(position.top))
         }

@@ -18,7 +18,7 @@ from quintet.wire.params import shown
 from quintet.wire.request import MAX_SCHEMAS_BYTES, OutputParsing
 from quintet.wire.structured import StructuredOutputsParams
 
-WORDS = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
+TOOL_CHOICE_TYPES = {b'"auto"': "auto", b'"none"': "none", b'"required"': "required", b'"any"': "required"}
 """Choices, by ``type`` of an object without other fields."""
 _NAME = re.compile(r"[A-Za-z0-9_.:/\-]{1,256}")
 _COMBINED = {"allOf", "anyOf", "oneOf", "$ref"}
@@ -32,7 +32,7 @@ def check_tool_choice(body: ChatBody) -> None:
     """
     choice = body.tool_choice
     if isinstance(choice, dict) and len(choice) == 1:
-        choice = body.tool_choice = WORDS.get(bytes(choice.get("type", msgspec.Raw(b""))), choice)
+        choice = body.tool_choice = TOOL_CHOICE_TYPES.get(bytes(choice.get("type", msgspec.Raw(b""))), choice)
     if choice is None or choice == "none":
         return
     if isinstance(choice, str) and choice not in {"auto", "required"}:
@@ -44,7 +44,7 @@ def check_tool_choice(body: ChatBody) -> None:
         raise parse.invalid("tool_choice is set but tools is not; send the tools as well.", "tool_choice")
 
 
-def insisted_functions(body: ChatBody) -> list[FunctionTool]:
+def required_functions(body: ChatBody) -> list[FunctionTool]:
     """Return the functions of which the output must call one; empty if a call is optional. The tools were checked.
 
     Also empty if no tool of the request can be offered to the model.
@@ -94,7 +94,7 @@ def form_of_calls(body: ChatBody, how: ForcedCalls) -> StructuredOutputsParams |
 
     It allows one call without ``parallel_tool_calls``, for a named function, or if the model's format has one call at most.
     """
-    functions = insisted_functions(body)
+    functions = required_functions(body)
     if not functions:
         return None
     is_one = how.is_single or body.parallel_tool_calls is False or body.tool_choice != "required"
@@ -127,7 +127,9 @@ def form_or_calls(
         return form
     how = parsers.forced
     is_bare = (how.begin + how.call_begin).lstrip("[").startswith("{")
-    tags = [_described(names, how)] if is_bare else [_tag(name, {"type": "object"}, how) for name in names]
+    tags = (
+        [_bare_call_tag(names, how)] if is_bare else [_tag(name, {"type": "object"}, how) for name in names]
+    )
     tag = _structural_tag(tags, how, is_one=how.is_single or body.parallel_tool_calls is False)
     return msgspec.structs.replace(form, calls=tag)
 
@@ -143,7 +145,7 @@ def _tag(name: str, schema: Mapping[str, object], how: ForcedCalls) -> dict[str,
     }
 
 
-def _described(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
+def _bare_call_tag(names: Sequence[str], how: ForcedCalls) -> dict[str, object]:
     """Return the tag of a call in bare JSON: the schema distinguishes it from the final JSON."""
     key = "parameters" if "parameters" in how.name_end else "arguments"
     properties = {"name": {"enum": names}, key: {"type": "object"}}

@@ -17,7 +17,7 @@ import msgspec
 from quintet.frontend.api.answer import Submissions
 from quintet.frontend.api.responses.events import ResponsesWriter
 from quintet.frontend.api.responses.output import CANCELLED, FAILED, ResponsesAnswer, response_json
-from quintet.frontend.api.responses.response_history import answer_of, turn_of
+from quintet.frontend.api.responses.response_history import answer_of, conversation_turn
 from quintet.frontend.response_store import Events, Record, ResponseFile
 from quintet.frontend.resume.resume_token import claim_for
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
@@ -25,7 +25,7 @@ from quintet.frontend.service import Service
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Submit
 
-NOTHING_SEEN = [(None, False)]
+NOTHING_RECEIVED = [(None, False)]
 PAUSE_S = 0.5
 MAX_OWNERS = 6
 """Maximum frontends that answer one response in turn: a response that crashes frontends must not be retried forever."""
@@ -56,7 +56,7 @@ async def run(service: Service, record: Record, submissions: Submissions, writer
     is_new = True
     try:
         if submissions.streams[0].started is not None and not submissions.streams[0].is_posted:
-            submissions.mailbox.nudge()  # a resumed request has already started
+            submissions.mailbox.wake()  # a resumed request has already started
         while not writer.response:
             frames: list[bytes] = []
             for stream in await submissions.mailbox.wait():
@@ -88,7 +88,7 @@ def wake_on_start(submissions: Submissions) -> Submissions:
 def _write_progress(
     response_id: str, owner: str, writer: ResponsesWriter, events: Events | None, file: ResponseFile
 ) -> bool:
-    turn = turn_of(writer.answer, writer.status, writer.response)
+    turn = conversation_turn(writer.answer, writer.status, writer.response)
     return file.write_progress(response_id, owner, writer.status, events, writer.response, turn)
 
 
@@ -169,7 +169,7 @@ async def _reattached(service: Service, record: Record) -> Submissions | None:
     if reclaimed.admit is None:
         return None
     submissions = Submissions()
-    submissions.add(service.sessions.reattach(reclaimed, first_id, NOTHING_SEEN, submissions.mailbox, 1))
+    submissions.add(service.sessions.reattach(reclaimed, first_id, NOTHING_RECEIVED, submissions.mailbox, 1))
     return submissions
 
 

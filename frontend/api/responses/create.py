@@ -31,11 +31,11 @@ from quintet.frontend.api.responses.parse import (
 )
 from quintet.frontend.api.responses.response_history import (
     conversation,
+    conversation_turn,
     record_of,
     resolved,
     response_of,
     store_end,
-    turn_of,
 )
 from quintet.frontend.api.responses.stored import write_events
 from quintet.frontend.api.responses.types import InputItem, ResponsesBody
@@ -266,7 +266,7 @@ async def _answer(service: Service, exchange: HttpRequest, checked: CheckedReque
     (whole,) = await whole_answer(exchange, submissions)
     status, response = response_of_output(answer, whole)
     if answer.is_kept:
-        turn = turn_of(answer, status, response)
+        turn = conversation_turn(answer, status, response)
         await service.responses.do(
             lambda file: file.finish(checked.response_id, status, response, is_open=True, turn=turn)
         )

@@ -39,7 +39,7 @@ from quintet.frontend.http.http_request import Header
 from quintet.frontend.response_store import IN_PROGRESS
 from quintet.frontend.resume.stream_cursor import StreamCursor, StreamId
 from quintet.frontend.resume.token_relay import WITHDRAWN, ids_comment
-from quintet.frontend.streams import Batch, Delta, Stream, pieces
+from quintet.frontend.streams import Batch, Delta, Stream, text_spans
 from quintet.wire.channels import Channel
 from quintet.wire.errors import ErrorCode, RequestError
 from quintet.wire.messages import Finish, PositionLogprobs, Started
@@ -99,7 +99,7 @@ def response_of_output(answer: ResponsesAnswer, output: Output) -> tuple[str, by
     status, num_tokens = status_of(output.finish), len(output.token_ids)
     items = Items(answer, lambda _name, _fields: None)
     logprobs = _logprobs(answer, output.logprobs)
-    for channel, call, text in pieces(output.text, output.spans):
+    for channel, call, text in text_spans(output.text, output.spans):
         if (text or channel == Channel.NAME) and items.is_sent(channel, call):
             item = items.begin(channel, call, text)
             if channel != Channel.NAME:
@@ -275,7 +275,9 @@ class ResponsesWriter:
             self._more = _delta_head(item_open)
 
     def _pieces(self, delta: Delta) -> Iterator[tuple[int, int, str]]:
-        return ((c, n, text) for c, n, text in pieces(delta.text, delta.spans) if text or c == Channel.NAME)
+        return (
+            (c, n, text) for c, n, text in text_spans(delta.text, delta.spans) if text or c == Channel.NAME
+        )
 
     def _emit_text(self, item: Item, text: str) -> None:
         """Send a piece of an item's text, without the characters that the client has."""

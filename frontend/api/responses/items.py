@@ -25,7 +25,7 @@ from quintet.wire.params import shown
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
-UNSEEN_PARTS = {
+UNSUPPORTED_PARTS = {
     "input_image": "image input",
     "input_audio": "audio input",
     "input_file": "file input",
@@ -74,7 +74,7 @@ PREDEFINED_CALLS = {
 ADDED_TOOLS = "additional_tools"
 
 Message = dict[str, Any]
-NO_THOUGHT: Message = {"role": "assistant", "content": ""}
+EMPTY_REASONING: Message = {"role": "assistant", "content": ""}
 """Message of a reasoning item without text."""
 
 _log = logging.getLogger("quintet")
@@ -96,7 +96,7 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> tuple[l
         if index < _num_leading(items):
             continue
         for message in _messages_of(item, f"input[{index}]", names):
-            if message == NO_THOUGHT:
+            if message == EMPTY_REASONING:
                 continue
             if found and found[-1]["role"] == message["role"] in ("user", "assistant"):
                 _join(found[-1], message)
@@ -256,7 +256,7 @@ def _text_of(part: ContentPart, where: str) -> str:
         return _given(part.refusal, f"{where}.refusal")
     if part.type == "" and (part.stdout is not None or part.outcome is not None):
         return _command_text(part)
-    missing = UNSEEN_PARTS.get(part.type, "parts of that type")
+    missing = UNSUPPORTED_PARTS.get(part.type, "parts of that type")
     raise parse.not_implemented(f"{where}, of type {shown(part.type)},", missing, "Send text.")
 
 

@@ -60,7 +60,7 @@ CLIENT_NAMES = {
     "truncate_prompt_tokens": "truncation",
 }
 """Field names of this API, by chat field name."""
-SAME = (
+SHARED_FIELDS = (
     "model",
     "stream",
     "temperature",
@@ -123,7 +123,7 @@ def chat_body(
     _check_values(body)
     messages, places = messages_of(body.instructions, items)
     chat = ChatBody(messages=msgspec.Raw(encode_json(messages)))
-    for name in SAME:
+    for name in SHARED_FIELDS:
         setattr(chat, name, getattr(body, name))
     chat.max_completion_tokens = body.max_output_tokens
     if body.truncation == "auto":

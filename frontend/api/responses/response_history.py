@@ -86,7 +86,7 @@ def items_of(record: Record) -> list[InputItem]:
     return [*input_of(record), *output]
 
 
-def turn_of(answer: ResponsesAnswer, status: str, response: bytes) -> ConversationTurn | None:
+def conversation_turn(answer: ResponsesAnswer, status: str, response: bytes) -> ConversationTurn | None:
     """Return the items that a response adds to its conversation; None without a conversation or output."""
     if not answer.conversation or status not in (COMPLETED, INCOMPLETE):
         return None
@@ -253,7 +253,7 @@ async def store_end(service: Service, writer: AnswerWriter) -> None:
         return
     response_id, status, response = writer.answer.options.response_id, writer.status, writer.response
     try:
-        turn = turn_of(writer.answer, status, response)
+        turn = conversation_turn(writer.answer, status, response)
         await service.responses.do(
             lambda file: file.finish(response_id, status, response, is_open=False, turn=turn)
         )
