@@ -237,7 +237,7 @@ class Output:
     finish: Finish
     stream: Stream
     spans: Sequence[Span]
-    """Spans of the text: see `quintet.frontend.streams.pieces`."""
+    """Spans of the text: see `quintet.frontend.streams.text_spans`."""
 
 
 async def whole_answer(exchange: HttpRequest, submissions: Submissions) -> list[Output]:

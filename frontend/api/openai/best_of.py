@@ -70,7 +70,7 @@ class BeamRequest:
         return 0 if self.answer.logprobs is None else self.answer.max_alternatives
 
 
-def with_ranking_logprobs(params: SamplingParams, body: GenerationBody) -> SamplingParams:
+def rankable(params: SamplingParams, body: GenerationBody) -> SamplingParams:
     """Return parameters with log-probabilities if `best_choices` needs them. Raises `RequestError`."""
     if not _drops_choices(body):
         return params

@@ -22,13 +22,7 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import (
-    BeamRequest,
-    beam_answer,
-    best_choices,
-    stream_beams,
-    with_ranking_logprobs,
-)
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, rankable, stream_beams
 from quintet.frontend.api.openai.completions import token_prompt
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import chat_logprobs, prompt_logprobs
@@ -124,7 +118,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         service,
         body,
         [prompt],
-        with_ranking_logprobs(params, body),
+        rankable(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=parse.chat_max_tokens(body) is None,

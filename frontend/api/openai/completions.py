@@ -20,13 +20,7 @@ from quintet.frontend.api.openai.answer import (
     token_ids_json,
     usage_of,
 )
-from quintet.frontend.api.openai.best_of import (
-    BeamRequest,
-    beam_answer,
-    best_choices,
-    stream_beams,
-    with_ranking_logprobs,
-)
+from quintet.frontend.api.openai.best_of import BeamRequest, beam_answer, best_choices, rankable, stream_beams
 from quintet.frontend.api.openai.embeds import embeds_prompts
 from quintet.frontend.api.openai.kv_transfer_params import take_kv_transfer, with_params
 from quintet.frontend.api.openai.logprobs import (
@@ -89,7 +83,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         service,
         body,
         prompts,
-        with_ranking_logprobs(params, body),
+        rankable(params, body),
         arrival_ns=exchange.arrival_ns,
         deadline_ns=deadline_ns,
         limit_gives_way=body.max_tokens is None,
