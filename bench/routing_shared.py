@@ -5,7 +5,8 @@
 Clients ask one request after the other, as there. A step takes what a formula says, times what is drawn by chance, so one trace
 comes in another order each time it is played. The memory of both engines together holds all beginnings and little more, so one
 that both have drives out another. ``--displaced``: what a token that takes the place of another's counts besides its own
-(`quintet.frontend.load_balancing.load_balancer.EVICTION_COST`). Prints shares of the ideal hit rate, each beginning computed once.
+(`quintet.frontend.load_balancing.load_balancer.EVICTION_COST`). Prints shares of the ideal hit rate, with each beginning
+computed once.
 """
 
 from __future__ import annotations
