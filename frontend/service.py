@@ -93,9 +93,9 @@ class Service:
         """Apply one message from another process."""
         match message:
             case Text():
-                began_ns = time.monotonic_ns()
+                started_ns = time.monotonic_ns()
                 self.inbox.handle(message)
-                self.span("text", message.step, began_ns)
+                self.span("text", message.step, started_ns)
             case Drain() if self.sessions.slots.topology.draining:
                 self.admission.draining = True
             case Drain():

@@ -230,7 +230,7 @@ class Stream:
         self.is_encoding = False
         """True if it counts in the load of its tokenizer."""
         self.is_cancelled = False
-        self.is_kept = False
+        self.is_retained = False
         """True if the core retains it after cancel, so that the client may resume it."""
         self.is_posted = False
         self.is_closed = False
@@ -359,7 +359,7 @@ class Stream:
         ``keep``: the client may resume it later, at this or another frontend.
         """
         self.is_closed = True
-        self.is_kept = keep and self.submit.spec.claim is not None
+        self.is_retained = keep and self.submit.spec.claim is not None
         self._dirty = []
         if not self.ended:
             self.cancel()

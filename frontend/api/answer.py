@@ -240,7 +240,7 @@ class Output:
     """Spans of the text: see `quintet.frontend.streams.text_spans`."""
 
 
-async def whole_answer(exchange: HttpRequest, submissions: Submissions) -> list[Output]:
+async def collect_outputs(exchange: HttpRequest, submissions: Submissions) -> list[Output]:
     """Wait for the end of every stream and return the choices in order of prompts.
 
     Raises the first stream's error, or `ClientDisconnected`; both cancel the other streams.

@@ -40,12 +40,12 @@ class Inflater:
         """``coding``: ``gzip`` or ``deflate``."""
         self._coding = coding
         self._stream = zlib.decompressobj(_GZIP if coding == "gzip" else _ZLIB)
-        self._is_begun = False
+        self._is_started = False
 
     def feed(self, compressed: bytes) -> Iterator[bytes]:
         """Yield the decompressed bytes, at most `PIECE_BYTES` at once. Raises `RequestError`."""
-        if not self._is_begun and compressed:
-            self._is_begun = True
+        if not self._is_started and compressed:
+            self._is_started = True
             if self._coding == "deflate" and compressed[0] & 0x0F != _DEFLATED:
                 self._stream = zlib.decompressobj(_RAW)
         while compressed:
@@ -63,7 +63,7 @@ class Inflater:
 
     def check_end(self) -> None:
         """Check that the compressed data is complete. Raises `RequestError`."""
-        if self._is_begun and not self._stream.eof:
+        if self._is_started and not self._stream.eof:
             raise self._broken("its end is missing")
 
     def _broken(self, reason: str) -> RequestError:

@@ -107,7 +107,9 @@ class Dispatcher:
         if stream.tokenizer is None:
             return False
         ids = [choice.request_id for choice in stream.choices if choice.finish is None]
-        return self._send(Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, stream.is_kept))
+        return self._send(
+            Role.TOKENIZER, stream.tokenizer, Cancel(ids, stream.submit.core, stream.is_retained)
+        )
 
     def is_stale(self, sender: tuple[int, int]) -> bool:
         """True if text comes from a lost detokenizer; its requests were dispatched anew."""

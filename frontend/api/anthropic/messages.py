@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.anthropic.events import MessagesAnswer, MessagesWriter, message_of
 from quintet.frontend.api.anthropic.parse import CLIENT_NAMES, chat_body
 from quintet.frontend.api.anthropic.types import CountTokensBody, MessagesBody
@@ -61,7 +61,7 @@ async def messages(service: Service, exchange: HttpRequest) -> None:
         writer = MessagesWriter(answer, submissions.stream_id, position)
         await stream_answer(service, exchange, submissions, with_relay(exchange, writer, submissions))
     else:
-        (output,) = await whole_answer(exchange, submissions)
+        (output,) = await collect_outputs(exchange, submissions)
         await exchange.respond_json(message_of(answer, output))
 
 

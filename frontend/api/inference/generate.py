@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.inference.types import GenerateBody
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
@@ -75,7 +75,7 @@ async def generate(service: Service, exchange: HttpRequest) -> None:
         chunks = writer(answer, submissions.stream_id, position)
         await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = await whole_answer(exchange, submissions)
+        outputs = await collect_outputs(exchange, submissions)
         await exchange.respond_json(_response_json(outputs, submissions, options))
 
 

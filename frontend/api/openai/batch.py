@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, collect_outputs, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import options_of, usage_of
 from quintet.frontend.api.openai.chat import (
@@ -60,7 +60,7 @@ async def batch(service: Service, exchange: HttpRequest) -> None:
         return_prompt_ids=options.return_token_ids,
         session=session_of(exchange, body.user),
     )
-    outputs = await whole_answer(exchange, submissions)
+    outputs = await collect_outputs(exchange, submissions)
     answers = [
         ChatAnswer(
             1,

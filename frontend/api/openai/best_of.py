@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, ChunkWriter
 from quintet.frontend.api.openai.structured import form_field
@@ -106,7 +106,7 @@ async def beam_answer(
 ) -> tuple[list[Output], Submissions]:
     """Search, and return the choices of each prompt, best first, with their submissions."""
     submissions, beams = await _search_beams(service, exchange, request)
-    outputs = await whole_answer(exchange, submissions)
+    outputs = await collect_outputs(exchange, submissions)
     for output, beam in zip(outputs, beams, strict=True):
         output.logprobs = beam.positions
     return outputs, submissions
@@ -159,7 +159,7 @@ async def _search_beams(
     async def ask(extended: Sequence[TokenPrompt], step: SamplingParams) -> list[PositionLogprobs]:
         submissions = Submissions()
         _submit(service, submissions, request, [(prompt, step, b"") for prompt in extended])
-        return [output.logprobs[0] for output in await whole_answer(exchange, submissions)]
+        return [output.logprobs[0] for output in await collect_outputs(exchange, submissions)]
 
     found = [beams[:n] for beams in await search(prompts, options, ask)]
     submissions = Submissions(streams_per_prompt=n)

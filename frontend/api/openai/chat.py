@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.channels import Channels
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
@@ -137,7 +137,7 @@ async def chat_completions(service: Service, exchange: HttpRequest) -> None:
         chunks = writer(answer, submissions.stream_id, position)
         await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = best_choices(await whole_answer(exchange, submissions), body)
+        outputs = best_choices(await collect_outputs(exchange, submissions), body)
         whole = _response_json(outputs, submissions, answer)
         await exchange.respond_json(with_params(whole, submissions.streams, config))
 

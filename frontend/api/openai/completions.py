@@ -7,7 +7,7 @@ from functools import partial
 
 import msgspec
 
-from quintet.frontend.api.answer import Output, Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Output, Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import (
     AnswerOptions,
@@ -102,7 +102,7 @@ async def completions(service: Service, exchange: HttpRequest) -> None:
         chunks = writer(answer, submissions.stream_id, position)
         await stream_answer(service, exchange, submissions, with_relay(exchange, chunks, submissions))
     else:
-        outputs = best_choices(await whole_answer(exchange, submissions), body)
+        outputs = best_choices(await collect_outputs(exchange, submissions), body)
         if options.echo_only:
             for output in outputs:
                 output.text, output.token_ids, output.logprobs = "", (), []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
-from quintet.frontend.api.answer import Submissions, stream_answer, submit_all, whole_answer
+from quintet.frontend.api.answer import Submissions, collect_outputs, stream_answer, submit_all
 from quintet.frontend.api.openai import parse
 from quintet.frontend.api.openai.answer import AnswerOptions, encode_json
 from quintet.frontend.api.openai.chat import channels_of, checked_chat
@@ -81,7 +81,7 @@ async def responses(service: Service, exchange: HttpRequest) -> None:
     """Handle POST /v1/responses."""
     body = await parse.read_body(service, exchange, _decoder)
     checked = await _read(service, exchange, body)
-    if not checked.answer.is_kept:
+    if not checked.answer.is_stored:
         await _answer(service, exchange, checked)
         return
     service.admission.enter([checked.prompt], checked.params)  # before the first write to the store
@@ -123,8 +123,8 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
     config, store = service.config, service.responses
     if exchange.partial_response is not None:
         _check_partial(exchange.partial_response, body)
-    is_kept = store.is_enabled and body.store is not False
-    if body.background and not is_kept:
+    is_stored = store.is_enabled and body.store is not False
+    if body.background and not is_stored:
         reason = (
             "store is false" if store.is_enabled else "this server stores none (--response-store-entries 0)"
         )
@@ -134,7 +134,7 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
         )
     try:
         named = conversation_of(body)
-        if named and not is_kept:
+        if named and not is_stored:
             raise parse.invalid(
                 "conversation was sent, but the response is not stored; leave out store: false, or send the items "
                 "as input.",
@@ -142,7 +142,7 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
             )
         items, former = await _items_of(store, body, named)
         chat, translation, forms = chat_body(body, [*former, *items])
-        read, params, reading = checked_chat(chat, config, _own_places(translation, len(former)))
+        read, params, reading = checked_chat(chat, config, _own_locations(translation, len(former)))
         parse.reject_unsupported(chat)
     except RequestError as error:
         raise parse.renamed(error, CLIENT_NAMES) from None
@@ -161,12 +161,12 @@ async def _read(service: Service, exchange: HttpRequest, body: ResponsesBody) ->
         "created_at": options.created,
         "model": options.model,
         "background": bool(body.background),
-        "store": is_kept,
+        "store": is_stored,
         **({"conversation": {"id": named}} if named else {}),
         **echo_of(body, params.temperature, params.top_p),
     }
     channels = channels_of(chat, read, options.response_id, config)
-    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_kept, named, forms)
+    answer = ResponsesAnswer(1, 1, 1, options, channels, encode_json(head), is_stored, named, forms)
     deadline_ns = parse.deadline_ns(chat, exchange)
     return CheckedRequest(body, items, read.prompt, params, reading, answer, deadline_ns)
 
@@ -198,7 +198,7 @@ async def _items_of(
     return await resolved(store, items_of(body), former), former
 
 
-def _own_places(translation: Translation, num_former: int) -> Translation:
+def _own_locations(translation: Translation, num_former: int) -> Translation:
     """Renumber the item locations in error messages to the request's own items."""
 
     def own(place: str) -> str:
@@ -218,7 +218,7 @@ async def render_responses(service: Service, exchange: HttpRequest) -> None:
     try:
         items, former = await _items_of(service.responses, body, conversation_of(body))
         chat, translation, _ = chat_body(body, [*former, *items])
-        read, params, _ = checked_chat(chat, config, _own_places(translation, len(former)))
+        read, params, _ = checked_chat(chat, config, _own_locations(translation, len(former)))
         parse.reject_unsupported(chat)
         await respond_rendered(service, exchange, chat, read.prompt, params, "messages")
     except RequestError as error:
@@ -263,9 +263,9 @@ async def _answer(service: Service, exchange: HttpRequest, checked: CheckedReque
             service, exchange, submissions, with_relay(exchange, writer, submissions), store_end
         )
         return True
-    (whole,) = await whole_answer(exchange, submissions)
+    (whole,) = await collect_outputs(exchange, submissions)
     status, response = response_of_output(answer, whole)
-    if answer.is_kept:
+    if answer.is_stored:
         turn = conversation_turn(answer, status, response)
         await service.responses.do(
             lambda file: file.finish(checked.response_id, status, response, is_open=True, turn=turn)

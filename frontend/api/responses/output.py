@@ -142,7 +142,7 @@ class ResponsesAnswer(Answer, tag="responses"):
     channels: Channels
     head: bytes
     """JSON object: the response fields known from the request."""
-    is_kept: bool = False
+    is_stored: bool = False
     """True if its end is stored."""
     conversation: str = ""
     """Id of its conversation, or ""."""

@@ -249,7 +249,7 @@ def record_of(
 async def store_end(service: Service, writer: AnswerWriter) -> None:
     """Store the end of a streamed response before the client receives it, so that the client can refer to it."""
     assert isinstance(writer, ResponsesWriter)
-    if not writer.answer.is_kept or not writer.response:
+    if not writer.answer.is_stored or not writer.response:
         return
     response_id, status, response = writer.answer.options.response_id, writer.status, writer.response
     try:
